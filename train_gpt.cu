@@ -279,7 +279,7 @@ class Trainer {
         return batches_.tokens_of_step() * model_.flops_of_token(batches_.attended(), forward_only);
     }
     // True if steps run as graphs. With offloaded keys a graph would grow with the square of the sequence.
-    bool replays() const { return replays_ && places_.rows_of_parked_keys() == 0; }
+    bool replays() const { return replays_ && places_.key_chunk_rows() == 0; }
 
     Options o_;
     RunInputs& in_;
@@ -1039,12 +1039,13 @@ void Trainer::apply(const MemorySetting& s) {
 
 // Connects the model to what is kept off the device.
 void Trainer::connect_placements() {
-    gpt_.weights().stream_blocks_from(places_.blocks(), way_from(named<Home>(kHomeNames, o_.weights)),
-                                      places_.block_loans(), o_.prefetch);
-    gpt_.gradients().stream_blocks_from(places_.gradients(), places_.gradient_loans(), o_.prefetch);
+    gpt_.weights().stream_blocks_from(places_.blocks(),
+                                      route_from(named<Placement>(kPlacementNames, o_.weights)),
+                                      places_.streamed_block_bytes(), o_.prefetch);
+    gpt_.gradients().stream_blocks_from(places_.gradients(), places_.streamed_gradient_bytes(), o_.prefetch);
     gpt_.ends().stream_head();
-    gpt_.inputs().use(places_.parking(), places_.parked_layers(), together(), places_.parked_rows());
-    gpt_.keys().offload_to(places_.keys(), places_.key_sums(), places_.rows_of_parked_keys());
+    gpt_.inputs().use(places_.inputs(), places_.offloaded_layers(), together(), places_.input_chunk_rows());
+    gpt_.keys().offload_to(places_.keys(), places_.key_sums(), places_.key_chunk_rows());
 }
 
 Plan Trainer::rehearse_training(bool adds, bool placed) {

@@ -119,7 +119,7 @@ inline void find_peak(Plan& plan) {
         if (t.born == plan.peak_time) plan.peak_at = std::string(t.born_at) + ", " + t.name;
 }
 
-class Arena : simt::Lender {
+class Arena : simt::Source {
   public:
     Arena() = default;
     Arena(const Arena&) = delete;
@@ -252,7 +252,7 @@ class Arena : simt::Lender {
                 close_memory(arena.memory_.data(), arena.memory_.bytes());
                 arena.plan_ = nullptr;
                 arena.rehearsing_ = simt::launches_off = false;
-                simt::lender = nullptr;
+                simt::source = nullptr;
                 work_ledger = nullptr;
                 transfer_ledger = nullptr;
                 work_clock = nullptr;
@@ -260,7 +260,7 @@ class Arena : simt::Lender {
         } close{*this};
         plan_ = &plan;
         rehearsing_ = simt::launches_off = rehearsing;
-        simt::lender = this;
+        simt::source = this;
         work_ledger = rehearsing ? &plan.work : nullptr;
         transfer_ledger = rehearsing ? &plan.transfers : nullptr;
         transfers_begun = {};

@@ -567,8 +567,8 @@ void attention_backward_on_cpu(T* dq, T* dk, T* dv, const T* dout, const float* 
     }
     const auto active = static_cast<unsigned>(std::min(workers, tiles));
     const size_t shared_bytes = SharedHead(nullptr, in).bytes;
-    auto* const room = static_cast<unsigned char*>(simt::workspace(shared_bytes + active * scratch_bytes));
-    const SharedHead shared(room, in);
+    auto* const buffer = static_cast<unsigned char*>(simt::workspace(shared_bytes + active * scratch_bytes));
+    const SharedHead shared(buffer, in);
     head.dq_sums = shared.dq_sums;
     const auto row_blocks = [](int64_t rows) { return static_cast<unsigned>(ceil_div(rows, kSumRows)); };
     for (head.b = 0; head.b < in.batch; head.b++)
@@ -577,7 +577,7 @@ void attention_backward_on_cpu(T* dq, T* dk, T* dv, const T* dout, const float* 
             launch<attention_backward_begin_cpu_kernel<T>>(row_blocks(int64_t{in.group()} * in.queries), 1, 0,
                                                            stream, head, shared);
             launch<attention_backward_shared_cpu_kernel<T>>(active, 1, 0, stream, head, shared,
-                                                            room + shared_bytes, scratch_bytes);
+                                                            buffer + shared_bytes, scratch_bytes);
             if (in.later > 0) continue;
             launch<attention_backward_end_cpu_kernel<T>>(dim3(row_blocks(in.queries), in.group()), 1, 0,
                                                          stream, head);

@@ -92,7 +92,8 @@ class StepWatch : RangeListener, OperationListener, WaitListener {
             if (turns_[i].running)
                 turns_[i].running->seconds += marks_.seconds(turns_[i].mark, turns_[i + 1].mark);
         for (const Wait& w : waits_) times_.waits_at(w.place).seconds[w.of] += marks_.seconds(w.from, w.to);
-        for (size_t way = 0; way < kWays; way++) times_.moved[way] = bytes_moved[way] - moved_before_[way];
+        for (size_t route = 0; route < kWays; route++)
+            times_.moved[route] = bytes_moved[route] - moved_before_[route];
         moved_before_ = bytes_moved;
         spans_.clear();
         turns_.clear();
@@ -252,9 +253,9 @@ struct BenchReport {
     // Means over the steps: waits() has the waits place by place and last their sum, moved() the bytes of a
     // link.
     std::vector<Waits> waits() const;
-    double moved(size_t way) const {
+    double moved(size_t route) const {
         double bytes = 0;
-        for (const StepTimes& s : steps) bytes += s.moved[way];
+        for (const StepTimes& s : steps) bytes += s.moved[route];
         return bytes / static_cast<double>(steps.size());
     }
     // Whether anything is placed outside the device.
@@ -317,11 +318,11 @@ inline void add_waits(nlohmann::ordered_json& j, const BenchReport& r) {
             line[std::string(Transfer::kNames[of]) + "_ms"] = 1e3 * w.seconds[of];
         j["waits"].push_back(line);
     }
-    for (size_t way = 0; way < kWays; way++)
-        if (r.moved(way) > 0) {
-            nlohmann::ordered_json& link = j["links"][kWayNames[way]];
-            link = {{"bytes", r.moved(way)}, {"bytes_per_second", r.moved(way) / r.seconds()}};
-            if (std::isfinite(r.limits[way])) link["limit"] = r.limits[way];
+    for (size_t route = 0; route < kWays; route++)
+        if (r.moved(route) > 0) {
+            nlohmann::ordered_json& link = j["links"][kWayNames[route]];
+            link = {{"bytes", r.moved(route)}, {"bytes_per_second", r.moved(route) / r.seconds()}};
+            if (std::isfinite(r.limits[route])) link["limit"] = r.limits[route];
         }
 }
 
@@ -390,12 +391,12 @@ inline void print_waits(FILE* to, const BenchReport& r) {
         fprintf(to, " %7.2f%%\n", 100 * w.total() / whole);
     }
     fprintf(to, "\n%-20s %10s %10s %10s\n", "link", "MB a step", "GB/s", "limit");
-    for (size_t way = 0; way < kWays; way++)
-        if (r.moved(way) > 0) {
-            const bool known = std::isfinite(r.limits[way]);
-            fprintf(to, "%-20s %10.1f %10.3f %10s\n", kWayNames[way], r.moved(way) / 1e6,
-                    r.moved(way) / r.seconds() / 1e9,
-                    known ? format("%.3f", r.limits[way] / 1e9).c_str() : "(--rates)");
+    for (size_t route = 0; route < kWays; route++)
+        if (r.moved(route) > 0) {
+            const bool known = std::isfinite(r.limits[route]);
+            fprintf(to, "%-20s %10.1f %10.3f %10s\n", kWayNames[route], r.moved(route) / 1e6,
+                    r.moved(route) / r.seconds() / 1e9,
+                    known ? format("%.3f", r.limits[route] / 1e9).c_str() : "(--rates)");
         }
 }
 

@@ -17,17 +17,17 @@
 //
 // Decides which examples share a sequence: each goes whole into the fullest sequence that it fits.
 
-// Packs examples into sequences of `room` rows, one example after the other, by best fit (Johnson 1974). Of
+// Packs examples into sequences of `space` rows, one example after the other, by best fit (Johnson 1974). Of
 // several sequences with equally few rows left, it takes the first. dev/reference.py does the same.
 class BestFit {
   public:
     // Every example has at least `shortest` rows.
-    BestFit(uint32_t room, uint32_t shortest) : room_(room), shortest_(shortest) {}
+    BestFit(uint32_t space, uint32_t shortest) : buffer_(space), shortest_(shortest) {}
 
-    // Returns the number of the sequence in which an example of `rows` rows (1 to `room`) is placed.
+    // Returns the number of the sequence in which an example of `rows` rows (1 to `space`) is placed.
     uint32_t place(uint32_t rows) {
-        assert(shortest_ <= rows && rows <= room_);
-        uint32_t left = room_, sequence = sequences_;
+        assert(shortest_ <= rows && rows <= buffer_);
+        uint32_t left = buffer_, sequence = sequences_;
         if (const auto best = open_.lower_bound(rows); best != open_.end()) {
             left = best->first;
             sequence = best->second.front();
@@ -52,7 +52,7 @@ class BestFit {
     size_t held_bytes() const { return 2 * sizeof(uint32_t) * most_open_; }
 
   private:
-    const uint32_t room_, shortest_;
+    const uint32_t buffer_, shortest_;
     uint32_t sequences_ = 0;
     std::map<uint32_t, std::vector<uint32_t>> open_;  // by rows left: a min-heap of sequences
     size_t open_count_ = 0, most_open_ = 0;
@@ -107,9 +107,9 @@ class PackedExamples {
         entries_.finish();
         sequences_.finish();
         packing_bytes_ = fit.held_bytes();
-        const double room = static_cast<double>(sequences_.count()) * seq_len;
-        padding_ = 1 - rows / room;
-        attended_ = squares / room;
+        const double space = static_cast<double>(sequences_.count()) * seq_len;
+        padding_ = 1 - rows / space;
+        attended_ = squares / space;
     }
 
     uint64_t sequences() const { return sequences_.count(); }

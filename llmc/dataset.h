@@ -683,8 +683,8 @@ class SequenceLoader {
     uint64_t window_start(uint64_t stream, uint64_t place) const {
         if (!shuffle_) return place * seq_len_;
         const uint64_t key = random_key(seed_, epoch_, stream + 1);
-        const bool room = data_.token_count(stream) >= 2 * seq_len_;
-        const uint64_t offset = room ? random_bits_of(key, uint64_t{1} << 63) % seq_len_ : 0;
+        const bool space = data_.token_count(stream) >= 2 * seq_len_;
+        const uint64_t offset = space ? random_bits_of(key, uint64_t{1} << 63) % seq_len_ : 0;
         return offset + Permutation(windows(stream), key)(place) * seq_len_;
     }
 

@@ -331,7 +331,7 @@ class DiskThreads {
         try {
             for (int i = 0; i < kDiskRequests; i++)
                 threads_.emplace_back(
-                    [this, room = staging ? staging + i * kRequestBytes : nullptr] { work(room); });
+                    [this, buffer = staging ? staging + i * kRequestBytes : nullptr] { work(buffer); });
         } catch (const std::system_error& error) {
             end();
             fail("the threads that serve the disk cannot start: %s (ulimit -u, ulimit -v)",

@@ -26,7 +26,7 @@ struct FilePiece {
 };
 
 // What a streamed block consists of: pieces of files, and numbers that the files do not have in this form.
-struct LoanOnDisk {
+struct BlockOnDisk {
     std::vector<FilePiece> pieces;
     std::vector<std::pair<size_t, float>> numbers;  // with the destination of each
     size_t bytes = 0;

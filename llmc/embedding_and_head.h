@@ -33,19 +33,19 @@ class EmbeddingAndHead {
           stream_(stream),
           config_(config),
           quantized_(outside.head),
-          elsewhere_(outside.embeddings),
+          offloaded_(outside.embeddings),
           weights_(weights),
           norm_(norm),
-          streamed_(arena, stream, kLentVocabulary) {}
+          streamed_(arena, stream, kStreamedVocabulary) {}
     EmbeddingAndHead(const EmbeddingAndHead&) = delete;
 
     // Sets up the streaming of a head outside the device. Call it after the head was allocated.
     void stream_head() {
-        if (elsewhere_)
-            streamed_.lend(elsewhere_->way(), elsewhere_->loan_bytes(), kSlicesAhead,
-                           elsewhere_->residence());
+        if (offloaded_)
+            streamed_.stream_from(offloaded_->route(), offloaded_->streamed_bytes(), kSlicesAhead,
+                                  offloaded_->source());
     }
-    bool streams_head() const { return elsewhere_; }
+    bool streams_head() const { return offloaded_; }
     // The number of vectors of the soft prompt; 0 without one.
     int64_t prompt_len() const {
         const TensorX& prompt = weights_.embeddings.prompt;
@@ -111,9 +111,9 @@ class EmbeddingAndHead {
 
     // Call around uses of the head: begin_head() starts prefetching the slices of a streamed head.
     void begin_head() {
-        if (elsewhere_) streamed_.expect(loans_in_order(elsewhere_->slices()));
+        if (offloaded_) streamed_.expect(numbers_in_order(offloaded_->slices()));
     }
-    void end_head() { streamed_.give_back(); }
+    void end_head() { streamed_.release(); }
     // The logits (rows, padded vocabulary) of x (rows, C), the last norm's output. If the head is processed
     // in slices, the padding's columns are not written.
     TensorX logits(const TensorX& x) {
@@ -124,7 +124,7 @@ class EmbeddingAndHead {
                 const floatX* const no_bias = nullptr;
                 quantized_matvec(logits.at(first), x.data(), slice, no_bias, stream_);
             };
-            elsewhere_ ? for_each_streamed_slice(multiply) : multiply(0, quantized_->view());
+            offloaded_ ? for_each_streamed_slice(multiply) : multiply(0, quantized_->view());
             return logits;
         }
         for_each_slice([&](int64_t first, const TensorX& slice) {
@@ -151,16 +151,16 @@ class EmbeddingAndHead {
     TensorX token_rows(const Tensor<int>& tokens) {
         const int64_t count = tokens.size(), C = config_.channels;
         TensorX rows = arena_.take<floatX>("token_rows", {count, C});
-        if (!elsewhere_) {
+        if (!offloaded_) {
             dequantize_rows(rows.data(), quantized_->view(), tokens.data(), count, stream_);
             return rows;
         }
-        const auto row_bytes = static_cast<int64_t>(elsewhere_->embedding_row_bytes());
+        const auto row_bytes = static_cast<int64_t>(offloaded_->embedding_row_bytes());
         note_transfer(
-            {Transfer::Vocabulary, false, elsewhere_->way(), static_cast<double>(count * row_bytes)});
+            {Transfer::Vocabulary, false, offloaded_->route(), static_cast<double>(count * row_bytes)});
         note_wait(Transfer::Vocabulary);
-        QuantizedView matrix = elsewhere_->embedding();
-        if (elsewhere_->home() == Home::Host) {  // a GPU reads pinned memory itself
+        QuantizedView matrix = offloaded_->embedding();
+        if (offloaded_->placement() == Placement::Host) {  // a GPU reads pinned memory itself
             dequantize_rows(rows.data(), matrix, tokens.data(), count, stream_);
             return rows;
         }
@@ -172,7 +172,7 @@ class EmbeddingAndHead {
         if (!arena_.rehearsing())
             host_act([this, to, tokens = tokens.view()] {
                 const Waiting waiting(Transfer::Vocabulary);
-                elsewhere_->read_rows(tokens, to, stream_);
+                offloaded_->read_rows(tokens, to, stream_);
             });
         if (!as_they_are) dequantize(rows.data(), {matrix.format, in_files.data(), count, C}, stream_);
         return rows;
@@ -185,19 +185,19 @@ class EmbeddingAndHead {
     // a time.
     template <class Visit>
     void for_each_outside_rows(Visit&& visit) {
-        for (int64_t first = 0; elsewhere_ && first < config_.vocabulary; first += kHeadSlice) {
+        for (int64_t first = 0; offloaded_ && first < config_.vocabulary; first += kHeadSlice) {
             std::vector<int> tokens(static_cast<size_t>(std::min(kHeadSlice, config_.vocabulary - first)));
             std::iota(tokens.begin(), tokens.end(), static_cast<int>(first));
             visit(Field::TokenEmbedding, token_rows(tokens));
         }
-        if (!quantized_ && (!elsewhere_ || config_.tied)) return;
+        if (!quantized_ && (!offloaded_ || config_.tied)) return;
         begin_head();
         for_each_slice([&](int64_t, const TensorX& rows) { visit(head_field(config_), rows); });
         end_head();
     }
 
   private:
-    bool comes_in_slices() const { return quantized_ || elsewhere_; }
+    bool comes_in_slices() const { return quantized_ || offloaded_; }
     // Dropout of the sum of token embeddings and learned position embeddings, as in GPT-2.
     Dropout dropout_of(const Rows& rows) const {
         return weights_.embeddings.position ? rows.dropout_at(config_.layers, kLoraPlaces, config_.channels)
@@ -219,20 +219,20 @@ class EmbeddingAndHead {
     // both ends are fetched once for two calls.
     template <class Use>
     void for_each_streamed_slice(Use&& use) {
-        const int slices = elsewhere_->slices();
+        const int slices = offloaded_->slices();
         const bool back = slices > 1 && streamed_.holds(slices - 1);
-        streamed_.expect(loans_in_order(slices, !back));  // for the next call
-        for (const int slice : loans_in_order(slices, back))
-            use(elsewhere_->first_row(slice), elsewhere_->slice(slice, streamed_.borrow(slice)));
+        streamed_.expect(numbers_in_order(slices, !back));  // for the next call
+        for (const int slice : numbers_in_order(slices, back))
+            use(offloaded_->first_row(slice), offloaded_->slice(slice, streamed_.fetch(slice)));
     }
     // Calls use(first, slice) with slices (rows, C) of the head in the build's precision.
     template <class Use>
     void for_each_slice(Use&& use) {
         const int64_t V = config_.vocabulary, C = config_.channels;
-        const bool as_they_are = elsewhere_ && elsewhere_->slice(0, nullptr).format == &kStored<floatX>;
+        const bool as_they_are = offloaded_ && offloaded_->slice(0, nullptr).format == &kStored<floatX>;
         const TensorX buffer =
             as_they_are ? TensorX() : arena_.take<floatX>("dequantized_head", {std::min(kHeadSlice, V), C});
-        if (elsewhere_)
+        if (offloaded_)
             return for_each_streamed_slice([&](int64_t first, const QuantizedView& slice) {
                 if (as_they_are) return use(first, TensorX(slice.template floats<floatX>(), {slice.rows, C}));
                 dequantize(buffer.data(), slice, stream_);
@@ -249,10 +249,10 @@ class EmbeddingAndHead {
     const Stream& stream_;
     const ModelConfig& config_;
     const QuantizedWeights* const quantized_;     // the head's matrix, or null
-    const EmbeddingsElsewhere* const elsewhere_;  // those outside the device, or null
+    const OffloadedEmbeddings* const offloaded_;  // those outside the device, or null
     const Weights& weights_;
     const NormLayer& norm_;
-    Loans streamed_;  // slices of the head
+    BlockStream streamed_;  // slices of the head
 };
 
 // The gradients of embeddings and head during one backward pass. Tied weights have one gradient, which both

@@ -290,7 +290,7 @@ inline bool limited_address_space() {
 
 // Fails unless `bytes` more bytes can be mapped now. It notices a limit (ulimit -v), but not that physical
 // memory is used up. `what`: what needs them, for the message.
-inline void require_room(size_t bytes, const char* what) {
+inline void require_memory_for(size_t bytes, const char* what) {
     void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p != MAP_FAILED) {
         munmap(p, bytes);

@@ -18,8 +18,8 @@
 // operand (chunk, m).
 inline int64_t wide_rows(int64_t chunk, int64_t m, int64_t n) {
     constexpr int64_t kFew = 2048;
-    const int64_t room = chunk * m * static_cast<int64_t>(sizeof(bf16)) / 8;
-    const int64_t fit = room / (n * static_cast<int64_t>(sizeof(float))) / kFew * kFew;
+    const int64_t buffer = chunk * m * static_cast<int64_t>(sizeof(bf16)) / 8;
+    const int64_t fit = buffer / (n * static_cast<int64_t>(sizeof(float))) / kFew * kFew;
     return std::min(m, kFastCpu ? kFew : std::max(kFew, fit));
 }
 
@@ -49,12 +49,12 @@ void add_product(Arena& arena, Stream stream, Tensor<T>& d_weight, Tensor<uint8_
                       {.transpose_a = true, .accumulate = adds, .a_row = a_row, .b_row = b_row});
     if constexpr (std::is_same_v<T, bf16>) {
         const int64_t m = d_weight.rows(), n = d_weight.columns(), slice = wide_rows(a.rows(), m, n);
-        Tensor<float> room = arena.take<float>("d_weight_product", {whole_vectors(slice * n)});
+        Tensor<float> buffer = arena.take<float>("d_weight_product", {whole_vectors(slice * n)});
         for (int64_t first = 0; first < m; first += slice) {
             const int64_t count = std::min(slice, m - first), size = count * n, padded = whole_vectors(size);
-            Tensor<float> product(room.data(), {count, n}), term(room.data(), {padded});
+            Tensor<float> product(buffer.data(), {count, n}), term(buffer.data(), {padded});
             if (padded > size)
-                device_fill(room.at(size), 0, static_cast<size_t>(padded - size) * sizeof(float), stream);
+                device_fill(buffer.at(size), 0, static_cast<size_t>(padded - size) * sizeof(float), stream);
             const Tensor<T> columns(a.at(first), {a.rows(), count});
             matmul(arena, stream, product, columns, b,
                    {.transpose_a = true, .a_row = a_row ? a_row : a.columns(), .b_row = b_row});

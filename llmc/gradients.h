@@ -21,13 +21,14 @@ class Gradients {
     };
 
     Gradients(Arena& arena, const Stream& stream, const State<floatX>& trained)
-        : arena_(arena), stream_(stream), trained_(trained), streamed_(arena, stream, kLentGradients) {}
+        : arena_(arena), stream_(stream), trained_(trained), streamed_(arena, stream, kStreamedGradients) {}
     Gradients(const Gradients&) = delete;
 
     void on_complete(OnComplete call) { on_complete_ = std::move(call); }
     // Says where streamed blocks' gradients are, the bytes of each, and how many are prefetched.
-    void stream_blocks_from(Residence* residence, std::vector<size_t> bytes, int prefetch) {
-        streamed_.lend(way_from(trained_.options.block_gradients), std::move(bytes), prefetch, residence);
+    void stream_blocks_from(BlockSource* source, std::vector<size_t> bytes, int prefetch) {
+        streamed_.stream_from(route_from(trained_.options.block_gradients), std::move(bytes), prefetch,
+                              source);
     }
     bool streams_blocks() const { return trained_.options.streams_block_gradients(); }
 
@@ -35,7 +36,7 @@ class Gradients {
     // gradients that are there, which are prefetched; else it overwrites them.
     void begin_backward(bool adds) {
         streamed_.come_with_contents(adds);
-        if (streams_blocks()) streamed_.expect(loans_in_order(layers(), true));
+        if (streams_blocks()) streamed_.expect(numbers_in_order(layers(), true));
     }
     // A unit's gradients, for backward to write or add to. Those of a streamed block are stored before their
     // buffer is reused.
@@ -62,16 +63,16 @@ class Gradients {
 
     // Begins an update of all units in order: prefetches the first blocks' gradients.
     void expect_update() {
-        if (streams_blocks()) streamed_.expect(loans_in_order(layers()));
+        if (streams_blocks()) streamed_.expect(numbers_in_order(layers()));
     }
     // A unit's gradients. A streamed block's are on the device until another block's are asked for.
     TensorX of(int unit) {
         TensorX gradients = unit_of(trained_, StatePart::Gradients, unit);
         if (!trained_.layout.is_block(unit) || !streams_blocks()) return gradients;
-        char* const buffer = streamed_.borrow(unit - 1);
-        return TensorX(reinterpret_cast<floatX*>(aligned_room(buffer)), gradients.shape());
+        char* const buffer = streamed_.fetch(unit - 1);
+        return TensorX(reinterpret_cast<floatX*>(aligned_buffer(buffer)), gradients.shape());
     }
-    void release() { streamed_.give_back(); }
+    void release() { streamed_.release(); }
 
   private:
     int layers() const { return trained_.layout.config().layers; }
@@ -97,5 +98,5 @@ class Gradients {
     const Stream& stream_;
     const State<floatX>& trained_;
     OnComplete on_complete_;
-    Loans streamed_;
+    BlockStream streamed_;
 };

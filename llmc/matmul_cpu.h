@@ -106,11 +106,11 @@ class OneThread {
 };
 
 // More than oneDNN needs to describe and compile a product. It crashes if it cannot allocate what it needs.
-constexpr size_t kRoomToCompile = size_t{8} << 20;
+constexpr size_t kMemoryToCompile = size_t{8} << 20;
 
 // Calls oneDNN, and turns its out-of-memory error into std::bad_alloc.
 template <class Call>
-auto with_room(Call&& call) {
+auto with_buffer(Call&& call) {
     try {
         return call();
     } catch (const dnnl::error& e) {
@@ -154,9 +154,9 @@ Made& made(const OnednnProduct& p, const Key& key) {
     if (!is_new) return at->second;
     const OneThread alone;
     try {
-        require_room(kRoomToCompile, "a product");
+        require_memory_for(kMemoryToCompile, "a product");
         Made& m = at->second;
-        m.description = with_room([&] { return describe(p, dtype<In>, dtype<Out>); });
+        m.description = with_buffer([&] { return describe(p, dtype<In>, dtype<Out>); });
         m.scratch_bytes = m.description.scratchpad_desc().get_size();
         return m;
     } catch (const dnnl::error& e) {
@@ -173,8 +173,8 @@ inline void compile(Made& m) {
     const std::lock_guard lock(making);
     if (m.product) return;
     const OneThread alone;
-    require_room(kRoomToCompile, "a product");
-    m.product = with_room([&] { return dnnl::matmul(m.description); });
+    require_memory_for(kMemoryToCompile, "a product");
+    m.product = with_buffer([&] { return dnnl::matmul(m.description); });
 }
 
 inline void make_operands(Operands& o) {
@@ -232,7 +232,7 @@ void onednn_matmul(onednn::Operands& o, const OnednnProduct& p, Out* c, const In
     if (p.bias) o.bias.set_data_handle(const_cast<In*>(bias));
     if (o.scratch) o.scratch.set_data_handle(scratch);
     const onednn::OneThread alone;
-    onednn::with_room([&] {
+    onednn::with_buffer([&] {
         o.made->product.execute(stream, o.arguments);
         stream.wait();
     });

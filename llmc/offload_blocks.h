@@ -25,25 +25,25 @@
 
 // ---- streaming blocks in order
 //
-// A loan is what is streamed as a whole: a block, a slice of the head (offload_embeddings.h), or a block's
-// gradients. Loans are numbered in the order of the model.
+// A block is what is streamed as a whole: a block, a slice of the head (offload_embeddings.h), or a block's
+// gradients. BlockStream are numbered in the order of the model.
 //
-// A Residence is a source of loans. HostResidence and DiskResidence have the matrices of a frozen model;
-// TrainedResidence has blocks that are trained, and stores them again when they have changed. A Residence
-// transfers bytes to and from a buffer, and knows nothing of the step. Loans takes the buffers, so that the
-// plan contains them, and decides what is fetched when. While a transfer is under way, nothing else may use
-// its buffer, until the program joins the transfer.
+// A BlockSource is a source of blocks. HostBlockSource and DiskBlockSource have the matrices of a frozen
+// model; TrainedBlockSource has blocks that are trained, and stores them again when they have changed. A
+// BlockSource transfers bytes to and from a buffer, and knows nothing of the step. BlockStream takes the
+// buffers, so that the plan contains them, and decides what is fetched when. While a transfer is under way,
+// nothing else may use its buffer, until the program joins the transfer.
 
-constexpr int kNoLoan = -1;
+constexpr int kNoBlock = -1;
 
-class Residence {
+class BlockSource {
   public:
-    virtual ~Residence() = default;
-    // Starts fetching a loan's bytes to the buffer `room` on the device. Work queued on the stream so far may
-    // still use the buffer. If `changed` is not kNoLoan, the buffer has this loan, changed, which is stored
-    // first; then `loan` may be kNoLoan. Only TrainedResidence can store. Returns a number for finish(). At
-    // most as many transfers may be under way as there are buffers.
-    virtual size_t start(int loan, char* room, Stream stream, int changed) = 0;
+    virtual ~BlockSource() = default;
+    // Starts fetching a block's bytes to the buffer `buffer` on the device. Work queued on the stream so far
+    // may still use the buffer. If `changed` is not kNoBlock, the buffer has this block, changed, which is
+    // stored first; then `block` may be kNoBlock. Only TrainedBlockSource can store. Returns a number for
+    // finish(). At most as many transfers may be under way as there are buffers.
+    virtual size_t start(int block, char* buffer, Stream stream, int changed) = 0;
     // Work queued on the stream from here on runs after this transfer and all that started before it. Fails
     // if a transfer failed.
     virtual void finish(size_t number, Stream stream) = 0;
@@ -52,158 +52,162 @@ class Residence {
 // What is streamed: the kind of its transfers, and the name and the kind of its buffers in the plan.
 struct Lent {
     Transfer::Of of;
-    const char *rooms, *kind;
+    const char *buffers, *kind;
 };
-constexpr Lent kLentBlocks = {Transfer::Loan, "lent_block", "weights"},
-               kLentVocabulary = {Transfer::Vocabulary, "lent_vocabulary", "weights"},
-               kLentGradients = {Transfer::Gradients, "lent_gradients", "parameter_gradient"};
+constexpr Lent kStreamedBlocks = {Transfer::StreamedBlock, "lent_block", "weights"},
+               kStreamedVocabulary = {Transfer::Vocabulary, "lent_vocabulary", "weights"},
+               kStreamedGradients = {Transfer::Gradients, "lent_gradients", "parameter_gradient"};
 
-// The numbers of `count` loans, from the first to the last, or back.
-inline std::vector<int> loans_in_order(int count, bool back = false) {
-    std::vector<int> loans(static_cast<size_t>(count));
-    std::iota(loans.begin(), loans.end(), 0);
-    if (back) std::reverse(loans.begin(), loans.end());
-    return loans;
+// The numbers of `count` blocks, from the first to the last, or back.
+inline std::vector<int> numbers_in_order(int count, bool back = false) {
+    std::vector<int> blocks(static_cast<size_t>(count));
+    std::iota(blocks.begin(), blocks.end(), 0);
+    if (back) std::reverse(blocks.begin(), blocks.end());
+    return blocks;
 }
 
-// How many buffers `loans` loans need with a prefetch distance of `ahead`.
-inline size_t rooms_for(int ahead, size_t loans) { return std::min(static_cast<size_t>(ahead) + 1, loans); }
+// How many buffers `blocks` blocks need with a prefetch distance of `ahead`.
+inline size_t buffers_for(int ahead, size_t blocks) {
+    return std::min(static_cast<size_t>(ahead) + 1, blocks);
+}
 
-// Streams the loans that sweeps over the model use: while one is used, the next ones are prefetched. The
-// buffers are held from expect() to give_back(), so that all blocks find the same memory left.
-class Loans {
+// Streams the blocks that sweeps over the model use: while one is used, the next ones are prefetched. The
+// buffers are held from expect() to release(), so that all blocks find the same memory left.
+class BlockStream {
   public:
-    Loans(Arena& arena, const Stream& stream, const Lent& lent)
-        : arena_(arena), stream_(stream), lent_(lent) {}
+    BlockStream(Arena& arena, const Stream& stream, const Lent& lent)
+        : arena_(arena), stream_(stream), streamed_(lent) {}
 
-    // Sets the transfer direction, the bytes of each loan, the prefetch distance, and the source, which may
+    // Sets the transfer direction, the bytes of each block, the prefetch distance, and the source, which may
     // be null in a dry run. Call it before anything else.
-    void lend(Way way, std::vector<size_t> bytes, int ahead, Residence* residence) {
-        way_ = way;
+    void stream_from(Route route, std::vector<size_t> bytes, int ahead, BlockSource* source) {
+        route_ = route;
         bytes_ = std::move(bytes);
-        residence_ = residence;
-        numbers_.assign(rooms_for(ahead, bytes_.size()), 0);
+        source_ = source;
+        numbers_.assign(buffers_for(ahead, bytes_.size()), 0);
     }
-    // True, the default: loans are fetched with their contents. False: their buffers will be written, and
+    // True, the default: blocks are fetched with their contents. False: their buffers will be written, and
     // nothing is fetched.
     void come_with_contents(bool contents) { contents_ = contents; }
-    // Says which loans will be borrowed next, after those expected so far, and starts fetching the first of
+    // Says which blocks will be borrowed next, after those expected so far, and starts fetching the first of
     // them. Takes the buffers.
-    void expect(const std::vector<int>& loans) {
-        while (rooms_.size() < numbers_.size())
-            rooms_.push_back({.bytes = arena_.take<uint8_t>(lent_.rooms, {room_bytes()}, lent_.kind)});
-        for (const int loan : loans) {
+    void expect(const std::vector<int>& blocks) {
+        while (buffers_.size() < numbers_.size())
+            buffers_.push_back(
+                {.bytes = arena_.take<uint8_t>(streamed_.buffers, {buffer_bytes()}, streamed_.kind)});
+        for (const int block : blocks) {
             const int before = expected_.empty() ? held() : expected_.back();
-            if (loan != before) expected_.push_back(loan);
+            if (block != before) expected_.push_back(block);
         }
         fetch_expected();
     }
-    // The bytes of a loan. Call in the order given to expect(), or again for the loan borrowed last. Work
-    // queued on the stream may use them until another loan is borrowed. Null in a dry run.
-    char* borrow(int loan) {
-        if (loan != held()) {
-            assert(!expected_.empty() && loan == expected_.front());
-            held_ = kNoRoom;
+    // The bytes of a block. Call in the order given to expect(), or again for the block borrowed last. Work
+    // queued on the stream may use them until another block is borrowed. Null in a dry run.
+    char* fetch(int block) {
+        if (block != held()) {
+            assert(!expected_.empty() && block == expected_.front());
+            held_ = kNoBuffer;
             fetch_expected();
-            held_ = room_of(loan);
+            held_ = buffer_of(block);
             expected_.pop_front();
             join(held_);
         }
         return at(held_);
     }
-    // True if this loan was borrowed last and not given back.
-    bool holds(int loan) const { return loan == held(); }
-    // The bytes of the loan borrowed last, for changing them: they are stored before the buffer is reused.
+    // True if this block was borrowed last and not given back.
+    bool holds(int block) const { return block == held(); }
+    // The bytes of the block borrowed last, for changing them: they are stored before the buffer is reused.
     char* change() {
-        rooms_[held_].changed = true;
+        buffers_[held_].changed = true;
         return at(held_);
     }
     // Stores what was changed, waits for all transfers and releases the buffers.
-    void give_back() {
+    void release() {
         expected_.clear();
-        for (size_t i = 0; i < rooms_.size(); i++)
-            if (rooms_[i].changed) fetch(kNoLoan, i);
-        for (size_t i = 0; i < rooms_.size(); i++) join(i);
-        rooms_.clear();
-        held_ = kNoRoom;
+        for (size_t i = 0; i < buffers_.size(); i++)
+            if (buffers_[i].changed) fetch(kNoBlock, i);
+        for (size_t i = 0; i < buffers_.size(); i++) join(i);
+        buffers_.clear();
+        held_ = kNoBuffer;
     }
 
   private:
-    static constexpr size_t kNoRoom = SIZE_MAX;
-    struct Room {
-        int loan = kNoLoan;
+    static constexpr size_t kNoBuffer = SIZE_MAX;
+    struct Buffer {
+        int block = kNoBlock;
         bool changed = false, under_way = false;
         int noted = -1;  // the number of its last transfer, in a dry run
         Tensor<uint8_t> bytes;
     };
-    int64_t room_bytes() const {
+    int64_t buffer_bytes() const {
         return static_cast<int64_t>(*std::max_element(bytes_.begin(), bytes_.end()));
     }
-    double bytes_of(int loan) const { return static_cast<double>(bytes_[static_cast<size_t>(loan)]); }
-    char* at(size_t room) const { return reinterpret_cast<char*>(rooms_[room].bytes.data()); }
-    int held() const { return held_ == kNoRoom ? kNoLoan : rooms_[held_].loan; }
-    // The number of the buffer that has a loan, or kNoRoom.
-    size_t room_of(int loan) const {
-        const auto room =
-            std::find_if(rooms_.begin(), rooms_.end(), [&](const Room& r) { return r.loan == loan; });
-        return room == rooms_.end() ? kNoRoom : static_cast<size_t>(room - rooms_.begin());
+    double bytes_of(int block) const { return static_cast<double>(bytes_[static_cast<size_t>(block)]); }
+    char* at(size_t buffer) const { return reinterpret_cast<char*>(buffers_[buffer].bytes.data()); }
+    int held() const { return held_ == kNoBuffer ? kNoBlock : buffers_[held_].block; }
+    // The number of the buffer that has a block, or kNoBuffer.
+    size_t buffer_of(int block) const {
+        const auto buffer =
+            std::find_if(buffers_.begin(), buffers_.end(), [&](const Buffer& r) { return r.block == block; });
+        return buffer == buffers_.end() ? kNoBuffer : static_cast<size_t>(buffer - buffers_.begin());
     }
-    // The loans that should be in the buffers now: the one in use, and the next expected ones.
+    // The blocks that should be in the buffers now: the one in use, and the next expected ones.
     std::vector<int> wanted() const {
-        std::vector<int> loans;
-        if (held_ != kNoRoom) loans.push_back(held());
-        for (auto l = expected_.begin(); l != expected_.end() && loans.size() < rooms_.size(); ++l)
-            if (std::find(loans.begin(), loans.end(), *l) == loans.end()) loans.push_back(*l);
-        return loans;
+        std::vector<int> blocks;
+        if (held_ != kNoBuffer) blocks.push_back(held());
+        for (auto l = expected_.begin(); l != expected_.end() && blocks.size() < buffers_.size(); ++l)
+            if (std::find(blocks.begin(), blocks.end(), *l) == blocks.end()) blocks.push_back(*l);
+        return blocks;
     }
-    // Starts fetching wanted loans that are in no buffer, and storing changed ones that are not replaced.
+    // Starts fetching wanted blocks that are in no buffer, and storing changed ones that are not replaced.
     void fetch_expected() {
-        const std::vector<int> loans = wanted();
-        const auto is_free = [&](const Room& r) {
-            return std::find(loans.begin(), loans.end(), r.loan) == loans.end();
+        const std::vector<int> blocks = wanted();
+        const auto is_free = [&](const Buffer& r) {
+            return std::find(blocks.begin(), blocks.end(), r.block) == blocks.end();
         };
-        for (const int loan : loans)
-            if (room_of(loan) == kNoRoom)
-                fetch(loan, static_cast<size_t>(std::find_if(rooms_.begin(), rooms_.end(), is_free) -
-                                                rooms_.begin()));
-        for (size_t i = 0; i < rooms_.size(); i++)
-            if (rooms_[i].changed && is_free(rooms_[i])) fetch(kNoLoan, i);
+        for (const int block : blocks)
+            if (buffer_of(block) == kNoBuffer)
+                fetch(block, static_cast<size_t>(std::find_if(buffers_.begin(), buffers_.end(), is_free) -
+                                                 buffers_.begin()));
+        for (size_t i = 0; i < buffers_.size(); i++)
+            if (buffers_[i].changed && is_free(buffers_[i])) fetch(kNoBlock, i);
     }
-    void fetch(int loan, size_t room) {
-        join(room);
-        Room& r = rooms_[room];
-        const int changed = std::exchange(r.changed, false) ? r.loan : kNoLoan;
-        r.loan = loan;
-        const int comes = contents_ ? loan : kNoLoan;
-        if (changed == kNoLoan && comes == kNoLoan) return;
+    void fetch(int block, size_t buffer) {
+        join(buffer);
+        Buffer& r = buffers_[buffer];
+        const int changed = std::exchange(r.changed, false) ? r.block : kNoBlock;
+        r.block = block;
+        const int comes = contents_ ? block : kNoBlock;
+        if (changed == kNoBlock && comes == kNoBlock) return;
         r.under_way = true;
         if (!arena_.rehearsing())
-            return host_act([this, comes, changed, room, to = at(room)] {
-                numbers_[room] = residence_->start(comes, to, stream_, changed);
+            return host_act([this, comes, changed, buffer, to = at(buffer)] {
+                numbers_[buffer] = source_->start(comes, to, stream_, changed);
             });
-        if (changed != kNoLoan) r.noted = note_transfer({lent_.of, false, way_back(way_), bytes_of(changed)});
-        if (comes != kNoLoan) r.noted = note_transfer({lent_.of, false, way_, bytes_of(comes)});
+        if (changed != kNoBlock)
+            r.noted = note_transfer({streamed_.of, false, route_back(route_), bytes_of(changed)});
+        if (comes != kNoBlock) r.noted = note_transfer({streamed_.of, false, route_, bytes_of(comes)});
     }
-    void join(size_t room) {
-        Room& r = rooms_[room];
+    void join(size_t buffer) {
+        Buffer& r = buffers_[buffer];
         if (!std::exchange(r.under_way, false)) return;
-        if (arena_.rehearsing()) return note_wait(lent_.of, r.noted);
-        host_act([this, room] {
-            const Waiting waiting(lent_.of);
-            residence_->finish(numbers_[room], stream_);
+        if (arena_.rehearsing()) return note_wait(streamed_.of, r.noted);
+        host_act([this, buffer] {
+            const Waiting waiting(streamed_.of);
+            source_->finish(numbers_[buffer], stream_);
         });
     }
 
     Arena& arena_;
     const Stream& stream_;
-    const Lent lent_;
-    Residence* residence_ = nullptr;
-    Way way_ = Way::DiskRead;
+    const Lent streamed_;
+    BlockSource* source_ = nullptr;
+    Route route_ = Route::DiskRead;
     std::vector<size_t> bytes_;
     bool contents_ = true;
-    std::vector<Room> rooms_;
-    size_t held_ = kNoRoom;        // the buffer in use
-    std::deque<int> expected_;     // never the same loan twice in a row
+    std::vector<Buffer> buffers_;
+    size_t held_ = kNoBuffer;      // the buffer in use
+    std::deque<int> expected_;     // never the same block twice in a row
     std::vector<size_t> numbers_;  // by buffer: its last transfer; each replay of a recording sets it anew
 };
 
@@ -212,18 +216,18 @@ class Loans {
 // Streams a frozen model's blocks from pinned host memory beside a GPU: each is copied to the device, on a
 // separate stream, whenever it is needed.
 
-class HostResidence : public Residence {
+class HostBlockSource : public BlockSource {
   public:
-    // For `rooms` buffers. bytes_of(loan) returns a loan's bytes in pinned memory.
-    HostResidence(size_t rooms, std::function<std::span<const char>(int loan)> bytes_of)
-        : bytes_of_(std::move(bytes_of)), arrived_(rooms) {}
+    // For `buffers` buffers. bytes_of(block) returns a block's bytes in pinned memory.
+    HostBlockSource(size_t buffers, std::function<std::span<const char>(int block)> bytes_of)
+        : bytes_of_(std::move(bytes_of)), arrived_(buffers) {}
 
-    size_t start(int loan, char* room, Stream stream, [[maybe_unused]] int changed) override {
-        assert(changed == kNoLoan);
-        const std::span<const char> from = bytes_of_(loan);
+    size_t start(int block, char* buffer, Stream stream, [[maybe_unused]] int changed) override {
+        assert(changed == kNoBlock);
+        const std::span<const char> from = bytes_of_(block);
         free_.record(stream);
         free_.block(copies_.get());
-        move_async(Way::FromHost, room, from.data(), from.size(), copies_.get());
+        move_async(Route::FromHost, buffer, from.data(), from.size(), copies_.get());
         arrived_[begun_ % arrived_.size()].record(copies_.get());
         return begun_++;
     }
@@ -243,26 +247,26 @@ class HostResidence : public Residence {
 // whenever it is needed. On a CPU it is read into its buffer; beside a GPU it is read into pinned memory and
 // copied from there on a separate stream.
 
-class DiskResidence : public Residence {
+class DiskBlockSource : public BlockSource {
   public:
-    // The bytes that it takes for `rooms` buffers: on a CPU of the device's memory, beside a GPU of pinned
+    // The bytes that it takes for `buffers` buffers: on a CPU of the device's memory, beside a GPU of pinned
     // host memory.
-    static size_t bytes(size_t largest_loan, size_t rooms) {
-        return DiskQueue::kStagingBytes + (kHostIsDevice ? 0 : rooms * largest_loan);
+    static size_t bytes(size_t largest_streamed, size_t buffers) {
+        return DiskQueue::kStagingBytes + (kHostIsDevice ? 0 : buffers * largest_streamed);
     }
 
     // Allocates that memory.
-    DiskResidence(size_t largest_loan, size_t rooms)
-        : reads_(rooms), memory_(bytes(largest_loan, rooms)), queue_(memory_.data()) {
+    DiskBlockSource(size_t largest_streamed, size_t buffers)
+        : reads_(buffers), memory_(bytes(largest_streamed, buffers)), queue_(memory_.data()) {
         if (kHostIsDevice) return;
         char* next = memory_.data() + DiskQueue::kStagingBytes;
-        for (Read& r : reads_) r.pinned = std::exchange(next, next + largest_loan);
+        for (Read& r : reads_) r.pinned = std::exchange(next, next + largest_streamed);
     }
 
-    // Adds the next loan, in the order of their numbers. Fails if a file cannot be read past the page cache.
-    void add(const LoanOnDisk& loan) {
+    // Adds the next block, in the order of their numbers. Fails if a file cannot be read past the page cache.
+    void add(const BlockOnDisk& block) {
         const auto direct = [&](const FileReader& file) { return &open(file); };
-        loans_.push_back({DiskReads(loan.pieces, direct), loan.numbers, loan.bytes});
+        blocks_.push_back({DiskReads(block.pieces, direct), block.numbers, block.bytes});
     }
     // Opens a file at the first call, and returns the open file at later ones.
     const DirectFile& open(const FileReader& file) {
@@ -271,26 +275,26 @@ class DiskResidence : public Residence {
         return *opened;
     }
 
-    size_t start(int loan, char* room, Stream stream, [[maybe_unused]] int changed) override {
-        assert(changed == kNoLoan);
-        return start(loans_[static_cast<size_t>(loan)], room, stream);
+    size_t start(int block, char* buffer, Stream stream, [[maybe_unused]] int changed) override {
+        assert(changed == kNoBlock);
+        return start(blocks_[static_cast<size_t>(block)], buffer, stream);
     }
-    // Reads something else to the buffer `room`, at most as many bytes as the largest loan. Work queued on
-    // the stream from here on finds it there. No loan may be under way.
-    void read(DiskReads reads, size_t bytes, char* room, Stream stream) {
+    // Reads something else to the buffer `buffer`, at most as many bytes as the largest block. Work queued on
+    // the stream from here on finds it there. No block may be under way.
+    void read(DiskReads reads, size_t bytes, char* buffer, Stream stream) {
         now_ = {std::move(reads), {}, bytes};
-        finish(start(now_, room, stream), stream);
+        finish(start(now_, buffer, stream), stream);
     }
     void finish(size_t number, [[maybe_unused]] Stream stream) override {
         for (; finished_ <= number; finished_++) {
             Read& r = read(finished_);
             queue_.wait(r.number);
-            r.loan->reads.check();
-            char* const to = kHostIsDevice ? r.room : r.pinned;
-            for (const auto& [at, value] : r.loan->numbers) std::memcpy(to + at, &value, sizeof value);
+            r.block->reads.check();
+            char* const to = kHostIsDevice ? r.buffer : r.pinned;
+            for (const auto& [at, value] : r.block->numbers) std::memcpy(to + at, &value, sizeof value);
             if (kHostIsDevice) continue;
             r.free.block(copies_.get());
-            move_async(Way::FromHost, r.room, r.pinned, r.loan->bytes, copies_.get());
+            move_async(Route::FromHost, r.buffer, r.pinned, r.block->bytes, copies_.get());
             r.copied.record(copies_.get());
         }
         if (!kHostIsDevice) read(number).copied.block(stream);
@@ -304,7 +308,7 @@ class DiskResidence : public Residence {
         explicit Memory(size_t bytes) : DeviceBuffer(bytes, "what is read from the disk") {}
     };
 #endif
-    struct Loan {
+    struct StreamedBlock {
         DiskReads reads;
         std::vector<std::pair<size_t, float>> numbers;
         size_t bytes;
@@ -312,31 +316,31 @@ class DiskResidence : public Residence {
 
     // A read that is under way, or the last one in its slot.
     struct Read {
-        const Loan* loan = nullptr;
-        char *room = nullptr, *pinned = nullptr;  // on the device; beside a GPU, what the disk is read to
-        size_t number = 0;                        // in the queue
+        const StreamedBlock* block = nullptr;
+        char *buffer = nullptr, *pinned = nullptr;  // on the device; beside a GPU, what the disk is read to
+        size_t number = 0;                          // in the queue
         Event free, copied;
     };
     Read& read(size_t number) { return reads_[number % reads_.size()]; }
 
-    size_t start(const Loan& loan, char* room, [[maybe_unused]] Stream stream) {
+    size_t start(const StreamedBlock& block, char* buffer, [[maybe_unused]] Stream stream) {
         assert(begun_ - finished_ < reads_.size());
         Read& r = read(begun_);
-        count_moved(Way::DiskRead, loan.bytes);
-        r.loan = &loan;
-        r.room = room;
+        count_moved(Route::DiskRead, block.bytes);
+        r.block = &block;
+        r.buffer = buffer;
         if (!kHostIsDevice) {
             r.copied.wait();
             r.free.record(stream);
         }
-        r.number = queue_.start(loan.reads.count(),
-                                std::make_shared<DiskRead>(loan.reads, kHostIsDevice ? room : r.pinned));
+        r.number = queue_.start(block.reads.count(),
+                                std::make_shared<DiskRead>(block.reads, kHostIsDevice ? buffer : r.pinned));
         return begun_++;
     }
 
     std::map<std::string, std::unique_ptr<DirectFile>> files_;
-    std::vector<Loan> loans_;
-    Loan now_;
+    std::vector<StreamedBlock> blocks_;
+    StreamedBlock now_;
     OwnStream copies_;
     std::vector<Read> reads_;
     size_t begun_ = 0, finished_ = 0;
@@ -349,24 +353,25 @@ class DiskResidence : public Residence {
 // Streams blocks of a model that is trained, or their gradients, from memory outside the device
 // (offload_storage.h): a block that was changed is stored there before its buffer is reused.
 
-class TrainedResidence : public Residence {
+class TrainedBlockSource : public BlockSource {
   public:
     // The bytes of a buffer for a block, including what aligning it takes.
-    static size_t room_bytes(size_t block_bytes) { return block_bytes + kElsewhereAlignment; }
+    static size_t buffer_bytes(size_t block_bytes) { return block_bytes + kStorageAlignment; }
 
     // The blocks are in `place`, one after another.
-    TrainedResidence(Elsewhere& place, size_t block_bytes) : place_(place), block_bytes_(block_bytes) {}
+    TrainedBlockSource(OffloadStorage& place, size_t block_bytes)
+        : place_(place), block_bytes_(block_bytes) {}
 
-    size_t start(int loan, char* room, Stream stream, int changed) override {
+    size_t start(int block, char* buffer, Stream stream, int changed) override {
         const auto at = [&](int number) -> std::optional<uint64_t> {
-            if (number == kNoLoan) return std::nullopt;
+            if (number == kNoBlock) return std::nullopt;
             return static_cast<uint64_t>(number) * block_bytes_;
         };
-        return place_.exchange(aligned_room(room), block_bytes_, at(changed), at(loan), stream);
+        return place_.exchange(aligned_buffer(buffer), block_bytes_, at(changed), at(block), stream);
     }
     void finish(size_t number, Stream stream) override { place_.join(number, stream); }
 
   private:
-    Elsewhere& place_;
+    OffloadStorage& place_;
     const size_t block_bytes_;
 };

@@ -12,29 +12,29 @@
 #include "llmc/work.h"
 
 // Where offloaded activations are stored: in host memory beside a GPU, on a CPU in a file.
-constexpr Home kParkedHome = kHostIsDevice ? Home::Disk : Home::Host;
+constexpr Placement kActivationPlacement = kHostIsDevice ? Placement::Disk : Placement::Host;
 
-class ParkedRoom {
+class OffloadBuffer {
   public:
-    ParkedRoom(Arena& arena, const Stream& stream, Transfer::Of of)
+    OffloadBuffer(Arena& arena, const Stream& stream, Transfer::Of of)
         : arena_(arena), stream_(stream), of_(of) {}
 
     // The bytes that a piece of `bytes` bytes takes where it is stored, and in the buffer.
     static size_t piece_bytes(size_t bytes) { return whole_sectors(bytes); }
-    // Takes the buffer, until give_back(), for pieces of `bytes` bytes that are stored in `place`, which may
+    // Takes the buffer, until release(), for pieces of `bytes` bytes that are stored in `place`, which may
     // be null in a dry run.
-    void take(const char* name, size_t bytes, Elsewhere* place, const char* kind = "activation") {
+    void take(const char* name, size_t bytes, OffloadStorage* place, const char* kind = "activation") {
         bytes_ = piece_bytes(bytes);
         place_ = place;
-        memory_ = arena_.take<uint8_t>(name, {static_cast<int64_t>(bytes_ + kElsewhereAlignment)}, kind);
+        memory_ = arena_.take<uint8_t>(name, {static_cast<int64_t>(bytes_ + kStorageAlignment)}, kind);
     }
-    void give_back() {
+    void release() {
         join();
         memory_ = {};
     }
     template <class T>
     T* data() const {
-        return reinterpret_cast<T*>(aligned_room(memory_.data()));
+        return reinterpret_cast<T*>(aligned_buffer(memory_.data()));
     }
     // Starts storing the buffer as piece `to`, and then fetching piece `from` into it; either may be absent.
     void exchange(std::optional<int64_t> to, std::optional<int64_t> from) {
@@ -42,15 +42,15 @@ class ParkedRoom {
         under_way_ = true;
         if (arena_.rehearsing()) {
             const auto bytes = static_cast<double>(bytes_);
-            if (to) note_transfer({of_, false, way_back(kWay), bytes});
-            if (from) note_transfer({of_, false, kWay, bytes});
+            if (to) note_transfer({of_, false, route_back(kRoute), bytes});
+            if (from) note_transfer({of_, false, kRoute, bytes});
             return;
         }
         const auto at = [this](std::optional<int64_t> piece) {
             return piece ? std::optional(static_cast<uint64_t>(*piece) * bytes_) : std::nullopt;
         };
-        host_act([this, to = at(to), from = at(from), bytes = bytes_, room = data<char>()] {
-            exchange_ = place_->exchange(room, bytes, to, from, stream_);
+        host_act([this, to = at(to), from = at(from), bytes = bytes_, buffer = data<char>()] {
+            exchange_ = place_->exchange(buffer, bytes, to, from, stream_);
         });
     }
     // Work queued on the stream from here on runs after the exchange, if one is under way.
@@ -64,12 +64,12 @@ class ParkedRoom {
     }
 
   private:
-    static constexpr Way kWay = way_from(kParkedHome);
+    static constexpr Route kRoute = route_from(kActivationPlacement);
 
     Arena& arena_;
     const Stream& stream_;
     const Transfer::Of of_;
-    Elsewhere* place_ = nullptr;
+    OffloadStorage* place_ = nullptr;
     Tensor<uint8_t> memory_ = {};
     size_t bytes_ = 0;
     bool under_way_ = false;

@@ -22,13 +22,13 @@ constexpr int64_t kHeadSlice = 4096;
 // Prefetch distance of streamed slices.
 constexpr int kSlicesAhead = 1;
 
-class EmbeddingsElsewhere {
+class OffloadedEmbeddings {
   public:
     // format_of(field, part) returns the format of a matrix; `part` has its name and shape in files.
     // Allocates nothing yet.
     template <class FormatOf>
-    EmbeddingsElsewhere(const ModelConfig& c, Home home, FormatOf&& format_of)
-        : home_(home), rows_(c.vocabulary), columns_(c.channels) {
+    OffloadedEmbeddings(const ModelConfig& c, Placement placement, FormatOf&& format_of)
+        : placement_(placement), rows_(c.vocabulary), columns_(c.channels) {
         for (const Field field : fields(c)) {
             const std::string name = name_in_files(c, field);
             const WeightFormat* const format = format_of(field, Parameter::Part{name, {rows_, columns_}, 0});
@@ -42,25 +42,25 @@ class EmbeddingsElsewhere {
         return {Field::TokenEmbedding, Field::HeadWeight};
     }
 
-    Home home() const { return home_; }
-    Way way() const { return way_from(home_); }
+    Placement placement() const { return placement_; }
+    Route route() const { return route_from(placement_); }
     // The bytes of all matrices.
     size_t bytes() const { return bytes_; }
     // The pinned host memory that they take beside a GPU.
     size_t pinned_bytes() const {
         if (kHostIsDevice) return 0;
-        return home_ == Home::Host ? bytes_ : DiskResidence::bytes(slice_bytes(0), rooms());
+        return placement_ == Placement::Host ? bytes_ : DiskBlockSource::bytes(slice_bytes(0), buffers());
     }
     // Adds the memory that they take outside the device.
     void add_to(MemoryReport& report) const {
-        if (home_ == Home::Disk) report.on_disk += bytes_;
+        if (placement_ == Placement::Disk) report.on_disk += bytes_;
         report.pinned += pinned_bytes();
     }
 
     // The head's slices: how many there are, the first row of each, and the bytes of each.
     int slices() const { return static_cast<int>(ceil_div(rows_, kHeadSlice)); }
     int64_t first_row(int slice) const { return slice * kHeadSlice; }
-    std::vector<size_t> loan_bytes() const {
+    std::vector<size_t> streamed_bytes() const {
         std::vector<size_t> all;
         for (int s = 0; s < slices(); s++) all.push_back(slice_bytes(s));
         return all;
@@ -73,11 +73,11 @@ class EmbeddingsElsewhere {
 
     // Allocates host memory for the matrices, if they are there, and the buffers that fetching them needs.
     void allocate() {
-        if (home_ == Home::Disk) {
-            residence_ = std::make_unique<DiskResidence>(slice_bytes(0), rooms());
+        if (placement_ == Placement::Disk) {
+            source_ = std::make_unique<DiskBlockSource>(slice_bytes(0), buffers());
         } else {
             host_ = std::make_unique<PinnedBuffer>(bytes_);
-            residence_ = std::make_unique<HostResidence>(rooms(), [this](int slice) {
+            source_ = std::make_unique<HostBlockSource>(buffers(), [this](int slice) {
                 const Matrix& head = matrices_.back();
                 const char* const all = host_->data() + head.at;
                 return std::span(all + row_bytes(head) * first_row(slice), slice_bytes(slice));
@@ -85,7 +85,7 @@ class EmbeddingsElsewhere {
         }
     }
     // The source of streamed slices; null before allocate().
-    Residence* residence() const { return residence_.get(); }
+    BlockSource* source() const { return source_.get(); }
 
     // Finds the matrices in a model's files, or loads them from there into host memory. Adds the tensors that
     // it used to `used`.
@@ -124,8 +124,8 @@ class EmbeddingsElsewhere {
             for (size_t i = 0; i < count; i++)
                 pieces.push_back(
                     {m.file, m.offset + static_cast<size_t>(numbers[first + i]) * bytes, bytes, i * bytes});
-            static_cast<DiskResidence&>(*residence_)
-                .read(DiskReads(std::move(pieces)), count * bytes, to + first * bytes, stream);
+            static_cast<DiskBlockSource&>(*source_).read(DiskReads(std::move(pieces)), count * bytes,
+                                                         to + first * bytes, stream);
         }
     }
 
@@ -148,7 +148,7 @@ class EmbeddingsElsewhere {
     size_t row_bytes(const Matrix& m) const {
         return static_cast<size_t>(columns_ / m.format->block * m.format->block_bytes);
     }
-    size_t rooms() const { return rooms_for(kSlicesAhead, static_cast<size_t>(slices())); }
+    size_t buffers() const { return buffers_for(kSlicesAhead, static_cast<size_t>(slices())); }
     int64_t rows_in(int slice) const { return std::min(kHeadSlice, rows_ - first_row(slice)); }
     size_t slice_bytes(int slice) const {
         return static_cast<size_t>(rows_in(slice)) * row_bytes(matrices_.back());
@@ -160,7 +160,7 @@ class EmbeddingsElsewhere {
             const auto* const data = reinterpret_cast<const unsigned char*>(host_->data() + m.at);
             return check_blocks_finite(*m.format, data, bytes, name, file.path());
         }
-        auto& disk = static_cast<DiskResidence&>(*residence_);
+        auto& disk = static_cast<DiskBlockSource&>(*source_);
         m.file = &disk.open(file);
         m.offset = offset;
         if (&m != &matrices_.back()) return;
@@ -170,10 +170,10 @@ class EmbeddingsElsewhere {
                       slice_bytes(s)});
     }
 
-    const Home home_;
+    const Placement placement_;
     const int64_t rows_, columns_;
     std::vector<Matrix> matrices_;  // the last is the head's
     size_t bytes_ = 0;
     std::unique_ptr<PinnedBuffer> host_;
-    std::unique_ptr<Residence> residence_;
+    std::unique_ptr<BlockSource> source_;
 };

@@ -23,14 +23,14 @@ class OffloadedInputs {
     OffloadedInputs(Arena& arena, const Stream& stream)
         : arena_(arena),
           stream_(stream),
-          slots_{{.buffer = {arena, stream, Transfer::Parked}},
-                 {.buffer = {arena, stream, Transfer::Parked}}} {}
+          slots_{{.buffer = {arena, stream, Transfer::Offloaded}},
+                 {.buffer = {arena, stream, Transfer::Offloaded}}} {}
     OffloadedInputs(const OffloadedInputs&) = delete;
 
     // Offloads the inputs of the first `layers` layers to `place`, which may be null in a dry run: in chunks
     // of chunk_rows rows of a sequence, or whole (0). `micro_batches` go through a layer before any goes
     // through the next.
-    void use(Elsewhere* place, int layers, int micro_batches, int64_t chunk_rows) {
+    void use(OffloadStorage* place, int layers, int micro_batches, int64_t chunk_rows) {
         place_ = place, layers_ = layers, micro_batches_ = micro_batches, chunk_rows_ = chunk_rows;
     }
     bool offloads(int layer) const { return layer < layers_; }
@@ -40,12 +40,12 @@ class OffloadedInputs {
         return micro_batches > 1 ? layers * micro_batches : std::max(0, layers - 2);
     }
     static size_t stored_bytes(Shape input) {
-        return ParkedRoom::piece_bytes(static_cast<size_t>(input.size()) * sizeof(T));
+        return OffloadBuffer::piece_bytes(static_cast<size_t>(input.size()) * sizeof(T));
     }
     // The number of chunks of an input (B, T, C), and the bytes of one.
     static int64_t chunks(Shape input, int64_t rows) { return input.dims[0] * ceil_div(input.dims[1], rows); }
     static size_t chunk_bytes(Shape input, int64_t rows) {
-        return ParkedRoom::piece_bytes(static_cast<size_t>(rows * input.dims[2]) * sizeof(T));
+        return OffloadBuffer::piece_bytes(static_cast<size_t>(rows * input.dims[2]) * sizeof(T));
     }
 
     // Takes the slots, until release(), for inputs of this shape (B, T, C).
@@ -63,7 +63,7 @@ class OffloadedInputs {
     }
     void release() {
         for (Slot& slot : slots_) {
-            slot.buffer.give_back();
+            slot.buffer.release();
             slot.number = kNone, slot.input = {};
         }
     }
@@ -83,7 +83,7 @@ class OffloadedInputs {
     // True if the block that goes forward now must call store() for each chunk (1, rows, C) of its input.
     bool stores_chunks() const { return stores_chunks_; }
     void store(const Tensor<T>& chunk) {
-        ParkedRoom& buffer = slots_[next_ % 2].buffer;
+        OffloadBuffer& buffer = slots_[next_ % 2].buffer;
         buffer.join();
         copy(buffer.data<T>(), chunk);
         buffer.exchange(first_ + next_, {});
@@ -107,7 +107,7 @@ class OffloadedInputs {
     }
     // The next chunk (1, rows, C), valid until the next call.
     Tensor<T> fetch(int64_t rows) {
-        ParkedRoom& buffer = slots_[next_ % 2].buffer;
+        OffloadBuffer& buffer = slots_[next_ % 2].buffer;
         buffer.join();
         next_++;
         if (next_ < end_ || arena_.rehearsing()) load_chunk();
@@ -118,7 +118,7 @@ class OffloadedInputs {
     static constexpr int kNone = -1;
     struct Slot {
         int number = kNone;  // of the whole input in it: layer * micro_batches_ + k
-        ParkedRoom buffer;
+        OffloadBuffer buffer;
         Tensor<T> input = {};  // a view of the slot, for whole inputs
     };
     bool in_chunks() const { return chunk_rows_ > 0; }
@@ -176,7 +176,7 @@ class OffloadedInputs {
 
     Arena& arena_;
     const Stream& stream_;
-    Elsewhere* place_ = nullptr;
+    OffloadStorage* place_ = nullptr;
     int layers_ = 0, micro_batches_ = 1;
     int64_t chunk_rows_ = 0;
     Shape shape_ = {};

@@ -22,29 +22,29 @@
 // One such memory.
 struct Place {
     const char* option;      // the option that asks for it
-    Home home;               // Home::Device if there is none
+    Placement placement;     // Home::Device if there is none
     size_t bytes;            // 0: there is none
-    size_t room_bytes;       // the bytes of a transfer,
-    size_t rooms;            // and how many transfers are under way at a time
+    size_t buffer_bytes;     // the bytes of a transfer,
+    size_t buffers;          // and how many transfers are under way at a time
     bool with_host = false;  // the host works on the data itself: none of it is fetched to the device
 
     // The pinned host memory that it takes: all of it, or beside a GPU the buffers of a file.
     size_t pinned() const {
-        if (home == Home::Host || bytes == 0) return bytes;
-        return is_staged() ? StagedElsewhere::pinned_bytes(room_bytes, rooms) : 0;
+        if (placement == Placement::Host || bytes == 0) return bytes;
+        return is_staged() ? StagedStorage::pinned_bytes(buffer_bytes, buffers) : 0;
     }
     // True if a file's data passes through pinned host memory.
     bool is_staged() const { return !kHostIsDevice && !with_host; }
     // The bytes that it takes in a file of the run's own.
-    size_t in_file() const { return home == Home::Disk ? whole_sectors(bytes) : 0; }
+    size_t in_file() const { return placement == Placement::Disk ? whole_sectors(bytes) : 0; }
 
     // Allocates the memory, zeroed; null if there is none. Fails if it is not available.
-    std::unique_ptr<Elsewhere> make() const {
+    std::unique_ptr<OffloadStorage> make() const {
         if (bytes == 0) return nullptr;
-        if (home == Home::Host) return std::make_unique<HostElsewhere>(bytes);
-        auto file = std::make_unique<DiskElsewhere>(temporary_folder(), bytes, option);
+        if (placement == Placement::Host) return std::make_unique<HostStorage>(bytes);
+        auto file = std::make_unique<DiskStorage>(temporary_folder(), bytes, option);
         if (!is_staged()) return file;
-        return std::make_unique<StagedElsewhere>(std::move(file), room_bytes, rooms);
+        return std::make_unique<StagedStorage>(std::move(file), buffer_bytes, buffers);
     }
 };
 
@@ -61,48 +61,48 @@ class Places {
           prompt_tokens_(prompt_tokens),
           model_(model),
           trained_(trained),
-          matrices_(matrices && matrices->is_lent() ? matrices : nullptr) {}
+          matrices_(matrices && matrices->is_streamed() ? matrices : nullptr) {}
 
     // True if the trained blocks are not on the device, but streamed.
-    bool lends_trained() const { return model_.options.streams_blocks(); }
+    bool streams_trained() const { return model_.options.streams_blocks(); }
     // True if the host's cores do the updates.
     bool updates_on_host() const {
         return o_.updates == "host" && host_can_update(o_) && !trained_.chunks().empty();
     }
     // The bytes of each streamed block, and of the gradients of each.
-    std::vector<size_t> block_loans() const {
-        if (lends_trained()) return gradient_loans();
-        return matrices_ ? matrices_->loan_bytes() : std::vector<size_t>();
+    std::vector<size_t> streamed_block_bytes() const {
+        if (streams_trained()) return streamed_gradient_bytes();
+        return matrices_ ? matrices_->streamed_bytes() : std::vector<size_t>();
     }
-    std::vector<size_t> gradient_loans() const {
-        return std::vector<size_t>(layers(), TrainedResidence::room_bytes(model_.block_bytes()));
+    std::vector<size_t> streamed_gradient_bytes() const {
+        return std::vector<size_t>(layers(), TrainedBlockSource::buffer_bytes(model_.block_bytes()));
     }
     // How many layers' inputs are offloaded; and how many rows of a sequence at a time, as attention takes
     // them (0: all).
-    int parked_layers() const {
+    int offloaded_layers() const {
         const int layers = model_.layout.config().layers;
         return o_.park < 0 ? layers : std::min(o_.park, layers);
     }
-    int64_t parked_rows() const { return o_.attention_rows < length() ? o_.attention_rows : 0; }
+    int64_t input_chunk_rows() const { return o_.attention_rows < length() ? o_.attention_rows : 0; }
     // How many rows of keys and values are offloaded at a time; 0: they stay on the device.
-    int64_t rows_of_parked_keys() const { return o_.park_keys ? parked_rows() : 0; }
+    int64_t key_chunk_rows() const { return o_.park_keys ? input_chunk_rows() : 0; }
 
     // Allocates the memory, and tells the state where its parts are.
     void make();
     // The sources of streamed blocks and gradients, and the other memory; null before make(), and if there is
     // none.
-    Residence* blocks() const { return blocks_.get(); }
-    Residence* gradients() const { return gradients_.get(); }
-    DiskResidence* blocks_in_files() const { return dynamic_cast<DiskResidence*>(blocks()); }
-    Elsewhere* updated_state() const { return updated_state_.get(); }
-    Elsewhere* parking() const { return parking_.get(); }
-    Elsewhere* keys() const { return keys_.get(); }
-    Elsewhere* key_sums() const { return key_sums_.get(); }
-    bool any() const { return blocks_ || gradients_ || updated_state_ || parking_ || keys_; }
+    BlockSource* blocks() const { return blocks_.get(); }
+    BlockSource* gradients() const { return gradients_.get(); }
+    DiskBlockSource* blocks_in_files() const { return dynamic_cast<DiskBlockSource*>(blocks()); }
+    OffloadStorage* updated_state() const { return updated_state_.get(); }
+    OffloadStorage* inputs() const { return inputs_.get(); }
+    OffloadStorage* keys() const { return keys_.get(); }
+    OffloadStorage* key_sums() const { return key_sums_.get(); }
+    bool any() const { return blocks_ || gradients_ || updated_state_ || inputs_ || keys_; }
     // Where the weights or the gradients of a unit are. `on_device` is their address if they are on the
     // device. `with_host`: blocks' gradients are used in host memory, and not fetched to the device.
     UnitMemory<T> weights_of(int unit, T* on_device) const {
-        return memory_of(unit, on_device, lends_trained(), trained_blocks_.get());
+        return memory_of(unit, on_device, streams_trained(), trained_blocks_.get());
     }
     UnitMemory<const T> gradients_of(int unit, const T* on_device, bool with_host) const {
         return memory_of(unit, on_device, with_host, block_gradients_.get());
@@ -114,45 +114,47 @@ class Places {
     size_t layers() const { return static_cast<size_t>(model_.layout.config().layers); }
     int64_t length() const { return o_.seq_len + prompt_tokens_; }
     // As many transfers are under way at a time as there are buffers on the device.
-    Place place_of_blocks(const char* option, Home home, bool lends) const {
-        const size_t bytes = lends ? model_.block_bytes() : 0;
-        return {option, home, layers() * bytes, bytes, rooms_for(o_.prefetch, layers())};
+    Place place_of_blocks(const char* option, Placement placement, bool streams) const {
+        const size_t bytes = streams ? model_.block_bytes() : 0;
+        return {option, placement, layers() * bytes, bytes, buffers_for(o_.prefetch, layers())};
     }
-    size_t rooms_of_matrices() const { return rooms_for(o_.prefetch, matrices_->loan_bytes().size()); }
+    size_t buffers_of_matrices() const {
+        return buffers_for(o_.prefetch, matrices_->streamed_bytes().size());
+    }
     Place place_of_trained_blocks() const {
-        return place_of_blocks("--offload weights=disk", model_.options.blocks, lends_trained());
+        return place_of_blocks("--offload weights=disk", model_.options.blocks, streams_trained());
     }
     Place place_of_block_gradients() const {
-        const bool lends = trained_.options.streams_block_gradients();
-        return place_of_blocks("--offload gradients=disk", model_.options.block_gradients, lends);
+        const bool streams = trained_.options.streams_block_gradients();
+        return place_of_blocks("--offload gradients=disk", model_.options.block_gradients, streams);
     }
     Place place_of_updated_state() const {
         return {"--offload state=disk",
                 trained_.options.updated,
                 trained_.chunks().size() * trained_.chunk_bytes(),
                 trained_.chunk_bytes(),
-                StateRing::most_rooms(trained_, o_.state_rooms),
+                StateRing::most_buffers(trained_, o_.state_buffers),
                 updates_on_host()};
     }
-    Place place_of_parked() const;
+    Place place_of_inputs() const;
     // For one sequence and one block.
     Place place_of_keys() const {
         const bool needed = o_.steps > 0 || !o_.val_data.empty() || o_.bench == "forward";
-        return place_of_pieces(needed, ParkedKeys<T>::piece_bytes(rows_of_parked_keys(), kv_columns()));
+        return place_of_pieces(needed, OffloadedKeys<T>::piece_bytes(key_chunk_rows(), kv_columns()));
     }
     Place place_of_key_sums() const {
-        return place_of_pieces(o_.steps > 0, ParkedKeys<T>::sums_bytes(rows_of_parked_keys(), kv_columns()));
+        return place_of_pieces(o_.steps > 0, OffloadedKeys<T>::sums_bytes(key_chunk_rows(), kv_columns()));
     }
     int64_t kv_columns() const { return 2 * model_.layout.config().kv_width(); }
     Place place_of_pieces(bool needed, size_t bytes) const {
-        const int64_t rows = rows_of_parked_keys(), count = rows > 0 ? ceil_div(length(), rows) : 0;
-        return {"--offload keys=disk", kParkedHome, needed ? static_cast<size_t>(count) * bytes : 0, bytes,
-                3};
+        const int64_t rows = key_chunk_rows(), count = rows > 0 ? ceil_div(length(), rows) : 0;
+        return {"--offload keys=disk", kActivationPlacement, needed ? static_cast<size_t>(count) * bytes : 0,
+                bytes, 3};
     }
     template <class E>
-    UnitMemory<E> memory_of(int unit, E* on_device, bool elsewhere, const Elsewhere* place) const {
+    UnitMemory<E> memory_of(int unit, E* on_device, bool offloaded, const OffloadStorage* place) const {
         const bool is_block = unit > 0 && static_cast<size_t>(unit) <= layers();
-        if (!elsewhere || !is_block) return {on_device, false};
+        if (!offloaded || !is_block) return {on_device, false};
         const auto block = static_cast<uint64_t>(unit - 1);
         return {place ? reinterpret_cast<E*>(place->address(block * model_.block_bytes())) : nullptr, true};
     }
@@ -162,21 +164,22 @@ class Places {
     const State<T>& model_;
     State<T>& trained_;
     const QuantizedWeights* const matrices_;  // of a frozen model, if streamed, or null
-    std::unique_ptr<Elsewhere> trained_blocks_, block_gradients_, updated_state_, parking_, keys_, key_sums_;
-    std::unique_ptr<Residence> blocks_, gradients_;
+    std::unique_ptr<OffloadStorage> trained_blocks_, block_gradients_, updated_state_, inputs_, keys_,
+        key_sums_;
+    std::unique_ptr<BlockSource> blocks_, gradients_;
 };
 
 template <class T>
-Place Places<T>::place_of_parked() const {
+Place Places<T>::place_of_inputs() const {
     using Inputs = OffloadedInputs<T>;
     const Shape input = {o_.batch, length(), model_.layout.config().channels};
-    const int64_t rows = parked_rows();
+    const int64_t rows = input_chunk_rows();
     const size_t bytes = rows > 0 ? Inputs::chunk_bytes(input, rows) : Inputs::stored_bytes(input);
     const int64_t count = rows > 0
-                              ? parked_layers() * o_.micro_batches_together() * Inputs::chunks(input, rows)
-                              : Inputs::stored(parked_layers(), o_.micro_batches_together());
-    return {"--offload inputs=disk", kParkedHome, o_.steps > 0 ? static_cast<size_t>(count) * bytes : 0,
-            bytes, 2};
+                              ? offloaded_layers() * o_.micro_batches_together() * Inputs::chunks(input, rows)
+                              : Inputs::stored(offloaded_layers(), o_.micro_batches_together());
+    return {"--offload inputs=disk", kActivationPlacement,
+            o_.steps > 0 ? static_cast<size_t>(count) * bytes : 0, bytes, 2};
 }
 
 template <class T>
@@ -184,25 +187,25 @@ void Places<T>::make() {
     trained_blocks_ = place_of_trained_blocks().make();
     block_gradients_ = place_of_block_gradients().make();
     updated_state_ = place_of_updated_state().make();
-    parking_ = place_of_parked().make();
+    inputs_ = place_of_inputs().make();
     keys_ = place_of_keys().make();
     key_sums_ = place_of_key_sums().make();
     trained_.lie_in(trained_blocks_.get(), block_gradients_.get(), updated_state_.get());
     const size_t block_bytes = model_.block_bytes();
-    if (trained_blocks_) blocks_ = std::make_unique<TrainedResidence>(*trained_blocks_, block_bytes);
-    if (block_gradients_) gradients_ = std::make_unique<TrainedResidence>(*block_gradients_, block_bytes);
-    if (matrices_ && matrices_->home() == Home::Disk)
-        blocks_ = std::make_unique<DiskResidence>(matrices_->largest_loan(), rooms_of_matrices());
+    if (trained_blocks_) blocks_ = std::make_unique<TrainedBlockSource>(*trained_blocks_, block_bytes);
+    if (block_gradients_) gradients_ = std::make_unique<TrainedBlockSource>(*block_gradients_, block_bytes);
+    if (matrices_ && matrices_->placement() == Placement::Disk)
+        blocks_ = std::make_unique<DiskBlockSource>(matrices_->largest_streamed(), buffers_of_matrices());
     else if (matrices_)
-        blocks_ = std::make_unique<HostResidence>(rooms_of_matrices(),
-                                                  [m = matrices_](int loan) { return m->loan(loan); });
+        blocks_ = std::make_unique<HostBlockSource>(buffers_of_matrices(),
+                                                    [m = matrices_](int block) { return m->block(block); });
 }
 
 template <class T>
 void Places<T>::add_to(MemoryReport& report) const {
-    for (const Place& p : {place_of_parked(), place_of_keys(), place_of_key_sums()}) {
+    for (const Place& p : {place_of_inputs(), place_of_keys(), place_of_key_sums()}) {
         report.pinned += p.pinned();
-        report.parked += p.in_file();
+        report.offloaded += p.in_file();
     }
     for (const Place& p : {place_of_trained_blocks(), place_of_block_gradients(), place_of_updated_state()}) {
         report.pinned += p.pinned();
@@ -210,9 +213,10 @@ void Places<T>::add_to(MemoryReport& report) const {
     }
     if (updates_on_host()) report.pinned += HostUpdates<T>::pinned_bytes(trained_);
     if (!matrices_) return;
-    const bool in_files = matrices_->home() == Home::Disk;
+    const bool in_files = matrices_->placement() == Placement::Disk;
     if (in_files) report.on_disk += matrices_->bytes();
     if (!kHostIsDevice)
-        report.pinned += in_files ? DiskResidence::bytes(matrices_->largest_loan(), rooms_of_matrices())
-                                  : matrices_->bytes();
+        report.pinned += in_files
+                             ? DiskBlockSource::bytes(matrices_->largest_streamed(), buffers_of_matrices())
+                             : matrices_->bytes();
 }

@@ -28,34 +28,35 @@ class StateRing {
     StateRing(Arena& arena, const Stream& stream) : arena_(arena), stream_(stream) {}
 
     // Sets where the chunks are; null in a dry run.
-    void use(Elsewhere* place) { place_ = place; }
+    void use(OffloadStorage* place) { place_ = place; }
 
     // The most buffers that there can be if `wanted` are asked for; negative: as many as a block has chunks.
     template <class T>
-    static size_t most_rooms(const State<T>& state, int wanted) {
+    static size_t most_buffers(const State<T>& state, int wanted) {
         if (wanted < 0)
             return std::max<size_t>(1, state.chunks_of(1).count());  // a soft prompt's block has 0
         return std::min(static_cast<size_t>(wanted), state.chunks().size());
     }
-    // Takes the buffers, until give_back(), for an update of these units of a state in this order, and starts
+    // Takes the buffers, until release(), for an update of these units of a state in this order, and starts
     // fetching the first chunks.
     template <class T>
     void take(const State<T>& state, const std::vector<int>& units, int wanted) {
-        const auto pass = std::make_shared<Pass>(Pass{way_from(state.options.updated), state.chunk_bytes()});
+        const auto pass =
+            std::make_shared<Pass>(Pass{route_from(state.options.updated), state.chunk_bytes()});
         for (const int unit : units) {
             const auto of_unit = state.chunks_of(unit);
             for (size_t c = of_unit.first; c < of_unit.end; c++) pass->order.push_back(c);
         }
-        const auto room_bytes = static_cast<int64_t>(pass->bytes + kElsewhereAlignment);
-        for (size_t i = 0; i < std::min(most_rooms(state, wanted), pass->order.size()); i++) {
-            memory_.push_back(arena_.take<uint8_t>("state_room", {room_bytes}, "optimizer_state"));
-            pass->rooms.push_back({aligned_room(memory_.back().data()), 0});
+        const auto buffer_bytes = static_cast<int64_t>(pass->bytes + kStorageAlignment);
+        for (size_t i = 0; i < std::min(most_buffers(state, wanted), pass->order.size()); i++) {
+            memory_.push_back(arena_.take<uint8_t>("state_room", {buffer_bytes}, "optimizer_state"));
+            pass->buffers.push_back({aligned_buffer(memory_.back().data()), 0});
         }
         pass_ = pass;
-        if (pass->rooms.empty()) return;
+        if (pass->buffers.empty()) return;
         host_act([this, pass] {
             pass->next = 0;
-            for (size_t i = 0; i < pass->rooms.size(); i++) exchange(*pass, pass->rooms[i], {}, i);
+            for (size_t i = 0; i < pass->buffers.size(); i++) exchange(*pass, pass->buffers[i], {}, i);
         });
     }
     // Calls update(chunk, buffer) for each chunk of `unit`, the next one in that order. Starts storing each
@@ -67,62 +68,63 @@ class StateRing {
             for (size_t& i = pass->next; i < end; i++) {
                 const StateChunk& chunk = state.chunks()[pass->order[i]];
                 assert(chunk.unit == unit);
-                Room& room = pass->rooms[i % pass->rooms.size()];
-                join(room);
-                update(chunk, room.at);
-                exchange(*pass, room, i, i + pass->rooms.size());
+                Buffer& buffer = pass->buffers[i % pass->buffers.size()];
+                join(buffer);
+                update(chunk, buffer.at);
+                exchange(*pass, buffer, i, i + pass->buffers.size());
             }
         });
     }
     // Waits for all transfers and releases the buffers.
-    void give_back() {
+    void release() {
         if (!memory_.empty())
             host_act([this, pass = pass_] {
-                for (const Room& room : pass->rooms) join(room);
+                for (const Buffer& buffer : pass->buffers) join(buffer);
             });
         memory_.clear();
     }
 
   private:
-    struct Room {
+    struct Buffer {
         char* at;
         size_t number;   // of its exchange,
         int noted = -1;  // and of the last transfer of that, in a dry run
     };
-    // An update of units, from take() to give_back().
+    // An update of units, from take() to release().
     struct Pass {
-        Way way;                         // of fetches
+        Route route;                     // of fetches
         size_t bytes;                    // of a chunk
         std::vector<size_t> order = {};  // of the chunks
-        std::vector<Room> rooms = {};
+        std::vector<Buffer> buffers = {};
         size_t next = 0;  // position in the order of the chunk to be updated next
     };
     // Starts storing the chunk at position `out` of the order from a buffer, and then fetching the one at
     // position `in` into it, if they exist.
-    void exchange(Pass& pass, Room& room, std::optional<size_t> out, size_t in) {
+    void exchange(Pass& pass, Buffer& buffer, std::optional<size_t> out, size_t in) {
         if (arena_.rehearsing()) {
-            const auto note = [&](Way way) {
-                room.noted = note_transfer({Transfer::State, false, way, static_cast<double>(pass.bytes)});
+            const auto note = [&](Route route) {
+                buffer.noted =
+                    note_transfer({Transfer::State, false, route, static_cast<double>(pass.bytes)});
             };
-            if (out) note(way_back(pass.way));
-            if (in < pass.order.size()) note(pass.way);
+            if (out) note(route_back(pass.route));
+            if (in < pass.order.size()) note(pass.route);
             return;
         }
         const auto at = [&](size_t i) { return uint64_t{pass.order[i]} * pass.bytes; };
         std::optional<uint64_t> to, from;
         if (out) to = at(*out);
         if (in < pass.order.size()) from = at(in);
-        room.number = place_->exchange(room.at, pass.bytes, to, from, stream_);
+        buffer.number = place_->exchange(buffer.at, pass.bytes, to, from, stream_);
     }
-    void join(const Room& room) {
-        if (arena_.rehearsing()) return note_wait(Transfer::State, room.noted);
+    void join(const Buffer& buffer) {
+        if (arena_.rehearsing()) return note_wait(Transfer::State, buffer.noted);
         const Waiting waiting(Transfer::State);
-        place_->join(room.number, stream_);
+        place_->join(buffer.number, stream_);
     }
 
     Arena& arena_;
     const Stream& stream_;
-    Elsewhere* place_ = nullptr;
+    OffloadStorage* place_ = nullptr;
     std::vector<Tensor<uint8_t>> memory_;  // of the buffers
     std::shared_ptr<Pass> pass_;           // the latest; a recording keeps its own
 };
@@ -159,18 +161,18 @@ class HostUpdates {
 
     // The pinned memory of the buffers, in bytes.
     static size_t pinned_bytes(const State<T>& state) {
-        return rooms_of(state) * room_bytes(state) + (is_on_disk(state) ? kElsewhereAlignment : 0);
+        return buffers_of(state) * buffer_bytes(state) + (is_on_disk(state) ? kStorageAlignment : 0);
     }
     // Allocates it. `place` has the state's chunks. If it is on a disk, it must not be staged, so that its
     // join() makes the host wait; and it must end before this does, since its transfers use the buffers.
-    void allocate(const State<T>& state, Elsewhere& place) {
+    void allocate(const State<T>& state, OffloadStorage& place) {
         place_ = &place;
         link_ = std::make_unique<Link>(state);
     }
     // Sets the optimizer step of the updates from here on.
     void use(const OptimizerStep& step) { factors_ = factors_of(step); }
 
-    // Starts the update of a unit, which ends at the latest in give_back(). `norm` (1) is on the device. Work
+    // Starts the update of a unit, which ends at the latest in release(). `norm` (1) is on the device. Work
     // queued on the stream from here on may overwrite the unit's gradients on the device.
     void update(const State<T>& state, int unit, UnitMemory<T> weights, UnitMemory<const T> gradients,
                 const Tensor<float>& norm) {
@@ -187,15 +189,15 @@ class HostUpdates {
         });
     }
     // Completes all updates under way. Work queued on the stream from here on finds the new weights.
-    void give_back() {
+    void release() {
         if (!std::exchange(updates_under_way_, false)) return;
         if (arena_.rehearsing()) return note_end();
         host_act([this] {
             const Waiting waiting(Transfer::State);
             size_t last = 0;
             while (done_ < begun_) {
-                Room& room = finish();
-                if (state_bytes_ > 0) last = exchange(room, {});
+                Buffer& buffer = finish();
+                if (state_bytes_ > 0) last = exchange(buffer, {});
             }
             link_->came.block(stream_);
             if (state_bytes_ > 0) place_->join(last, stream_);
@@ -207,8 +209,8 @@ class HostUpdates {
     // sectors.
     static constexpr size_t kPart = static_cast<size_t>(kStateChunk) * sizeof(T);
     static constexpr size_t kNormAt = 2 * kPart, kStateAt = kNormAt + kSector;
-    static_assert(kStateAt % kElsewhereAlignment == 0);
-    struct Room {
+    static_assert(kStateAt % kStorageAlignment == 0);
+    struct Buffer {
         char* at = nullptr;
         UpdateArrays<T> arrays = {};
         T* weights = nullptr;  // on the device, to which they are copied back
@@ -219,17 +221,17 @@ class HostUpdates {
     // What the copies need. A dry run has none.
     struct Link {
         PinnedBuffer memory;
-        std::vector<Room> rooms;
+        std::vector<Buffer> buffers;
         OwnStream stores, fetches;
         Event asked, gone, came;  // before a unit's copies to the host; after them; after the last copy back
-        explicit Link(const State<T>& state) : memory(pinned_bytes(state)), rooms(rooms_of(state)) {
-            char* at = is_on_disk(state) ? aligned_room(memory.data()) : memory.data();
-            for (Room& room : rooms) room.at = std::exchange(at, at + room_bytes(state));
+        explicit Link(const State<T>& state) : memory(pinned_bytes(state)), buffers(buffers_of(state)) {
+            char* at = is_on_disk(state) ? aligned_buffer(memory.data()) : memory.data();
+            for (Buffer& buffer : buffers) buffer.at = std::exchange(at, at + buffer_bytes(state));
         }
     };
-    static size_t rooms_of(const State<T>& state) { return StateRing::most_rooms(state, -1); }
-    static bool is_on_disk(const State<T>& state) { return state.options.updated == Home::Disk; }
-    static size_t room_bytes(const State<T>& state) {
+    static size_t buffers_of(const State<T>& state) { return StateRing::most_buffers(state, -1); }
+    static bool is_on_disk(const State<T>& state) { return state.options.updated == Placement::Disk; }
+    static size_t buffer_bytes(const State<T>& state) {
         return kStateAt + (is_on_disk(state) ? state.chunk_bytes() : 0);
     }
     // True if an update reads the weights that it writes.
@@ -247,73 +249,73 @@ class HostUpdates {
         const bool weights_go = !weights.on_host && reads_weights(state.options);
         if (arena_.rehearsing()) {
             const size_t to_host = sizeof(float) + (gradients_go ? bytes : 0) + (weights_go ? bytes : 0);
-            if (noted_.size() == rooms_of(state)) note_finish();
-            const int read = state_bytes_ > 0 ? note_state(Way::DiskRead) : 0;
+            if (noted_.size() == buffers_of(state)) note_finish();
+            const int read = state_bytes_ > 0 ? note_state(Route::DiskRead) : 0;
             const UpdateArrays<T> arrays = arrays_of_chunk<T>(state, unit, chunk, nullptr, nullptr, nullptr);
-            last_to_host_ = note(Way::ToHost, static_cast<double>(to_host));
-            noted_.push_back({read, note(Way::HostUpdate, update_bytes(arrays))});
-            if (!weights.on_host) note(Way::FromHost, static_cast<double>(bytes));
+            last_to_host_ = note(Route::ToHost, static_cast<double>(to_host));
+            noted_.push_back({read, note(Route::HostUpdate, update_bytes(arrays))});
+            if (!weights.on_host) note(Route::FromHost, static_cast<double>(bytes));
             return;
         }
-        std::vector<Room>& rooms = link_->rooms;
+        std::vector<Buffer>& buffers = link_->buffers;
         const Stream stores = link_->stores.get();
-        if (begun_ - done_ == rooms.size()) finish();
-        Room& room = rooms[begun_++ % rooms.size()];
-        room.came.wait();
-        T* const gradients_here = reinterpret_cast<T*>(room.at);
-        T* const weights_here = reinterpret_cast<T*>(room.at + kPart);
+        if (begun_ - done_ == buffers.size()) finish();
+        Buffer& buffer = buffers[begun_++ % buffers.size()];
+        buffer.came.wait();
+        T* const gradients_here = reinterpret_cast<T*>(buffer.at);
+        T* const weights_here = reinterpret_cast<T*>(buffer.at + kPart);
         const uint64_t state_at = uint64_t{number} * state.chunk_bytes();
-        if (state_bytes_ > 0) room.exchange = exchange(room, state_at);
-        char* const state_here = state_bytes_ > 0 ? room.at + kStateAt : place_->address(state_at);
-        room.arrays = arrays_of_chunk<T>(state, unit, chunk, state_here, weights.at, gradients.at);
-        room.weights = weights.on_host ? nullptr : room.arrays.weights;
-        if (gradients_go) move_async(Way::ToHost, gradients_here, room.arrays.gradients, bytes, stores);
-        if (weights_go) move_async(Way::ToHost, weights_here, room.weights, bytes, stores);
-        if (gradients_go) room.arrays.gradients = gradients_here;
-        if (!weights.on_host) room.arrays.weights = weights_here;
-        move_async(Way::ToHost, room.at + kNormAt, norm.data(), sizeof(float), stores);
-        room.arrived.record(stores);
+        if (state_bytes_ > 0) buffer.exchange = exchange(buffer, state_at);
+        char* const state_here = state_bytes_ > 0 ? buffer.at + kStateAt : place_->address(state_at);
+        buffer.arrays = arrays_of_chunk<T>(state, unit, chunk, state_here, weights.at, gradients.at);
+        buffer.weights = weights.on_host ? nullptr : buffer.arrays.weights;
+        if (gradients_go) move_async(Route::ToHost, gradients_here, buffer.arrays.gradients, bytes, stores);
+        if (weights_go) move_async(Route::ToHost, weights_here, buffer.weights, bytes, stores);
+        if (gradients_go) buffer.arrays.gradients = gradients_here;
+        if (!weights.on_host) buffer.arrays.weights = weights_here;
+        move_async(Route::ToHost, buffer.at + kNormAt, norm.data(), sizeof(float), stores);
+        buffer.arrived.record(stores);
     }
     // Updates the first chunk that is not done, and returns its buffer.
-    Room& finish() {
-        Room& room = link_->rooms[done_++ % link_->rooms.size()];
-        room.arrived.wait();
-        if (state_bytes_ > 0) place_->join(room.exchange, stream_);
-        count_moved(Way::HostUpdate, static_cast<size_t>(update_bytes(room.arrays)));
-        update_on_host(&room.arrays, &factors_, *reinterpret_cast<const float*>(room.at + kNormAt));
-        if (!room.weights) return room;
-        const size_t bytes = static_cast<size_t>(room.arrays.n) * sizeof(T);
-        move_async(Way::FromHost, room.weights, room.arrays.weights, bytes, link_->fetches.get());
-        room.came.record(link_->fetches.get());
+    Buffer& finish() {
+        Buffer& buffer = link_->buffers[done_++ % link_->buffers.size()];
+        buffer.arrived.wait();
+        if (state_bytes_ > 0) place_->join(buffer.exchange, stream_);
+        count_moved(Route::HostUpdate, static_cast<size_t>(update_bytes(buffer.arrays)));
+        update_on_host(&buffer.arrays, &factors_, *reinterpret_cast<const float*>(buffer.at + kNormAt));
+        if (!buffer.weights) return buffer;
+        const size_t bytes = static_cast<size_t>(buffer.arrays.n) * sizeof(T);
+        move_async(Route::FromHost, buffer.weights, buffer.arrays.weights, bytes, link_->fetches.get());
+        buffer.came.record(link_->fetches.get());
         link_->came.record(link_->fetches.get());
-        return room;
+        return buffer;
     }
     // Starts writing the updated state in a buffer, if any, back to the disk, and then reading the state at
     // offset `from`, if given. Returns the number for join().
-    size_t exchange(Room& room, std::optional<uint64_t> from) {
-        const std::optional<uint64_t> to = std::exchange(room.state_at, from);
-        return place_->exchange(room.at + kStateAt, state_bytes_, to, from, stream_);
+    size_t exchange(Buffer& buffer, std::optional<uint64_t> from) {
+        const std::optional<uint64_t> to = std::exchange(buffer.state_at, from);
+        return place_->exchange(buffer.at + kStateAt, state_bytes_, to, from, stream_);
     }
 
     // In a dry run: records that a transfer starts, and returns its number.
-    int note(Way way, double bytes) {
+    int note(Route route, double bytes) {
         last_ = note_transfer({.of = Transfer::State,
                                .waits = false,
-                               .way = way,
+                               .route = route,
                                .bytes = bytes,
-                               .stays_with_host = is_disks(way)});
+                               .stays_with_host = is_disks(route)});
         return last_;
     }
-    int note_state(Way way) { return note(way, static_cast<double>(state_bytes_)); }
+    int note_state(Route route) { return note(route, static_cast<double>(state_bytes_)); }
     // In a dry run: records what finish() does, and that the chunk's state is written back.
     void note_finish() {
         const Noted chunk = noted_.front();
         noted_.pop_front();
         if (state_bytes_ > 0) note_wait(Transfer::State, chunk.read);
         note_wait(Transfer::State, chunk.update);
-        if (state_bytes_ > 0) note_state(Way::DiskWrite);
+        if (state_bytes_ > 0) note_state(Route::DiskWrite);
     }
-    // In a dry run: records what give_back() does.
+    // In a dry run: records what release() does.
     void note_end() {
         const int last = last_;
         if (state_bytes_ == 0) noted_.erase(noted_.begin(), noted_.end() - 1);  // the last ends last
@@ -324,7 +326,7 @@ class HostUpdates {
 
     Arena& arena_;
     const Stream& stream_;
-    Elsewhere* place_ = nullptr;
+    OffloadStorage* place_ = nullptr;
     UpdateFactors factors_ = {};
     std::unique_ptr<Link> link_;
     bool updates_under_way_ = false;

@@ -29,27 +29,26 @@
 // (offload_optimizer.h).
 
 // Alignment of the offsets in this memory, and of the buffers: a disk transfers whole sectors.
-constexpr size_t kElsewhereAlignment = kSector;
+constexpr size_t kStorageAlignment = kSector;
 
-// The aligned buffer in memory that was taken with kElsewhereAlignment additional bytes. Null in a dry run.
-inline char* aligned_room(void* take) {
+// The aligned buffer in memory that was taken with kStorageAlignment additional bytes. Null in a dry run.
+inline char* aligned_buffer(void* take) {
     const auto address = reinterpret_cast<uintptr_t>(take);
-    return reinterpret_cast<char*>((address + kElsewhereAlignment - 1) / kElsewhereAlignment *
-                                   kElsewhereAlignment);
+    return reinterpret_cast<char*>((address + kStorageAlignment - 1) / kStorageAlignment * kStorageAlignment);
 }
 
-class Elsewhere {
+class OffloadStorage {
   public:
-    virtual ~Elsewhere() = default;
+    virtual ~OffloadStorage() = default;
     // Copy any range of bytes to or from the host, synchronously. No exchange may be under way.
     virtual void read(uint64_t at, size_t bytes, void* host) const = 0;
     virtual void write(uint64_t at, size_t bytes, const void* host) = 0;
     // The host address of offset `at`; null if this memory is not in host memory.
     virtual char* address(uint64_t /*at*/) const { return nullptr; }
-    // Starts storing the bytes of the buffer `room` at offset `to`, and after that fetching as many from
+    // Starts storing the bytes of the buffer `buffer` at offset `to`, and after that fetching as many from
     // offset `from` into it; either may be absent. Both run after the work queued on the stream so far.
     // Returns a number for join().
-    virtual size_t exchange(char* room, size_t bytes, std::optional<uint64_t> to,
+    virtual size_t exchange(char* buffer, size_t bytes, std::optional<uint64_t> to,
                             std::optional<uint64_t> from, Stream stream) = 0;
     // Work queued on the stream from here on runs after this exchange and all that started before it. Fails
     // if a transfer failed.
@@ -61,12 +60,12 @@ class Elsewhere {
 // Working memory of a training in a file without a name. Transfers bypass the page cache: the disk reads and
 // writes the buffers themselves.
 
-class DiskElsewhere : public Elsewhere {
+class DiskStorage : public OffloadStorage {
   public:
     // Makes the file in `folder`, of `bytes` bytes, all zero. Messages name `option`, which asked for it.
     // Fails if the disk lacks the space, or if the file system has no such files. With `ring` false, threads
     // perform the requests.
-    DiskElsewhere(const std::string& folder, uint64_t bytes, const char* option, bool ring = true)
+    DiskStorage(const std::string& folder, uint64_t bytes, const char* option, bool ring = true)
         : folder_(folder), option_(option), file_(make()), queue_(nullptr, ring) {
         if (const int error = posix_fallocate(file_.fd(), 0, static_cast<off_t>(whole_sectors(bytes))); error)
             fail("%s: %s cannot be had in %s (TMPDIR names another folder): %s", option,
@@ -74,7 +73,7 @@ class DiskElsewhere : public Elsewhere {
         taken_ = stamp_of(file_.fd(), folder).bytes;
         working_file_bytes += taken_;
     }
-    ~DiskElsewhere() override { working_file_bytes -= taken_; }
+    ~DiskStorage() override { working_file_bytes -= taken_; }
 
     void read(uint64_t at, size_t bytes, void* host) const override {
         char* to = static_cast<char*>(host);
@@ -94,13 +93,13 @@ class DiskElsewhere : public Elsewhere {
         });
     }
 
-    size_t exchange(char* room, size_t bytes, std::optional<uint64_t> to, std::optional<uint64_t> from,
+    size_t exchange(char* buffer, size_t bytes, std::optional<uint64_t> to, std::optional<uint64_t> from,
                     Stream) override {
         const size_t all = whole_sectors(bytes);
-        if (to) count_moved(Way::DiskWrite, bytes);
-        if (from) count_moved(Way::DiskRead, bytes);
+        if (to) count_moved(Route::DiskWrite, bytes);
+        if (from) count_moved(Route::DiskRead, bytes);
         return queue_.start((all + kRequestBytes - 1) / kRequestBytes,
-                            std::make_shared<Exchange>(*this, room, all, to, from));
+                            std::make_shared<Exchange>(*this, buffer, all, to, from));
     }
     void join(size_t number, Stream) override { queue_.wait(number); }
 
@@ -112,16 +111,16 @@ class DiskElsewhere : public Elsewhere {
 
     // Writes a buffer to `to`, then reads it anew from `from`; either may be absent.
     struct Exchange : DiskWork {
-        const DiskElsewhere& place;
-        char* const room;
+        const DiskStorage& place;
+        char* const buffer;
         const size_t bytes;
         const std::optional<uint64_t> to, from;
-        Exchange(const DiskElsewhere& place, char* room, size_t bytes, std::optional<uint64_t> to,
+        Exchange(const DiskStorage& place, char* buffer, size_t bytes, std::optional<uint64_t> to,
                  std::optional<uint64_t> from)
-            : place(place), room(room), bytes(bytes), to(to), from(from) {}
+            : place(place), buffer(buffer), bytes(bytes), to(to), from(from) {}
         DiskRequest request(size_t i) const override {
             const size_t first = i * kRequestBytes, count = std::min(kRequestBytes, bytes - first);
-            DiskRequest r{{}, {}, room + first};
+            DiskRequest r{{}, {}, buffer + first};
             if (to) r.write = {place.file_.fd(), *to + first, count, count};
             if (from) r.read = {place.file_.fd(), *from + first, count, count};
             return r;
@@ -182,10 +181,10 @@ class DiskElsewhere : public Elsewhere {
 // Working memory of a training in pinned host memory, beside a GPU. It has one stream for each direction,
 // since a link carries data both ways at the same time at full speed.
 
-class HostElsewhere : public Elsewhere {
+class HostStorage : public OffloadStorage {
   public:
     // Allocates the memory, zeroed.
-    explicit HostElsewhere(size_t bytes) : memory_(bytes) { std::memset(memory_.data(), 0, bytes); }
+    explicit HostStorage(size_t bytes) : memory_(bytes) { std::memset(memory_.data(), 0, bytes); }
 
     void read(uint64_t at, size_t bytes, void* host) const override {
         std::memcpy(host, memory_.data() + at, bytes);
@@ -194,18 +193,18 @@ class HostElsewhere : public Elsewhere {
         std::memcpy(memory_.data() + at, host, bytes);
     }
     char* address(uint64_t at) const override { return memory_.data() + at; }
-    size_t exchange(char* room, size_t bytes, std::optional<uint64_t> to, std::optional<uint64_t> from,
+    size_t exchange(char* buffer, size_t bytes, std::optional<uint64_t> to, std::optional<uint64_t> from,
                     Stream stream) override {
         before_.record(stream);
         if (to) {
             before_.block(stores_.get());
-            move_async(Way::ToHost, memory_.data() + *to, room, bytes, stores_.get());
+            move_async(Route::ToHost, memory_.data() + *to, buffer, bytes, stores_.get());
             stored_.record(stores_.get());
             stored_.block(fetches_.get());
         } else {
             before_.block(fetches_.get());
         }
-        if (from) move_async(Way::FromHost, room, memory_.data() + *from, bytes, fetches_.get());
+        if (from) move_async(Route::FromHost, buffer, memory_.data() + *from, bytes, fetches_.get());
         done_[next_ % done_.size()].record(fetches_.get());
         return next_++;
     }
@@ -233,34 +232,34 @@ class HostElsewhere : public Elsewhere {
 // memory. So exchange() only queues that copy; the first later call that finds it done sends the disk
 // request. join() waits for the disk, queues the copy to the GPU, and makes the GPU's stream wait for it.
 
-class StagedElsewhere : public Elsewhere {
+class StagedStorage : public OffloadStorage {
   public:
     // The pinned memory that it takes, in bytes.
-    static size_t pinned_bytes(size_t room_bytes, size_t rooms) {
-        return rooms * whole_sectors(room_bytes) + kSector;
+    static size_t pinned_bytes(size_t buffer_bytes, size_t buffers) {
+        return buffers * whole_sectors(buffer_bytes) + kSector;
     }
 
-    // Allocates that memory for `rooms` exchanges of at most room_bytes: exchange i + rooms may start only
-    // after exchange i was joined. The data is in `file`.
-    StagedElsewhere(std::unique_ptr<Elsewhere> file, size_t room_bytes, size_t rooms)
-        : memory_(pinned_bytes(room_bytes, rooms)), stages_(rooms), file_(std::move(file)) {
-        for (size_t i = 0; i < rooms; i++)
-            stages_[i].memory = aligned_room(memory_.data()) + i * whole_sectors(room_bytes);
+    // Allocates that memory for `buffers` exchanges of at most buffer_bytes: exchange i + buffers may start
+    // only after exchange i was joined. The data is in `file`.
+    StagedStorage(std::unique_ptr<OffloadStorage> file, size_t buffer_bytes, size_t buffers)
+        : memory_(pinned_bytes(buffer_bytes, buffers)), stages_(buffers), file_(std::move(file)) {
+        for (size_t i = 0; i < buffers; i++)
+            stages_[i].memory = aligned_buffer(memory_.data()) + i * whole_sectors(buffer_bytes);
     }
 
     void read(uint64_t at, size_t bytes, void* host) const override { file_->read(at, bytes, host); }
     void write(uint64_t at, size_t bytes, const void* host) override { file_->write(at, bytes, host); }
 
-    size_t exchange(char* room, size_t bytes, std::optional<uint64_t> to, std::optional<uint64_t> from,
+    size_t exchange(char* buffer, size_t bytes, std::optional<uint64_t> to, std::optional<uint64_t> from,
                     Stream stream) override {
         assert(next_ - joined_ < stages_.size());
         Stage& s = stage(next_);
         s.fetched.wait();
-        s.room = room, s.bytes = bytes, s.to = to, s.from = from;
+        s.buffer = buffer, s.bytes = bytes, s.to = to, s.from = from;
         s.asked.record(stream);
         if (to) {
             s.asked.block(stores_.get());
-            move_async(Way::ToHost, s.memory, room, bytes, stores_.get());
+            move_async(Route::ToHost, s.memory, buffer, bytes, stores_.get());
             s.stored.record(stores_.get());
         }
         next_++;
@@ -278,7 +277,7 @@ class StagedElsewhere : public Elsewhere {
             file_->join(s.number, stream);
             if (s.from) {
                 s.asked.block(fetches_.get());
-                move_async(Way::FromHost, s.room, s.memory, s.bytes, fetches_.get());
+                move_async(Route::FromHost, s.buffer, s.memory, s.bytes, fetches_.get());
                 s.fetched.record(fetches_.get());
                 fetched_.record(fetches_.get());
             }
@@ -289,7 +288,7 @@ class StagedElsewhere : public Elsewhere {
   private:
     // An exchange under way.
     struct Stage {
-        char *memory = nullptr, *room = nullptr;
+        char *memory = nullptr, *buffer = nullptr;
         size_t bytes = 0, number = 0;  // the number is that of the file's exchange
         std::optional<uint64_t> to, from;
         Event asked, stored, fetched;  // at the call; after the copies to and from `memory`
@@ -310,5 +309,5 @@ class StagedElsewhere : public Elsewhere {
     Event fetched_;  // after the latest copy to the GPU
     std::vector<Stage> stages_;
     size_t next_ = 0, begun_ = 0, joined_ = 0;  // how many exchanges were asked for, sent to the disk, joined
-    std::unique_ptr<Elsewhere> file_;           // declared last, so that it ends before the memory does
+    std::unique_ptr<OffloadStorage> file_;      // declared last, so that it ends before the memory does
 };

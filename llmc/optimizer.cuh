@@ -75,8 +75,8 @@ struct LaneRegisters {
     SIMT_DEVICE bool is_at(const void*) const { return false; }
 };
 struct LaneMemory {
-    float room[kLaneElements];
-    float* v = room;
+    float buffer[kLaneElements];
+    float* v = buffer;
     SIMT_DEVICE bool point_at(const float* p) {
         v = const_cast<float*>(p);
         return true;
@@ -381,22 +381,22 @@ UpdateArrays<T> arrays_of_unit(const State<T>& state, const Unit& unit, T* weigh
             .first = at};
 }
 
-// The arrays of a chunk of a unit, whose state is in the buffer `room` of chunk_bytes().
+// The arrays of a chunk of a unit, whose state is in the buffer `buffer` of chunk_bytes().
 template <class T>
-UpdateArrays<T> arrays_of_chunk(const State<T>& state, const Unit& unit, const StateChunk& chunk, char* room,
-                                T* unit_weights, const T* unit_gradients) {
+UpdateArrays<T> arrays_of_chunk(const State<T>& state, const Unit& unit, const StateChunk& chunk,
+                                char* buffer, T* unit_weights, const T* unit_gradients) {
     const int64_t at = chunk.first - unit.offset;
     const StateOptions& s = state.options;
     const auto from_chunk = [&](auto* p) { return p ? p + at : p; };  // null in a dry run
     const auto moment = [&](Moment format, StatePart part, StatePart scale) {
-        return MomentArray{format, state.template in_chunk<void>(part, room),
-                           state.template in_chunk<float>(scale, room)};
+        return MomentArray{format, state.template in_chunk<void>(part, buffer),
+                           state.template in_chunk<float>(scale, buffer)};
     };
     return {.weights = from_chunk(unit_weights),
             .gradients = from_chunk(unit_gradients),
             .optimizer = s.optimizer,
             .master_format = s.master,
-            .master = state.template in_chunk<void>(StatePart::Master, room),
+            .master = state.template in_chunk<void>(StatePart::Master, buffer),
             .m = moment(s.m, StatePart::M, StatePart::MScale),
             .v = moment(s.v, StatePart::V, StatePart::VScale),
             .decayed = unit.decayed - at,

@@ -58,9 +58,9 @@ struct Options {
     // Placements of --offload (options_placement.h).
     std::string weights = "device", embeddings = "device", gradients = "device", state = "device",
                 updates = "device";
-    int prefetch = 1;      // prefetch distance, in blocks
-    int state_rooms = 32;  // chunks; -1: as many as a block has
-    int park = 0;          // number of layers; -1: all
+    int prefetch = 1;        // prefetch distance, in blocks
+    int state_buffers = 32;  // chunks; -1: as many as a block has
+    int park = 0;            // number of layers; -1: all
     bool park_keys = false;
     std::string recompute = "gelu";
     // Rows of a chunk; 0: all, -1: auto.
@@ -110,4 +110,4 @@ struct Options {
 };
 
 // True if blocks or their gradients are streamed to the device.
-inline bool lends_blocks(const Options& o) { return o.weights != "device" || o.gradients != "device"; }
+inline bool streams_blocks_of(const Options& o) { return o.weights != "device" || o.gradients != "device"; }

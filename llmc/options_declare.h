@@ -355,7 +355,7 @@ inline void declare_memory_options(CLI::App& app, Options& o) {
     group.add_keyed("--offload",
                     "Places something in host memory (host) or in files (disk), from where it is streamed to "
                     "the device when it is needed.");
-    for (const Placement& p : kPlacements)
+    for (const PlacementOption& p : kPlacements)
         group
             .add_set(p.setting(), p.values, p.help,
                      [&o, &p](const std::string& value) { return p.set(o, value); })

@@ -10,7 +10,7 @@
 #include "llmc/options.h"
 #include "llmc/work.h"
 
-struct Placement {
+struct PlacementOption {
     const char* key;     // in --offload
     const char* values;  // of the key, for the help
     const char* help;
@@ -34,17 +34,17 @@ inline bool host_can_update(const Options& o) {
 
 // Sets a field to a placement. Returns what is wrong with it, or "".
 inline std::string set_home(std::string& field, const std::string& value) {
-    for (const char* const home : kHomeNames)
-        if (value == home) return field = value, "";
+    for (const char* const placement : kPlacementNames)
+        if (value == placement) return field = value, "";
     return "'" + printable(value) + "' is none of device, host, disk";
 }
 
 // Splits "host:8" into "host" and 8, with `word` as the name of -1 and `none` for no number. Returns false if
 // what follows the colon is neither the word nor a number from 1 to `most`.
-inline bool split_count(const std::string& value, const char* word, int none, int most, std::string& home,
-                        int& count) {
+inline bool split_count(const std::string& value, const char* word, int none, int most,
+                        std::string& placement, int& count) {
     const size_t colon = value.find(':');
-    home = value.substr(0, colon);
+    placement = value.substr(0, colon);
     count = none;
     if (colon == value.npos) return true;
     const std::string number = value.substr(colon + 1);
@@ -55,43 +55,44 @@ inline bool split_count(const std::string& value, const char* word, int none, in
     return !number.empty() && *end == '\0' && count >= 1 && count == parsed;
 }
 
-// Activations can be offloaded to one place only (kParkedHome); `auto` is its other name. Returns what is
-// wrong with the name of a place, or "".
-inline std::string check_parked_home(const std::string& home) {
-    const std::string there = kHomeNames[static_cast<int>(kParkedHome)];
-    if (home == "auto" || home == "device" || home == there) return "";
-    if (home == "host") return "on a CPU the host's memory is the device's; " + there + " takes none";
-    if (home == "disk") return "beside a GPU activations are offloaded to host memory: " + there;
+// Activations can be offloaded to one place only (kActivationPlacement); `auto` is its other name. Returns
+// what is wrong with the name of a place, or "".
+inline std::string check_parked_home(const std::string& placement) {
+    const std::string there = kPlacementNames[static_cast<int>(kActivationPlacement)];
+    if (placement == "auto" || placement == "device" || placement == there) return "";
+    if (placement == "host") return "on a CPU the host's memory is the device's; " + there + " takes none";
+    if (placement == "disk") return "beside a GPU activations are offloaded to host memory: " + there;
     return "device, " + there + " or auto, which is " + there + " in this build";
 }
 
-inline const char* parked_home_name() { return kHomeNames[static_cast<int>(kParkedHome)]; }
+inline const char* parked_home_name() { return kPlacementNames[static_cast<int>(kActivationPlacement)]; }
 
 constexpr int kMostChunks = 1 << 30;
 
 inline std::string set_state(Options& o, const std::string& value) {
-    std::string home;
-    int rooms;
-    if (!split_count(value, "block", Options().state_rooms, kMostChunks, home, rooms))
+    std::string placement;
+    int buffers;
+    if (!split_count(value, "block", Options().state_buffers, kMostChunks, placement, buffers))
         return "the number of chunks on the device, or block, follows the colon, as in host:8";
-    if (home == "device" && home != value) return "chunks are of a state outside the device";
-    const std::string wrong = set_home(o.state, home);
-    if (wrong.empty()) o.state_rooms = rooms;
+    if (placement == "device" && placement != value) return "chunks are of a state outside the device";
+    const std::string wrong = set_home(o.state, placement);
+    if (wrong.empty()) o.state_buffers = buffers;
     return wrong;
 }
 inline std::string state_value(const Options& o) {
-    if (o.state_rooms == Options().state_rooms) return o.state;
-    return o.state + ":" + (o.state_rooms < 0 ? "block" : std::to_string(o.state_rooms));
+    if (o.state_buffers == Options().state_buffers) return o.state;
+    return o.state + ":" + (o.state_buffers < 0 ? "block" : std::to_string(o.state_buffers));
 }
 
 inline std::string set_inputs(Options& o, const std::string& value) {
-    std::string home;
+    std::string placement;
     int layers;
-    if (!split_count(value, "", -1, kMostLayers, home, layers))
+    if (!split_count(value, "", -1, kMostLayers, placement, layers))
         return "a number of layers follows the colon, as in auto:24";
-    if (home == "device" && home != value) return "a number is of layers whose inputs leave the device";
-    const std::string wrong = check_parked_home(home);
-    if (wrong.empty()) o.park = home == "device" ? 0 : layers;
+    if (placement == "device" && placement != value)
+        return "a number is of layers whose inputs leave the device";
+    const std::string wrong = check_parked_home(placement);
+    if (wrong.empty()) o.park = placement == "device" ? 0 : layers;
     return wrong;
 }
 inline std::string inputs_value(const Options& o) {
@@ -99,7 +100,7 @@ inline std::string inputs_value(const Options& o) {
     return "auto" + (o.park < 0 ? "" : ":" + std::to_string(o.park));
 }
 
-inline const Placement kPlacements[] = {
+inline const PlacementOption kPlacements[] = {
     {"weights", "device|host|disk",
      "Weights of the blocks. A frozen model's are read from its own files, others from a file of the run's.",
      [](const Options& o) { return o.weights; },
@@ -143,8 +144,8 @@ inline const Placement kPlacements[] = {
 };
 
 // The placement with this key.
-inline const Placement& placement(const std::string& key) {
-    for (const Placement& p : kPlacements)
+inline const PlacementOption& placement(const std::string& key) {
+    for (const PlacementOption& p : kPlacements)
         if (key == p.key) return p;
     bug("no placement %s", key.c_str());
 }
@@ -152,7 +153,7 @@ inline const Placement& placement(const std::string& key) {
 // What was chosen differently from the given options, as on a command line.
 inline std::string placements_text(const Options& chosen, const Options& given) {
     std::string offload, text;
-    for (const Placement& p : kPlacements) {
+    for (const PlacementOption& p : kPlacements) {
         std::string value = p.value(chosen);
         if (value == p.value(given)) continue;
         if (value.starts_with("auto")) value.replace(0, 4, parked_home_name());

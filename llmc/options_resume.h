@@ -47,7 +47,7 @@ inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& val
     if (among({"--advanced.algorithms"})) return kSearchesAlgorithms;
     if (among({"--advanced.tf32"})) return kHasTf32;
     if (is_chosen_anew(name) && o.has("--memory") && o.batch != 0) return false;
-    for (const Placement& p : kPlacements)
+    for (const PlacementOption& p : kPlacements)
         if (name == p.setting() && p.of_training_only && o.steps == 0) return o.trains_adapter();
     // A run that only generates needs no data, and must not touch the training's outputs.
     if (among({"--data", "--val-data", "--loss-on", "--chat-format", "--log", "--loss-by-position", "--out",

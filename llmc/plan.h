@@ -55,7 +55,7 @@ inline size_t process_bytes([[maybe_unused]] size_t copied) {
 // data, and what a step's kernels and its metrics need.
 template <class T>
 std::vector<MemoryReport::Buffer> buffers_of(const State<T>& model, const QuantizedWeights* quantized,
-                                             const QuantizedWeights* head, bool embeddings_elsewhere,
+                                             const QuantizedWeights* head, bool offloaded_embeddings,
                                              const State<T>* adapter, const std::vector<Feeder>* feeders,
                                              int64_t metrics, size_t dropout_keys,
                                              int64_t positions_with_loss) {
@@ -75,9 +75,9 @@ std::vector<MemoryReport::Buffer> buffers_of(const State<T>& model, const Quanti
     const auto add_quantized = [&](const char* name, const QuantizedWeights* q) {
         if (q) add(name, "weights", {static_cast<int64_t>(q->bytes())}, "byte", q->bytes());
     };
-    if (quantized && !quantized->is_lent()) add_quantized("quantized_weights", quantized);
+    if (quantized && !quantized->is_streamed()) add_quantized("quantized_weights", quantized);
     const size_t disks =
-        (quantized && quantized->home() == Home::Disk ? 1 : 0) + (embeddings_elsewhere ? 1 : 0);
+        (quantized && quantized->placement() == Placement::Disk ? 1 : 0) + (offloaded_embeddings ? 1 : 0);
     if (const size_t bytes = kHostIsDevice ? disks * DiskQueue::kStagingBytes : 0; bytes > 0)
         add("disk_staging", "workspace", {static_cast<int64_t>(bytes)}, "byte", bytes);
     add_quantized("quantized_head", head);

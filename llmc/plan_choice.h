@@ -77,12 +77,12 @@ Options with_chosen_setting(const Options& given, RunInputs& inputs, Choices& ch
     Options chosen = given;
     if (budget && given.batch > 0) {
         const auto mixes = [&](bool with_files) {
-            return residences_to_try(given, movable<T>(given, inputs, with_files));
+            return placements_to_try(given, movable<T>(given, inputs, with_files));
         };
-        const auto fit = [&](const Options& mix, const BesideDevice& room, const Fit* best) {
+        const auto fit = [&](const Options& mix, const BesideDevice& space, const Fit* best) {
             Trial trial(mix, inputs);
-            return fit_settings(mix, std::is_same_v<T, bf16>, rehearsals_of(trial, given, inputs, most), room,
-                                best);
+            return fit_settings(mix, std::is_same_v<T, bf16>, rehearsals_of(trial, given, inputs, most),
+                                space, best);
         };
         chosen = fit_memory(given, mixes, fit, choices.memory);
     } else {
@@ -181,7 +181,7 @@ Options with_chosen_context(const Options& given, Choices& choices) {
     chosen.chose_length = true;
     if (!given.has("--batch")) chosen.batch = 1;
     if (kHostIsDevice) memory_free_at_start();
-    const FreeMemory room = memory_for(given);
+    const FreeMemory space = memory_for(given);
     const DataKinds data = kinds_of_data(chosen);
     Options trial = options_of_plan(chosen);
     trial.plans_examples = data.has_examples;
@@ -196,7 +196,7 @@ Options with_chosen_context(const Options& given, Choices& choices) {
     };
     const auto fits = [&](int tokens) {
         try {
-            return planned(tokens).first <= room.bytes;
+            return planned(tokens).first <= space.bytes;
         } catch (const UserError&) {  // nothing that --memory may choose fits
             return false;
         }
@@ -209,12 +209,12 @@ Options with_chosen_context(const Options& given, Choices& choices) {
         by_data = most_tokens_of_examples(chosen, static_cast<int>(std::min<uint64_t>(by_model, by_data)));
     const int most = static_cast<int>(std::clamp<uint64_t>(by_data, 1, static_cast<uint64_t>(by_model)));
     const int fewest = std::min(64, most);
-    if (const size_t least = planned(fewest).first; least > room.bytes)
+    if (const size_t least = planned(fewest).first; least > space.bytes)
         fail("--seq-len auto: sequences of %d tokens take %.1f MiB and there are %.1f (%s)", fewest,
-             mebibytes(least), mebibytes(room.bytes), room.limit.c_str());
+             mebibytes(least), mebibytes(space.bytes), space.limit.c_str());
     chosen.seq_len = fit_context(most, fits);
     const std::string why = chosen.seq_len < most ? format("the most that fit %.1f MiB (%s)",
-                                                           mebibytes(room.bytes), room.limit.c_str())
+                                                           mebibytes(space.bytes), space.limit.c_str())
                             : by_data < static_cast<uint64_t>(by_model) ? "as many as the data have"
                                                                         : "all of the model's positions";
     choices.context = format("%d tokens, %s; a step takes %.3g s by estimate", chosen.seq_len, why.c_str(),

@@ -182,7 +182,7 @@ struct Fit {
     }
 };
 
-constexpr size_t kTooMuchElsewhere = SIZE_MAX;  // of a setting that does not fit outside the device
+constexpr size_t kTooMuchOffloaded = SIZE_MAX;  // of a setting that does not fit outside the device
 
 // Shows with two rehearsals whether a configuration cannot be better than `best`; then returns the least
 // memory that it takes. This is so if its smallest setting, with all blocks at the last level, does not fit
@@ -190,13 +190,13 @@ constexpr size_t kTooMuchElsewhere = SIZE_MAX;  // of a setting that does not fi
 // first setting, the fastest, is slower with all blocks at the first level.
 inline std::optional<size_t> least_of_hopeless(std::vector<MemorySetting> settings, size_t budget,
                                                const Fit& best, const Rehearsals& rehearsals,
-                                               const BesideDevice& room) {
+                                               const BesideDevice& space) {
     const auto outline = [&](MemorySetting& s, int level) {
         s.levels.assign(rehearsals.layers, level);
         return rehearsals.outline(s);
     };
     const MemoryReport smallest = outline(settings.back(), kLastLevel);
-    if (!smallest.beside().fits(room)) return kTooMuchElsewhere;
+    if (!smallest.beside().fits(space)) return kTooMuchOffloaded;
     size_t least = smallest.total();
     // If sequences are only just long enough for it, attention in chunks takes more than it saves.
     const auto whole = std::find_if(settings.rbegin(), settings.rend(), [&](const MemorySetting& s) {
@@ -210,11 +210,11 @@ inline std::optional<size_t> least_of_hopeless(std::vector<MemorySetting> settin
     return std::nullopt;
 }
 
-// Finds the best setting of configuration `o`, with no more than `room` outside the device. Smaller formats
+// Finds the best setting of configuration `o`, with no more than `space` outside the device. Smaller formats
 // of the state are chosen only if they are 1% faster than larger ones. If the configuration cannot be better
 // than `best`, only the least memory that it takes is returned. Fails if no micro-batch is possible.
 inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals& rehearsals,
-                        const BesideDevice& room, const Fit* best) {
+                        const BesideDevice& space, const Fit* best) {
     const size_t budget = budget_of(o.memory).bytes;
     Fit fit;
     fit.mix = o;
@@ -228,7 +228,7 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
         fail("--memory %s: of --batch %d x --grad-accum %d sequences no part can be a micro-batch",
              o.memory.c_str(), o.batch, o.grad_accum);
     if (best)
-        if (const auto least = least_of_hopeless(settings, budget, *best, rehearsals, room)) {
+        if (const auto least = least_of_hopeless(settings, budget, *best, rehearsals, space)) {
             fit.solution.least.exact = *least;
             return fit;
         }
@@ -239,7 +239,7 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
     };
     auto refine = [&](Choice& c) {
         const MemoryReport r = rehearsals.report(fit.setting(c));
-        c.exact = r.beside().fits(room) ? r.total() : kTooMuchElsewhere;
+        c.exact = r.beside().fits(space) ? r.total() : kTooMuchOffloaded;
         c.seconds = step_seconds(r);
     };
     Solution& solution = fit.solution;
@@ -270,16 +270,16 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
 }
 
 // Fails with the least memory that a run would take, the options for that, and what would lower it. If memory
-// outside the device was `short_of_room`, suggests more of that.
+// outside the device was `short_of_memory`, suggests more of that.
 [[noreturn]] inline void fail_to_fit(const Options& given, const Fit& fit, const std::string& options,
-                                     bool short_of_room) {
-    if (fit.solution.least.exact == kTooMuchElsewhere) {
-        if (fit.beside.pinned > room_beside_device(given).pinned)
+                                     bool short_of_memory) {
+    if (fit.solution.least.exact == kTooMuchOffloaded) {
+        if (fit.beside.pinned > memory_beside_device(given).pinned)
             fail("--memory host=%s: what is offloaded to the host takes %s at the least",
                  given.host_memory.c_str(), size_text(fit.beside.pinned).c_str());
         fail("--memory %s: the run's files take %s at the least, and %s has %s (TMPDIR names another)",
              given.memory.c_str(), size_text(fit.beside.files).c_str(), temporary_folder().c_str(),
-             size_text(room_on_disk()).c_str());
+             size_text(space_on_disk()).c_str());
     }
     const auto [name, bytes] = fit.largest;
     const bool may_move =
@@ -289,10 +289,10 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
     if (name == "gradients") less = "--update-in-backward, which keeps one block's";
     if (may_move && !kHostIsDevice && !given.has("--memory.host"))
         less = "host=SIZE in --memory, so that more can be offloaded";
-    if (short_of_room)
+    if (short_of_memory)
         less =
             format("%sa TMPDIR with room: %s has %s", kHostIsDevice ? "" : "a larger host= in --memory, or ",
-                   temporary_folder().c_str(), size_text(room_on_disk()).c_str());
+                   temporary_folder().c_str(), size_text(space_on_disk()).c_str());
     fail("--memory %s: the least that this takes is %.1f MiB (%s), %s of it for %s; less with %s",
          describe_budget(given.memory, budget_of(given.memory)).c_str(), mebibytes(fit.solution.least.exact),
          options.c_str(), size_text(bytes).c_str(), name.c_str(), less.c_str());
@@ -301,21 +301,21 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
 // --memory: returns the options whose plan fits and is the fastest by estimate; `choices` gets this choice
 // and then its neighbours. Configurations that stream are tried if nothing fits without streaming, and with
 // host= also if they might be faster. The first of mixes() is the configuration that was given;
-// fit(mix, room, best) tries its settings. With a GPU, trained state goes to files only if the host's memory
+// fit(mix, space, best) tries its settings. With a GPU, trained state goes to files only if the host's memory
 // is too small. Streaming without prefetching is tried only if nothing else fits, and longer prefetch
 // distances are used if they are faster.
 template <class Mixes, class FitMix>
 Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, std::vector<MemoryChoice>& choices) {
     const bool offered = given.has("--memory.host");
-    Fit best = fit(given, offered ? room_beside_device(given) : BesideDevice(), nullptr);
+    Fit best = fit(given, offered ? memory_beside_device(given) : BesideDevice(), nullptr);
     const double fastest = best.solution.fastest.seconds;
-    bool short_of_room = false;
+    bool short_of_memory = false;
     const auto try_all = [&](const std::vector<Options>& all, bool only_files) {
-        const BesideDevice room = room_beside_device(given);
+        const BesideDevice space = memory_beside_device(given);
         for (const Options& mix : all) {
             if (only_files && !has_files(mix)) continue;  // tried before
-            Fit more = fit(mix, room, &best);
-            if (more.solution.least.exact == kTooMuchElsewhere) short_of_room = true;
+            Fit more = fit(mix, space, &best);
+            if (more.solution.least.exact == kTooMuchOffloaded) short_of_memory = true;
             if (more.is_better_than(best)) best = std::move(more);
         }
     };
@@ -330,8 +330,8 @@ Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, std::vecto
     if (!given.has("--prefetch")) {
         if (!best.solution.chosen)
             try_all(without_prefetching(mixes(kHostIsDevice || offered)), false);
-        else if (lends_blocks(best.mix))
-            try_all(with_more_rooms(best.mix), false);
+        else if (streams_blocks_of(best.mix))
+            try_all(with_more_buffers(best.mix), false);
     }
     if (!host_can_update(best.mix)) best.mix.updates = "device";
     auto described = [&](const Choice& c) {
@@ -356,7 +356,7 @@ Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, std::vecto
                             std::max(0.0, c.seconds / fastest - 1)};
     };
     const Solution& solution = best.solution;
-    if (!solution.chosen) fail_to_fit(given, best, described(solution.least).text(), short_of_room);
+    if (!solution.chosen) fail_to_fit(given, best, described(solution.least).text(), short_of_memory);
     choices = {described(*solution.chosen)};
     if (solution.next_cheaper) choices.push_back(described(*solution.next_cheaper));
     if (solution.next_smaller) choices.push_back(described(*solution.next_smaller));
@@ -364,9 +364,9 @@ Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, std::vecto
     return best.mix;
 }
 
-// --batch auto: the largest micro-batch up to `cap` whose plan fits into `room`, with all other options
+// --batch auto: the largest micro-batch up to `cap` whose plan fits into `space`, with all other options
 // unchanged. `said` gets the choice and the reason for it. Fails if not even one sequence fits.
-inline MemorySetting fit_batch(MemorySetting s, const FreeMemory& room, const BatchCap& cap,
+inline MemorySetting fit_batch(MemorySetting s, const FreeMemory& space, const BatchCap& cap,
                                const Rehearsals& rehearsals, std::string& said) {
     const int64_t most = std::min(cap.sequences, rehearsals.most_sequences);
     auto setting = [&](int64_t batch) {
@@ -375,19 +375,19 @@ inline MemorySetting fit_batch(MemorySetting s, const FreeMemory& room, const Ba
         return rehearsals.with_rows(tried);
     };
     auto total = [&](int64_t batch) { return rehearsals.report(setting(batch)).total(); };
-    if (const size_t least = total(1); least > room.bytes)
+    if (const size_t least = total(1); least > space.bytes)
         fail("--batch auto: a batch of 1 takes %.1f MiB and there are %.1f (%s)", mebibytes(least),
-             mebibytes(room.bytes), room.limit.c_str());
+             mebibytes(space.bytes), space.limit.c_str());
     int64_t fits = 1, fails = 2;
-    while (fails <= most && total(fails) <= room.bytes) fits = fails, fails *= 2;
+    while (fails <= most && total(fails) <= space.bytes) fits = fails, fails *= 2;
     fails = std::min(fails, most + 1);
     while (fails - fits > 1) {
         const int64_t middle = fits + (fails - fits) / 2;
-        (total(middle) <= room.bytes ? fits : fails) = middle;
+        (total(middle) <= space.bytes ? fits : fails) = middle;
     }
     said = format("%lld sequences, ", static_cast<long long>(fits));
     said += fits == most
                 ? cap.why
-                : format("the most that fit %.1f MiB (%s)", mebibytes(room.bytes), room.limit.c_str());
+                : format("the most that fit %.1f MiB (%s)", mebibytes(space.bytes), space.limit.c_str());
     return setting(fits);
 }

@@ -20,7 +20,7 @@ constexpr double mebibytes(size_t bytes) { return static_cast<double>(bytes) / 1
 // A configuration that --memory chose or could have chosen.
 struct MemoryChoice {
     std::string recompute, formats;  // by layer; the state's formats as options, unless given
-    std::string residences;          // placements as options, unless given
+    std::string placements;          // placements as options, unless given
     int64_t head_rows, mlp_rows, attention_rows;
     int batch, grad_accum;
     size_t bytes;    // in all
@@ -32,7 +32,7 @@ struct MemoryChoice {
         if (mlp_rows > 0) rows += format(",mlp=%lld", static_cast<long long>(mlp_rows));
         if (attention_rows > 0) rows += format(",attention=%lld", static_cast<long long>(attention_rows));
         return format("--recompute %s %s --batch %d --grad-accum %d%s%s", recompute.c_str(), rows.c_str(),
-                      batch, grad_accum, formats.c_str(), residences.c_str());
+                      batch, grad_accum, formats.c_str(), placements.c_str());
     }
 };
 
@@ -41,7 +41,7 @@ inline const Plan kNoPlan;
 // Memory that a run takes, or may take, beside the device's: pinned host memory, and files of its own.
 struct BesideDevice {
     size_t pinned = SIZE_MAX, files = SIZE_MAX;
-    bool fits(const BesideDevice& room) const { return pinned <= room.pinned && files <= room.files; }
+    bool fits(const BesideDevice& space) const { return pinned <= space.pinned && files <= space.files; }
 };
 
 // The cost of all calls of one kind of operation, in a micro-batch and in the update; for estimates on paper.
@@ -102,7 +102,7 @@ struct MemoryReport {
     size_t staged = 0;     // pinned too, for batches and metrics in transfer,
     size_t unpinned = 0;   // and not pinned, for a tokenizer and the data; any other is not known
     size_t on_disk = 0;    // matrices that are read from their files when used
-    size_t parked = 0;     // offloaded inputs of blocks, and keys, in a file; or pinned by a GPU
+    size_t offloaded = 0;  // offloaded inputs of blocks, and keys, in a file; or pinned by a GPU
     size_t working = 0;    // what is trained in a file
     size_t narrower = 0;   // bytes saved by matrices in fewer bits than the build's
     double widening_seconds = 0;  // the part of a step that dequantizes these
@@ -156,7 +156,7 @@ struct MemoryReport {
     size_t in_steps() const { return allocated() + process; }
     size_t total() const { return std::max(allocated(), reading) + process; }
     size_t all_pinned() const { return pinned + staged; }
-    size_t in_files() const { return parked + working; }
+    size_t in_files() const { return offloaded + working; }
     BesideDevice beside() const { return {all_pinned(), in_files()}; }
     double tokens() const { return static_cast<double>(batch) * seq_len * grad_accum; }  // of a step
 };
@@ -205,8 +205,10 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r) {
     totals["process"] = r.process;
     if (r.reading > 0) totals["reading"] = r.reading;
     totals["total"] = r.total();
-    j["elsewhere"] = {
-        {"pinned_host", r.pinned}, {"on_disk", r.on_disk}, {"parked", r.parked}, {"working_file", r.working}};
+    j["elsewhere"] = {{"pinned_host", r.pinned},
+                      {"on_disk", r.on_disk},
+                      {"parked", r.offloaded},
+                      {"working_file", r.working}};
     j["host"] = {{"pinned", r.all_pinned()}, {"unpinned", r.unpinned}};
     if (r.narrower > 0) j["stored"] = {{"saved_bytes", r.narrower}, {"widening_seconds", r.widening_seconds}};
     j["activations_lower_bound"] = r.train->lower_bound;
@@ -225,7 +227,7 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r) {
                                {"batch", c.batch},
                                {"grad_accum", c.grad_accum},
                                {"formats", c.formats},
-                               {"residences", c.residences},
+                               {"residences", c.placements},
                                {"bytes", c.bytes},
                                {"seconds", c.seconds},
                                {"slower", c.slower}});
@@ -322,7 +324,7 @@ inline void print_summary(FILE* to, const MemoryReport& r, const char* verb, con
     line(r.all_pinned(), "pinned host memory beside that");
     line(r.unpinned, "host memory that is not pinned beside that, of the tokenizer and of reading the data");
     line(r.on_disk, "of matrices beside that, read from the disk when they are used");
-    line(r.parked, "of inputs of blocks, or of keys and values, beside that, in a file");
+    line(r.offloaded, "of inputs of blocks, or of keys and values, beside that, in a file");
     line(r.working, "of what is trained beside that, in a file of the run's own");
 }
 

@@ -73,7 +73,7 @@ inline void remember_choice(const Options& given, Options& o) {
             remember("--state-formats.v", o.adam_v);
         }
     }
-    for (const Placement& p : kPlacements)
+    for (const PlacementOption& p : kPlacements)
         if (p.value(o) != p.value(given)) remember(p.setting().c_str(), p.value(o));
     if (o.prefetch != given.prefetch) remember("--prefetch", std::to_string(o.prefetch));
     if (o.by_block != given.by_block) remember("--by-block", "true");
@@ -170,7 +170,7 @@ MemorySetting with_chosen_rows(MemorySetting s, int64_t seq_len, size_t layers, 
 struct Movable {
     // Values to try, by the key of --offload; what has none stays as given.
     std::map<std::string, std::vector<std::string>> values;
-    bool rooms = false;  // tries --offload state=...:block
+    bool buffers = false;  // tries --offload state=...:block
 };
 
 // What --memory may place outside the device where no option says: beside a GPU in host memory, if
@@ -182,23 +182,24 @@ Movable movable(const Options& o, const RunInputs& inputs, bool with_files) {
     const bool frozen = static_cast<bool>(inputs.adapter), offered = o.has("--memory.host");
     const bool moves = kHostIsDevice || offered;
     const auto is_open = [&](const char* key) { return !o.has(placement(key).setting()); };
-    std::vector<std::string> homes;
-    if (!kHostIsDevice) homes.push_back("host");
-    if (kHostIsDevice || with_files) homes.push_back("disk");
-    const std::string& home = homes.front();
-    if (is_open("weights") && !frozen && moves) m.values["weights"] = homes;
+    std::vector<std::string> placements;
+    if (!kHostIsDevice) placements.push_back("host");
+    if (kHostIsDevice || with_files) placements.push_back("disk");
+    const std::string& placement = placements.front();
+    if (is_open("weights") && !frozen && moves) m.values["weights"] = placements;
     if (is_open("weights")) {
-        if (offered && home == "host" && inputs.may_lend_frozen(home)) m.values["weights"] = {home};
-        if (inputs.may_lend_frozen("disk")) m.values["weights"].push_back("disk");
+        if (offered && placement == "host" && inputs.may_stream_frozen(placement))
+            m.values["weights"] = {placement};
+        if (inputs.may_stream_frozen("disk")) m.values["weights"].push_back("disk");
     }
     if (is_open("embeddings") && inputs.may_move_embeddings())
-        m.values["embeddings"] = {offered ? home : "disk"};
+        m.values["embeddings"] = {offered ? placement : "disk"};
     const bool has_state = o.optimizer == "adamw" || (std::is_same_v<T, bf16> && o.master != "none");
-    if (is_open("gradients") && !frozen && !o.update_in_backward && moves) m.values["gradients"] = homes;
-    if (is_open("state") && !frozen && has_state && moves) m.values["state"] = homes;
+    if (is_open("gradients") && !frozen && !o.update_in_backward && moves) m.values["gradients"] = placements;
+    if (is_open("state") && !frozen && has_state && moves) m.values["state"] = placements;
     if (is_open("updates") && !kHostIsDevice) m.values["updates"] = {"host"};
     const auto state = o.given.find("--offload.state");
-    m.rooms = state == o.given.end() || state->second[0].find(':') == std::string::npos;
+    m.buffers = state == o.given.end() || state->second[0].find(':') == std::string::npos;
     if (is_open("inputs") && moves) m.values["inputs"] = {parked_home_name()};
     // Keys can be offloaded only if attention may take rows in chunks of whole pieces of keys.
     const bool long_enough = !o.has("--chunk-rows.attention") && o.seq_len > 2 * kFewestAttentionRows;
@@ -214,7 +215,7 @@ constexpr int64_t kMostTogether = 64;
 // also tries to take all micro-batches of a step through a block before the next block, so that each block is
 // fetched once (GreedySnake, arXiv:2512.17570). Where state is updated in backward, it also tries buffers for
 // the state of a whole block, which is then fetched while the block computes.
-inline std::vector<Options> residences_to_try(const Options& given, const Movable& movable) {
+inline std::vector<Options> placements_to_try(const Options& given, const Movable& movable) {
     std::vector<Options> all = {given};
     // After each of the options, inserts a copy changed by change(copy), if that returns true.
     const auto vary = [&](auto&& change) {
@@ -232,7 +233,7 @@ inline std::vector<Options> residences_to_try(const Options& given, const Movabl
     };
     const int64_t sequences = int64_t{given.batch} * given.grad_accum;
     const bool may_go_together = !given.by_block && sequences > 1 && sequences <= kMostTogether;
-    for (const Placement& p : kPlacements) {
+    for (const PlacementOption& p : kPlacements) {
         const auto values = movable.values.find(p.key);
         std::vector<Options> more;
         for (const Options& o : all) {
@@ -246,7 +247,7 @@ inline std::vector<Options> residences_to_try(const Options& given, const Movabl
         }
         all = std::move(more);
         if (p.key == std::string("updates"))
-            vary([&](Options& o) { return o.state_rooms = -1, comes_in_backward(o) && movable.rooms; });
+            vary([&](Options& o) { return o.state_buffers = -1, comes_in_backward(o) && movable.buffers; });
     }
     vary([&](Options& o) {
         const bool moves_less =
@@ -258,7 +259,7 @@ inline std::vector<Options> residences_to_try(const Options& given, const Movabl
 
 // The combinations that stream blocks, with prefetching turned off: these take the least memory.
 inline std::vector<Options> without_prefetching(std::vector<Options> mixes) {
-    std::erase_if(mixes, [](const Options& o) { return !lends_blocks(o); });
+    std::erase_if(mixes, [](const Options& o) { return !streams_blocks_of(o); });
     for (Options& o : mixes) o.prefetch = 0;
     return mixes;
 }
@@ -266,7 +267,7 @@ inline std::vector<Options> without_prefetching(std::vector<Options> mixes) {
 // A combination with larger prefetch distances than the default, and so with more buffers. If transfers take
 // longer than the computation, a step gains the blocks that are still in buffers when it turns from forward
 // to backward: these are not fetched again.
-inline std::vector<Options> with_more_rooms(const Options& mix) {
+inline std::vector<Options> with_more_buffers(const Options& mix) {
     std::vector<Options> all;
     for (const int ahead : {2, 4, 8, 16}) all.emplace_back(mix).prefetch = ahead;
     return all;
@@ -279,7 +280,7 @@ inline bool has_files(const Options& o) {
 
 // The bytes that are free for files of the run's own, in the folder for temporary files; 0 if files there
 // cannot bypass the page cache.
-inline size_t room_on_disk() {
+inline size_t space_on_disk() {
     const std::string folder = temporary_folder();
     const int fd = make_nameless_file(folder, O_DIRECT);
     if (fd < 0) return 0;
@@ -290,8 +291,8 @@ inline size_t room_on_disk() {
 }
 
 // How much memory outside the device --memory may use.
-inline BesideDevice room_beside_device(const Options& o) {
-    BesideDevice room = {.files = room_on_disk()};
-    if (o.has("--memory.host")) room.pinned = parse_bytes(o.host_memory, "--memory host=");
-    return room;
+inline BesideDevice memory_beside_device(const Options& o) {
+    BesideDevice space = {.files = space_on_disk()};
+    if (o.has("--memory.host")) space.pinned = parse_bytes(o.host_memory, "--memory host=");
+    return space;
 }

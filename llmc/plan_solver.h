@@ -79,10 +79,10 @@ inline double moving_seconds(const Plan& plan, const std::vector<Segment>& segme
     const auto is_of = [&](std::string_view range) { return range.starts_with(phase); };
     std::array<double, kWays> sums = {};
     for (const Transfer& t : plan.transfers)
-        if (!t.waits && is_of(t.range)) sums[static_cast<size_t>(t.way)] += rates.seconds(t);
-    const auto of = [&](Way way) { return sums[static_cast<size_t>(way)]; };
-    const double seconds = std::max(
-        {of(Way::DiskRead) + of(Way::DiskWrite), of(Way::FromHost), of(Way::ToHost), of(Way::HostUpdate)});
+        if (!t.waits && is_of(t.range)) sums[static_cast<size_t>(t.route)] += rates.seconds(t);
+    const auto of = [&](Route route) { return sums[static_cast<size_t>(route)]; };
+    const double seconds = std::max({of(Route::DiskRead) + of(Route::DiskWrite), of(Route::FromHost),
+                                     of(Route::ToHost), of(Route::HostUpdate)});
     const auto blocks =
         std::count_if(segments.begin(), segments.end(), [&](const Segment& s) { return is_of(s.block); });
     return seconds / static_cast<double>(std::max<ptrdiff_t>(blocks, 1));

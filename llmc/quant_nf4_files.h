@@ -153,7 +153,7 @@ class Nf4File {
 
     // Adds to `block` where those bytes are in the files; the matrix begins `at` bytes after the start
     // of the block.
-    void find(LoanOnDisk& block, size_t at) const {
+    void find(BlockOnDisk& block, size_t at) const {
         for (const Part& part : parts_)
             block.pieces.push_back(
                 {part.entry->file, part.entry->offset, part.entry->bytes, at + static_cast<size_t>(part.at)});

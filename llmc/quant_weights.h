@@ -128,14 +128,14 @@ class QuantizedWeights {
     // its layer and its name in files. With `floats`, all are floats in the format of the model's files.
     // Streaming transfers a whole block at a time. Allocates nothing yet.
     template <class FormatOf>
-    QuantizedWeights(const ModelConfig& c, Home home, bool floats, FormatOf&& format_of)
-        : home_(home), floats_(floats), by_outputs_(!floats || c.family->by_outputs) {
+    QuantizedWeights(const ModelConfig& c, Placement placement, bool floats, FormatOf&& format_of)
+        : placement_(placement), floats_(floats), by_outputs_(!floats || c.family->by_outputs) {
         for (LinearModule& m : linear_modules(c)) {
             const std::string name = full_name(c, m) + ".weight";
-            while (static_cast<int>(loans_.size()) <= m.layer) loans_.push_back(bytes_);
+            while (static_cast<int>(blocks_.size()) <= m.layer) blocks_.push_back(bytes_);
             add(name, m, format_of(m, name));
         }
-        loans_.push_back(bytes_);
+        blocks_.push_back(bytes_);
     }
     // The matrix of a model's head, (vocabulary, channels), which may also be the token embedding.
     QuantizedWeights(const ModelConfig& c, const WeightFormat& format) {
@@ -156,41 +156,41 @@ class QuantizedWeights {
         for (const Matrix& m : matrices_) n += m.module.outputs * m.module.inputs;
         return n;
     }
-    Home home() const { return home_; }
-    bool is_lent() const { return home_ != Home::Device; }
+    Placement placement() const { return placement_; }
+    bool is_streamed() const { return placement_ != Placement::Device; }
     // are_floats: they are floats as in the files. by_outputs: they are stored (out, in).
     bool are_floats() const { return floats_; }
     bool by_outputs() const { return by_outputs_; }
     // Allocates their memory; on disk they need none.
     void allocate() {
-        if (home_ == Home::Device) memory_ = DeviceBuffer(bytes_, "the quantized weights");
-        if (home_ == Home::Host) host_ = std::make_unique<PinnedBuffer>(bytes_);
+        if (placement_ == Placement::Device) memory_ = DeviceBuffer(bytes_, "the quantized weights");
+        if (placement_ == Placement::Host) host_ = std::make_unique<PinnedBuffer>(bytes_);
     }
 
     // The bytes of a block where the weights are stored in memory; null before allocate(), and on disk.
-    std::span<const char> loan(int number) const {
+    std::span<const char> block(int number) const {
         const char* const all = host_ ? host_->data() : memory_.data();
         return {all ? all + start_of(number) : nullptr, start_of(number + 1) - start_of(number)};
     }
     // The size of each transfer.
-    std::vector<size_t> loan_bytes() const {
+    std::vector<size_t> streamed_bytes() const {
         std::vector<size_t> bytes;
-        for (size_t i = 0; i + 1 < loans_.size(); i++) bytes.push_back(loans_[i + 1] - loans_[i]);
+        for (size_t i = 0; i + 1 < blocks_.size(); i++) bytes.push_back(blocks_[i + 1] - blocks_[i]);
         return bytes;
     }
-    size_t largest_loan() const {
-        const std::vector<size_t> bytes = loan_bytes();
+    size_t largest_streamed() const {
+        const std::vector<size_t> bytes = streamed_bytes();
         return *std::max_element(bytes.begin(), bytes.end());
     }
 
-    // The parts of a linear layer. Its transfer begins at `loan` on the device, or is not there yet (null).
+    // The parts of a linear layer. Its transfer begins at `block` on the device, or is not there yet (null).
     // Each part has a range of the layer's outputs.
-    std::vector<QuantizedPart> parts(int layer, Field field, const char* loan) const {
+    std::vector<QuantizedPart> parts(int layer, Field field, const char* block) const {
         std::vector<QuantizedPart> found;
         for (const Matrix& m : matrices_)
             if (m.module.layer == layer && m.module.field == field)
                 found.push_back(
-                    {view(m, loan ? loan + (m.offset - start_of(layer)) : nullptr), m.module.first_output});
+                    {view(m, block ? block + (m.offset - start_of(layer)) : nullptr), m.module.first_output});
         return found;
     }
 
@@ -215,24 +215,24 @@ class QuantizedWeights {
                 quantize<T>(files, m, config, to, used);
         });
     }
-    // Finds each transfer's bytes in those files and calls add(loan) with their place, for streaming from
+    // Finds each transfer's bytes in those files and calls add(block) with their place, for streaming from
     // disk.
     template <class Add>
     void find(const SafetensorsFolder& files, const ModelConfig& config,
               std::set<const SafetensorsEntry*>& used, Add&& add) {
-        find_each(add, [&](Matrix& m, LoanOnDisk& loan, size_t at) {
-            if (!floats_) return find_nf4(files, m, used).find(loan, at);
+        find_each(add, [&](Matrix& m, BlockOnDisk& block, size_t at) {
+            if (!floats_) return find_nf4(files, m, used).find(block, at);
             const SafetensorsEntry& entry = find_floats(files, config, m, used);
-            loan.pieces.push_back({entry.file, entry.offset, entry.bytes, at});
+            block.pieces.push_back({entry.file, entry.offset, entry.bytes, at});
         });
     }
     // Does the same for a GGUF file.
     template <class Add>
     void find(const GgufModel& file, Add&& add) {
-        find_each(add, [&](const Matrix& m, LoanOnDisk& loan, size_t at) {
+        find_each(add, [&](const Matrix& m, BlockOnDisk& block, size_t at) {
             const GgufPart part = file.get(m.name, {m.module.outputs, m.module.inputs});
             part.for_each_run(0, m.module.outputs, [&](uint64_t offset, size_t bytes, size_t from) {
-                loan.pieces.push_back({part.tensor->file, offset, bytes, at + from});
+                block.pieces.push_back({part.tensor->file, offset, bytes, at + from});
             });
         });
     }
@@ -274,16 +274,16 @@ class QuantizedWeights {
         matrices_.push_back({name, m, format, bytes_});
         bytes_ += static_cast<size_t>(quantized_bytes(*format, m.outputs * m.inputs));
     }
-    size_t start_of(int loan) const { return loans_[static_cast<size_t>(loan)]; }
-    // Calls find_matrix(matrix, loan, at) for each matrix of a transfer, then add(loan) with the result.
+    size_t start_of(int block) const { return blocks_[static_cast<size_t>(block)]; }
+    // Calls find_matrix(matrix, block, at) for each matrix of a transfer, then add(block) with the result.
     template <class Add, class FindMatrix>
     void find_each(Add&& add, FindMatrix&& find_matrix) {
-        for (size_t l = 0, i = 0; l + 1 < loans_.size(); l++) {
-            LoanOnDisk loan;
-            loan.bytes = loans_[l + 1] - loans_[l];
-            for (; i < matrices_.size() && matrices_[i].offset < loans_[l + 1]; i++)
-                find_matrix(matrices_[i], loan, matrices_[i].offset - loans_[l]);
-            add(loan);
+        for (size_t l = 0, i = 0; l + 1 < blocks_.size(); l++) {
+            BlockOnDisk block;
+            block.bytes = blocks_[l + 1] - blocks_[l];
+            for (; i < matrices_.size() && matrices_[i].offset < blocks_[l + 1]; i++)
+                find_matrix(matrices_[i], block, matrices_[i].offset - blocks_[l]);
+            add(block);
         }
     }
     static int64_t bytes_in_file(const Matrix& m) {
@@ -377,11 +377,11 @@ class QuantizedWeights {
         if (nf4) nf4->finish();
     }
 
-    Home home_ = Home::Device;
+    Placement placement_ = Placement::Device;
     bool floats_ = false, by_outputs_ = true;
     std::vector<Matrix> matrices_;
     size_t bytes_ = 0;
-    std::vector<size_t> loans_;  // where each transfer begins among all bytes, and the end of the last
+    std::vector<size_t> blocks_;  // where each transfer begins among all bytes, and the end of the last
     DeviceBuffer memory_;
     std::unique_ptr<PinnedBuffer> host_;
 };
@@ -402,9 +402,9 @@ inline const WeightFormat& format_of(const GgufTensor& tensor) {
 }
 
 // Loads the tensors of `state`, those that are not kept quantized, from a GGUF file, dequantizing them piece
-// by piece. room(bytes) returns unused device memory, aligned to 16 bytes.
-template <class T, class Room>
-void load_weights(State<T>& state, const GgufModel& file, Stream stream, Room&& room) {
+// by piece. buffer(bytes) returns unused device memory, aligned to 16 bytes.
+template <class T, class Buffer>
+void load_weights(State<T>& state, const GgufModel& file, Stream stream, Buffer&& buffer) {
     constexpr int64_t kPiece = int64_t{1} << 20;  // bytes
     std::vector<unsigned char> host;
     for (const Parameter& p : state.layout.parameters())
@@ -419,7 +419,7 @@ void load_weights(State<T>& state, const GgufModel& file, Stream stream, Room&& 
                 host.resize(static_cast<size_t>(count * row_bytes));
                 found.read_rows(first, count, host.data());
                 check_blocks_finite(format, host.data(), host.size(), found.tensor->name, file.file().path());
-                auto* const device = static_cast<unsigned char*>(room(host.size()));
+                auto* const device = static_cast<unsigned char*>(buffer(host.size()));
                 copy_to_device(device, host.data(), host.size(), stream);
                 dequantize(state.weights() + p.offset + part.offset + first * columns,
                            {&format, device, count, columns}, stream);

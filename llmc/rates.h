@@ -122,9 +122,9 @@ inline Cost cost_of(const Work& work) {
     return work.variant.length > 0 ? Cost::Attention : Cost::Passes;
 }
 
-inline Cost cost_of(Way way) {
-    if (way == Way::HostUpdate) return Cost::Host;
-    return is_disks(way) ? Cost::Disk : Cost::Link;
+inline Cost cost_of(Route route) {
+    if (route == Route::HostUpdate) return Cost::Host;
+    return is_disks(route) ? Cost::Disk : Cost::Link;
 }
 
 // The name under which a table has an operation's rates, with the operation's form if that matters.
@@ -174,8 +174,10 @@ struct Rates {
         return w.bytes / curve->second.at(w.bytes / w.calls);
     }
     // The seconds that a transfer takes.
-    double seconds(const Transfer& t) const { return seconds_moving(t.bytes, t.way); }
-    double seconds_moving(double bytes, Way way) const { return bytes / transfers[static_cast<size_t>(way)]; }
+    double seconds(const Transfer& t) const { return seconds_moving(t.bytes, t.route); }
+    double seconds_moving(double bytes, Route route) const {
+        return bytes / transfers[static_cast<size_t>(route)];
+    }
 };
 
 // The mean of two measurements: the geometric mean of each rate.
@@ -259,22 +261,22 @@ class Media {
     // The span of a transfer that is requested at `now`.
     Span begin(const Transfer& t, double now) {
         const bool crosses = !kHostIsDevice && !t.stays_with_host;
-        if (t.way == Way::DiskWrite && crosses) {
-            double& link = free_of(Way::ToHost);
-            now = link = std::max(now, link) + rates_.seconds_moving(t.bytes, Way::ToHost);
+        if (t.route == Route::DiskWrite && crosses) {
+            double& link = free_of(Route::ToHost);
+            now = link = std::max(now, link) + rates_.seconds_moving(t.bytes, Route::ToHost);
         }
-        double &free = free_of(t.way), &stored = stored_[t.of];
-        const bool follows = t.way == Way::FromHost || t.way == Way::HostUpdate;
+        double &free = free_of(t.route), &stored = stored_[t.of];
+        const bool follows = t.route == Route::FromHost || t.route == Route::HostUpdate;
         const double at = std::max({now, free, follows ? stored : 0});
         double done = free = at + rates_.seconds(t);
-        if (const double share = rates_.beside[static_cast<size_t>(t.way)]; share < 1)
+        if (const double share = rates_.beside[static_cast<size_t>(t.route)]; share < 1)
             disturbs_.push_back({at, done, share});
-        const bool comes_to_host = t.way == Way::DiskRead && t.stays_with_host;
-        if (t.way == Way::ToHost || t.way == Way::HostUpdate || comes_to_host)
+        const bool comes_to_host = t.route == Route::DiskRead && t.stays_with_host;
+        if (t.route == Route::ToHost || t.route == Route::HostUpdate || comes_to_host)
             stored = std::max(stored, done);
-        if (t.way == Way::DiskRead && crosses) {
-            double& link = free_of(Way::FromHost);
-            link = std::max(at, link) + rates_.seconds_moving(t.bytes, Way::FromHost);
+        if (t.route == Route::DiskRead && crosses) {
+            double& link = free_of(Route::FromHost);
+            link = std::max(at, link) + rates_.seconds_moving(t.bytes, Route::FromHost);
             done = std::max(done, link);
         }
         return {at, done};
@@ -297,7 +299,9 @@ class Media {
     struct Disturbs {
         double at, done, share;
     };
-    double& free_of(Way way) { return free_[static_cast<size_t>(is_disks(way) ? Way::DiskRead : way)]; }
+    double& free_of(Route route) {
+        return free_[static_cast<size_t>(is_disks(route) ? Route::DiskRead : route)];
+    }
 
     const Rates& rates_;
     std::array<double, kWays> free_ = {};               // when each is free
@@ -334,7 +338,7 @@ void simulate(const Plan& plan, const Rates& rates, Computes&& computes, Moves&&
         }
         const auto [at, done] = media.begin(t, now);
         all.push_back({done, count++});
-        moves(t, cost_of(t.way), at, rates.seconds(t));
+        moves(t, cost_of(t.route), at, rates.seconds(t));
     };
     auto next = plan.transfers.begin();
     for (size_t i = 0; i <= plan.work.size(); i++) {

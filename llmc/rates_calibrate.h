@@ -520,37 +520,37 @@ class Calibration {
     static constexpr uint64_t kChunksUpdated = 4;             // by the host, at a time
 
     void measure_transfers() {
-        const std::unique_ptr<char, decltype(&std::free)> room(
-            static_cast<char*>(std::aligned_alloc(kElsewhereAlignment, kTransferred)), &std::free);
-        if (!room) fail("--calibrate: no %zu MiB of memory are free", kTransferred >> 20);
-        std::memset(room.get(), 1, kTransferred);
-        DiskElsewhere disk(temporary_folder(), kTransfers * kTransferred, "--calibrate");
+        const std::unique_ptr<char, decltype(&std::free)> buffer(
+            static_cast<char*>(std::aligned_alloc(kStorageAlignment, kTransferred)), &std::free);
+        if (!buffer) fail("--calibrate: no %zu MiB of memory are free", kTransferred >> 20);
+        std::memset(buffer.get(), 1, kTransferred);
+        DiskStorage disk(temporary_folder(), kTransfers * kTransferred, "--calibrate");
         const auto write = [&](uint64_t i) {
-            return disk.exchange(room.get(), kTransferred, i * kTransferred, std::nullopt, stream_);
+            return disk.exchange(buffer.get(), kTransferred, i * kTransferred, std::nullopt, stream_);
         };
         const auto read = [&](uint64_t i) {
-            return disk.exchange(room.get(), kTransferred, std::nullopt, i * kTransferred, stream_);
+            return disk.exchange(buffer.get(), kTransferred, std::nullopt, i * kTransferred, stream_);
         };
-        measure_way(Way::DiskWrite, [&](uint64_t i) { disk.join(write(i), stream_); });
-        measure_way(Way::DiskRead, [&](uint64_t i) { disk.join(read(i), stream_); });
+        measure_route(Route::DiskWrite, [&](uint64_t i) { disk.join(write(i), stream_); });
+        measure_route(Route::DiskRead, [&](uint64_t i) { disk.join(read(i), stream_); });
         if (kHostIsDevice) {
-            measure_beside(Way::DiskWrite, disk, write);
-            measure_beside(Way::DiskRead, disk, read);
+            measure_beside(Route::DiskWrite, disk, write);
+            measure_beside(Route::DiskRead, disk, read);
             return;
         }
         const DeviceBuffer slot(kTransferred, "what the calibration copies");
-        HostElsewhere host(kTransfers * kTransferred);
+        HostStorage host(kTransfers * kTransferred);
         const auto copy = [&](std::optional<uint64_t> to, std::optional<uint64_t> from) {
             host.join(host.exchange(slot.data(), kTransferred, to, from, stream_), stream_);
         };
-        measure_way(Way::ToHost, [&](uint64_t i) { copy(i * kTransferred, std::nullopt); });
-        measure_way(Way::FromHost, [&](uint64_t i) { copy(std::nullopt, i * kTransferred); });
+        measure_route(Route::ToHost, [&](uint64_t i) { copy(i * kTransferred, std::nullopt); });
+        measure_route(Route::FromHost, [&](uint64_t i) { copy(std::nullopt, i * kTransferred); });
         measure_host_update();
     }
     // Measures how much of its speed a product keeps during transfers. These take cores' time, and more if
     // the disk is a virtual machine's. Starts three transfers, and multiplies for as long as two take.
     template <class Start>
-    void measure_beside(Way way, Elsewhere& place, Start&& start) {
+    void measure_beside(Route route, OffloadStorage& place, Start&& start) {
         run([&](Bench& b) {
             const TensorT x = b.template take<T>({kChannels, kChannels});
             TensorT y = b.template take<T>({kChannels, kChannels});
@@ -559,7 +559,7 @@ class Calibration {
             };
             const double alone = b.time(multiply);
             if (b.arena.rehearsing()) return;
-            const double products = std::ceil(2 * rates_.seconds_moving(kTransferred, way) / alone);
+            const double products = std::ceil(2 * rates_.seconds_moving(kTransferred, route) / alone);
             std::vector<double> shares;
             for (int i = 0; i < kTransfers; i++) {
                 size_t last = 0;
@@ -569,7 +569,7 @@ class Calibration {
                 shares.push_back(products * alone / clock.seconds());
                 place.join(last, stream_);
             }
-            rates_.beside[static_cast<size_t>(way)] = std::min(1.0, statistics(std::move(shares)).median);
+            rates_.beside[static_cast<size_t>(route)] = std::min(1.0, statistics(std::move(shares)).median);
         });
     }
     // Updates with AdamW and all of its state in fp32, in several places one after another, so that no cache
@@ -594,11 +594,11 @@ class Calibration {
                 update_on_host(&a, &factors, 0);
             }
         };
-        measure_way(Way::HostUpdate, update, kChunksUpdated * update_bytes(chunk(0)));
+        measure_route(Route::HostUpdate, update, kChunksUpdated * update_bytes(chunk(0)));
     }
     // Measures a direction, by the median of several transfers.
     template <class Move>
-    void measure_way(Way way, Move&& move, double bytes = kTransferred) {
+    void measure_route(Route route, Move&& move, double bytes = kTransferred) {
         std::vector<double> seconds;
         for (int i = 0; i < kTransfers; i++) {
             const WallClock clock;
@@ -606,7 +606,7 @@ class Calibration {
             stream_synchronize(stream_);
             seconds.push_back(clock.seconds());
         }
-        rates_.transfers[static_cast<size_t>(way)] = bytes / statistics(std::move(seconds)).median;
+        rates_.transfers[static_cast<size_t>(route)] = bytes / statistics(std::move(seconds)).median;
     }
 
     const Stream stream_;

@@ -121,19 +121,19 @@ inline std::array<double, kWays> nominal_transfers() {
     return {7e9, 5e9, link, link, nominal_gpu().host / 2};
 }
 
-// The side of a large square product whose three matrices fit `room` bytes: on a GPU a multiple of 256, on a
+// The side of a large square product whose three matrices fit `space` bytes: on a GPU a multiple of 256, on a
 // CPU an odd multiple of 16, as rows of a power of two would share cache sets.
 template <class T>
-int64_t square_side(size_t room) {
-    const int64_t fits = static_cast<int64_t>(std::sqrt(static_cast<double>(room / sizeof(T) / 3)));
+int64_t square_side(size_t space) {
+    const int64_t fits = static_cast<int64_t>(std::sqrt(static_cast<double>(space / sizeof(T) / 3)));
     if (!kFastCpu) return std::clamp<int64_t>(fits / 256, 1, 16) * 256;
     return ((std::clamp<int64_t>(fits / 16, 1, 75) - 1) | 1) * 16;
 }
 
-// Measures the FLOP/s of a square product now, the best of several, in no more than about `room` bytes.
+// Measures the FLOP/s of a square product now, the best of several, in no more than about `space` bytes.
 template <class T>
-double measured_matmul_flops(Stream stream, size_t room = SIZE_MAX) {
-    const int64_t n = square_side<T>(room);
+double measured_matmul_flops(Stream stream, size_t space = SIZE_MAX) {
+    const int64_t n = square_side<T>(space);
     std::vector<T> random(static_cast<size_t>(n));
     Arena arena;
     double best = 0;
@@ -163,10 +163,10 @@ struct PeakRate {
 };
 
 // What the GPU's maker promises for dense products in bf16, if that is known; otherwise the rate of a square
-// product, which takes no more than `room` bytes.
+// product, which takes no more than `space` bytes.
 template <class T>
-PeakRate device_peak_flops(Stream stream, size_t room) {
+PeakRate device_peak_flops(Stream stream, size_t space) {
     if (const KnownGpu* gpu = known_gpu(); gpu && std::is_same_v<T, bf16>)
         return {gpu->flops, "dense products in bf16 by NVIDIA's data sheet"};
-    return {measured_matmul_flops<T>(stream, room), "a square product measured now"};
+    return {measured_matmul_flops<T>(stream, space), "a square product measured now"};
 }

@@ -68,12 +68,12 @@ inline void write_rates(const std::string& path, const Rates& rates, const char*
     }
     for (const auto& [name, c] : rates.operations)
         j["operations"][name] = {{"sizes", rounded(c.sizes)}, {"per_second", rounded(c.rates)}};
-    for (size_t way = 0; way < rates.transfers.size(); way++)
-        if (std::isfinite(rates.transfers[way]))
-            j["transfers"][kWayNames[way]] = rounded({rates.transfers[way]})[0];
-    for (size_t way = 0; way < rates.beside.size(); way++)
-        if (kHostIsDevice && is_disks(static_cast<Way>(way)))
-            j["computing_beside"][kWayNames[way]] = rounded({rates.beside[way]})[0];
+    for (size_t route = 0; route < rates.transfers.size(); route++)
+        if (std::isfinite(rates.transfers[route]))
+            j["transfers"][kWayNames[route]] = rounded({rates.transfers[route]})[0];
+    for (size_t route = 0; route < rates.beside.size(); route++)
+        if (kHostIsDevice && is_disks(static_cast<Route>(route)))
+            j["computing_beside"][kWayNames[route]] = rounded({rates.beside[route]})[0];
     FileWriter writer(beside(path));
     writer.write(j.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
     writer.finish();
@@ -110,8 +110,8 @@ class RatesReader {
             if (of.rates.size() != of.sizes.size()) wrong(where, "as many rates as sizes");
         }
         if (!rates.operations.contains(kCopyRate)) wrong("operations", kCopyRate);
-        by_way(file, "transfers", rates.transfers);
-        if (kHostIsDevice) by_way(file, "computing_beside", rates.beside, 1);
+        by_route(file, "transfers", rates.transfers);
+        if (kHostIsDevice) by_route(file, "computing_beside", rates.beside, 1);
         return rates;
     }
 
@@ -143,13 +143,13 @@ class RatesReader {
         return x;
     }
     // Reads a number for each direction that exists: on a CPU the disk's alone.
-    void by_way(const nlohmann::json& file, const char* name, std::array<double, kWays>& to,
-                double most = kLargest) const {
+    void by_route(const nlohmann::json& file, const char* name, std::array<double, kWays>& to,
+                  double most = kLargest) const {
         const nlohmann::json& from = object(file, name);
-        for (size_t way = 0; way < to.size(); way++) {
-            if (kHostIsDevice && !is_disks(static_cast<Way>(way))) continue;
-            if (!from.contains(kWayNames[way])) wrong(name, kWayNames[way]);
-            to[way] = number(from[kWayNames[way]], name, most);
+        for (size_t route = 0; route < to.size(); route++) {
+            if (kHostIsDevice && !is_disks(static_cast<Route>(route))) continue;
+            if (!from.contains(kWayNames[route])) wrong(name, kWayNames[route]);
+            to[route] = number(from[kWayNames[route]], name, most);
         }
     }
     std::vector<double> positive(const nlohmann::json& in, const char* name, const std::string& where) const {

@@ -44,14 +44,15 @@ class RunInputs {
 
     // The matrices of the model that are stored in formats of their own: in those of its files, or in those
     // of --base, in a build with weights of type T. Nothing if there are none. `weights` is their
-    // placement, a name of kHomeNames.
+    // placement, a name of kPlacementNames.
     template <class T>
     std::optional<QuantizedWeights> quantized_weights(const std::string& weights) const;
     // True if --memory may place the blocks of a frozen model in `home` instead of where --offload weights=
-    // says: if check_homes() would accept that. Matrices that this run quantizes itself cannot be on disk.
-    bool may_lend_frozen(const std::string& home) const {
+    // says: if check_placements() would accept that. Matrices that this run quantizes itself cannot be on
+    // disk.
+    bool may_stream_frozen(const std::string& placement) const {
         const bool in_files = adapter && !parse_new_model(o_.model) && o_.save_base.empty();
-        return in_files && (home != "disk" || stored().empty());
+        return in_files && (placement != "disk" || stored().empty());
     }
     // True if --memory may place the embeddings outside the device.
     bool may_move_embeddings() const {
@@ -64,7 +65,7 @@ class RunInputs {
         return o_.head == "8bit" ? kQ8_0 : o_.base == "nf4" ? kNf4 : kNf4Double;
     }
     // Embeddings and head, if `home` places them outside the device; else nothing.
-    std::optional<EmbeddingsElsewhere> embeddings_elsewhere(const std::string& home) const;
+    std::optional<OffloadedEmbeddings> offloaded_embeddings(const std::string& placement) const;
     // True if the run samples. It does not if it only initializes, or if the prompt leaves no position for a
     // further token.
     bool samples() const;
@@ -146,10 +147,10 @@ class RunInputs {
     std::vector<StoredAs> stored() const {
         return parse_stored(o_.base.empty() ? o_.store : std::vector{"all=" + o_.base});
     }
-    void check_home(const char* key, const std::string& home) const;
-    void check_frozen_home(const char* key, const std::string& home) const;
+    void check_placement(const char* key, const std::string& placement) const;
+    void check_frozen_placement(const char* key, const std::string& placement) const;
     void check_updates() const;
-    void check_homes() const;
+    void check_placements() const;
     void check_saved_base() const;
     std::vector<int> choose_first_prompt() const;
     // The number of positions that the model has for tokens.
@@ -189,7 +190,7 @@ inline RunInputs::RunInputs(Options& o, std::optional<HeldSave> resumed_save)
       adapter(choose_adapter()) {
     check_has_data();
     check_base();
-    check_homes();
+    check_placements();
     check_saved_base();
     check_adapter_base();
     if (o.dropout > 0 && !config.family->drops)
@@ -439,25 +440,25 @@ inline void RunInputs::check_adapter_base() {
 }
 
 // Fails if what is trained cannot be placed in `home`.
-inline void RunInputs::check_home(const char* key, const std::string& home) const {
-    if (home == "host" && kHostIsDevice)
+inline void RunInputs::check_placement(const char* key, const std::string& placement) const {
+    if (placement == "host" && kHostIsDevice)
         fail("--offload %s=host: on a CPU the host's memory is the device's; %s=disk takes none", key, key);
 }
 
 // Fails if a frozen model's weights cannot be placed in `home`.
-inline void RunInputs::check_frozen_home(const char* key, const std::string& home) const {
-    if (home == "host" && kHostIsDevice) check_home(key, home);
+inline void RunInputs::check_frozen_placement(const char* key, const std::string& placement) const {
+    if (placement == "host" && kHostIsDevice) check_placement(key, placement);
     if (parse_new_model(o_.model))
         fail("--offload %s=%s: is for a model that is in files, and --model %s is a new one", key,
-             home.c_str(), o_.model.c_str());
+             placement.c_str(), o_.model.c_str());
     if (o_.steps == 0 && !o_.out.empty() && !adapter)
-        fail("--offload %s=%s: nothing is trained that --out %s could save", key, home.c_str(),
+        fail("--offload %s=%s: nothing is trained that --out %s could save", key, placement.c_str(),
              o_.out.c_str());
     if (!resumed.empty() && !adapter)
-        fail("--offload %s=%s: --resume %s is a whole model: give it as --model", key, home.c_str(),
+        fail("--offload %s=%s: --resume %s is a whole model: give it as --model", key, placement.c_str(),
              o_.resume.c_str());
     if (!o_.save_base.empty())
-        fail("--offload %s=%s: --save-base %s is for a base on the device", key, home.c_str(),
+        fail("--offload %s=%s: --save-base %s is for a base on the device", key, placement.c_str(),
              o_.save_base.c_str());
 }
 
@@ -468,8 +469,9 @@ inline void RunInputs::check_updates() const {
         return;  // it only applies if the state is still outside the device
     if (o_.state == "device" && (!o_.has("--memory") || o_.has("--offload.state")))
         fail("--offload updates=host: is for state outside the device: add state=host or state=disk");
-    for (const auto& [home, key] : {std::pair{&o_.weights, "weights"}, std::pair{&o_.gradients, "gradients"}})
-        if (*home == "disk" && !adapter)
+    for (const auto& [placement, key] :
+         {std::pair{&o_.weights, "weights"}, std::pair{&o_.gradients, "gradients"}})
+        if (*placement == "disk" && !adapter)
             fail(
                 "--offload updates=host: what the host updates is in its memory or on the device, and not "
                 "%s=disk",
@@ -477,19 +479,20 @@ inline void RunInputs::check_updates() const {
 }
 
 // Fails if --offload asks for an impossible placement.
-inline void RunInputs::check_homes() const {
+inline void RunInputs::check_placements() const {
     const bool trains_model = o_.steps > 0 && !adapter;
-    if (o_.steps > 0) check_home("state", o_.state);
+    if (o_.steps > 0) check_placement("state", o_.state);
     if (o_.gradients != "device" && o_.steps > 0) {
         const char* const gradients = o_.gradients.c_str();
         if (adapter) fail("--offload gradients=%s: is of a model that is trained whole", gradients);
         if (o_.update_in_backward)
             fail("--offload gradients=%s: with --update-in-backward only one block's are there at a time",
                  gradients);
-        check_home("gradients", o_.gradients);
+        check_placement("gradients", o_.gradients);
     }
     if (o_.updates == "host" && o_.steps > 0) check_updates();
-    if (o_.has("--prefetch") && !o_.saved.count("--prefetch") && !lends_blocks(o_) && !o_.has("--memory"))
+    if (o_.has("--prefetch") && !o_.saved.count("--prefetch") && !streams_blocks_of(o_) &&
+        !o_.has("--memory"))
         fail("--prefetch %d: is for offloaded blocks: add --offload weights=disk", o_.prefetch);
     if (o_.embeddings != "device") {
         const char* const embeddings = o_.embeddings.c_str();
@@ -499,11 +502,11 @@ inline void RunInputs::check_homes() const {
         if (!o_.head.empty())
             fail("--offload embeddings=%s: --base head=%s is of a head on the device", embeddings,
                  o_.head.c_str());
-        check_frozen_home("embeddings", o_.embeddings);
+        check_frozen_placement("embeddings", o_.embeddings);
     }
     if (o_.weights == "device") return;
-    if (trains_model) return check_home("weights", o_.weights);
-    check_frozen_home("weights", o_.weights);
+    if (trains_model) return check_placement("weights", o_.weights);
+    check_frozen_placement("weights", o_.weights);
     if (o_.weights == "disk" && !o_.store.empty())
         fail(
             "--offload weights=disk: --base %s is of matrices in memory; those of files are streamed as they "
@@ -542,27 +545,28 @@ inline void RunInputs::check_saved_base() const {
 template <class T>
 std::optional<QuantizedWeights> RunInputs::quantized_weights(const std::string& weights) const {
     const bool trained = o_.steps > 0 && !adapter;
-    const Home home = trained ? Home::Device : named<Home>(kHomeNames, weights);
+    const Placement placement = trained ? Placement::Device : named<Placement>(kPlacementNames, weights);
     if (gguf)
-        return QuantizedWeights(config, home, false, [&](const LinearModule& m, const std::string& name) {
-            return &format_of(*gguf->get(name, {m.outputs, m.inputs}).tensor);
-        });
+        return QuantizedWeights(config, placement, false,
+                                [&](const LinearModule& m, const std::string& name) {
+                                    return &format_of(*gguf->get(name, {m.outputs, m.inputs}).tensor);
+                                });
     if (const std::vector<StoredAs> formats = stored(); !formats.empty())
-        return QuantizedWeights(config, home, false, [&](const LinearModule& m, const std::string&) {
+        return QuantizedWeights(config, placement, false, [&](const LinearModule& m, const std::string&) {
             return stored_format<T>(formats, config, m);
         });
-    if (!config.has_nf4 && home == Home::Device) return std::nullopt;
+    if (!config.has_nf4 && placement == Placement::Device) return std::nullopt;
     if (!config.has_nf4 && o_.plan && !has_weights(model))  // most published models are in bf16
-        return QuantizedWeights(config, home, true,
+        return QuantizedWeights(config, placement, true,
                                 [](const LinearModule&, const std::string&) { return &kStoredBf16; });
     const SafetensorsFolder files(model, config.family->prefix);
     if (!config.has_nf4)
-        return QuantizedWeights(config, home, true, [&](const LinearModule& m, const std::string& name) {
+        return QuantizedWeights(config, placement, true, [&](const LinearModule& m, const std::string& name) {
             const Shape shape =
                 config.family->by_outputs ? Shape{m.outputs, m.inputs} : Shape{m.inputs, m.outputs};
             return &format_of(files.get(name, file_shape(shape)), model);
         });
-    return QuantizedWeights(config, home, false, [&](const LinearModule&, const std::string& name) {
+    return QuantizedWeights(config, placement, false, [&](const LinearModule&, const std::string& name) {
         if (!Nf4File::has(files, name))
             fail("%s: tensor \"%s\" is not quantized, and the folder's others are", model.c_str(),
                  name.c_str());
@@ -575,17 +579,18 @@ inline std::optional<QuantizedWeights> RunInputs::quantized_head() const {
     return QuantizedWeights(config, head_format());
 }
 
-inline std::optional<EmbeddingsElsewhere> RunInputs::embeddings_elsewhere(const std::string& name) const {
-    const Home home = named<Home>(kHomeNames, name);
-    if (home == Home::Device) return std::nullopt;
+inline std::optional<OffloadedEmbeddings> RunInputs::offloaded_embeddings(const std::string& name) const {
+    const Placement placement = named<Placement>(kPlacementNames, name);
+    if (placement == Placement::Device) return std::nullopt;
     if (gguf)
-        return EmbeddingsElsewhere(config, home, [&](Field, const Parameter::Part& part) {
+        return OffloadedEmbeddings(config, placement, [&](Field, const Parameter::Part& part) {
             return &format_of(*gguf->get(part.name, file_shape(part.shape)).tensor);
         });
     if (o_.plan && !has_weights(model))  // most published models are in bf16
-        return EmbeddingsElsewhere(config, home, [](Field, const Parameter::Part&) { return &kStoredBf16; });
+        return OffloadedEmbeddings(config, placement,
+                                   [](Field, const Parameter::Part&) { return &kStoredBf16; });
     const SafetensorsFolder files(model, config.family->prefix);
-    return EmbeddingsElsewhere(config, home, [&](Field field, const Parameter::Part& part) {
+    return OffloadedEmbeddings(config, placement, [&](Field field, const Parameter::Part& part) {
         return &format_of(find_part(files, config, field, part), model);
     });
 }
@@ -677,10 +682,10 @@ inline InputBytes RunInputs::bytes() const {
 // Tokenizes JSON examples. A plan needs this too, to know the number of sequences.
 inline void RunInputs::tokenize_lines(Dataset& lines) {
     if (!tokenizer) check_bytes(lines, config.vocabulary);
-    const std::string home = tokenizer_folder.empty() ? model : tokenizer_folder;
-    const std::string chat_template = gguf ? gguf->chat_template() : chat_template_of(home);
+    const std::string placement = tokenizer_folder.empty() ? model : tokenizer_folder;
+    const std::string chat_template = gguf ? gguf->chat_template() : chat_template_of(placement);
     if (adapter.prompt_tokens > 0) lines.keep_apart();  // a soft prompt comes before each sequence
-    const ExampleOptions options = {o_.loss_on == "all", o_.chat_format, chat_template, home};
+    const ExampleOptions options = {o_.loss_on == "all", o_.chat_format, chat_template, placement};
     if (const int end = tokenize_examples(lines, *tokenizer, options, o_.seq_len); end >= 0) stop_at(end);
 }
 

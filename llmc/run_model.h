@@ -27,15 +27,16 @@ StateOptions state_options(const Options& o) {
             "--state-formats master=%s completes bf16 weights, and this build's are fp32: make "
             "PRECISION=bf16",
             o.master.c_str());
-    return {.training = o.steps > 0,
-            .gradients = !o.update_in_backward,
-            .optimizer = named<Optimizer>(kOptimizerNames, o.optimizer),
-            .master = named<Master>(kMasterNames, o.master),
-            .m = named<Moment>(kMomentNames, o.adam_m),
-            .v = named<Moment>(kMomentNames, o.adam_v),
-            .blocks = Home::Device,
-            .block_gradients = o.steps > 0 ? named<Home>(kHomeNames, o.gradients) : Home::Device,
-            .updated = o.steps > 0 ? named<Home>(kHomeNames, o.state) : Home::Device};
+    return {
+        .training = o.steps > 0,
+        .gradients = !o.update_in_backward,
+        .optimizer = named<Optimizer>(kOptimizerNames, o.optimizer),
+        .master = named<Master>(kMasterNames, o.master),
+        .m = named<Moment>(kMomentNames, o.adam_m),
+        .v = named<Moment>(kMomentNames, o.adam_v),
+        .blocks = Placement::Device,
+        .block_gradients = o.steps > 0 ? named<Placement>(kPlacementNames, o.gradients) : Placement::Device,
+        .updated = o.steps > 0 ? named<Placement>(kPlacementNames, o.state) : Placement::Device};
 }
 
 // What an optional contains, or null.
@@ -50,7 +51,7 @@ class RunModel {
     // Matrices of a frozen model that `state` does not have: those of its linear layers, its head, and its
     // embeddings and head outside the device.
     std::optional<QuantizedWeights> quantized, quantized_head;
-    std::optional<EmbeddingsElsewhere> embeddings;
+    std::optional<OffloadedEmbeddings> embeddings;
     State<floatX> state;
     std::optional<State<floatX>> adapter;
 
@@ -59,7 +60,7 @@ class RunModel {
         : whole(in.config),
           quantized(in.quantized_weights<floatX>(o.weights)),
           quantized_head(in.quantized_head()),
-          embeddings(in.embeddings_elsewhere(o.embeddings)),
+          embeddings(in.offloaded_embeddings(o.embeddings)),
           state(layout_without(in.config, quantized.has_value(), fields_outside(in.config)),
                 state_options_of_model(o, in)),
           o_(o),
@@ -97,7 +98,7 @@ class RunModel {
     // Initializes a new model, or loads the model from its folder or its GGUF file. load_in_arena(load) runs
     // load_gguf() in its memory. `blocks_in_files` streams blocks from the files, or is null.
     template <class LoadInArena>
-    void load(LoadInArena&& load_in_arena, DiskResidence* blocks_in_files) {
+    void load(LoadInArena&& load_in_arena, DiskBlockSource* blocks_in_files) {
         if (parse_new_model(o_.model))
             initialize_weights(state, o_.seed);
         else if (in_.gguf)
@@ -134,11 +135,11 @@ class RunModel {
     }
 
     // Loads the model from a folder. `blocks_in_files` streams blocks from the files, or is null.
-    void load_folder(DiskResidence* blocks_in_files) {
+    void load_folder(DiskBlockSource* blocks_in_files) {
         load_weights(state, in_.model, [&](const SafetensorsFolder& files, auto& used) {
             if (blocks_in_files)
                 quantized->find(files, in_.config, used,
-                                [&](const LoanOnDisk& block) { blocks_in_files->add(block); });
+                                [&](const BlockOnDisk& block) { blocks_in_files->add(block); });
             else if (quantized)
                 quantized->load<floatX>(files, in_.config, used);
             if (quantized_head) quantized_head->load<floatX>(files, in_.config, used);
@@ -146,7 +147,7 @@ class RunModel {
         });
     }
     // Loads the model from a GGUF file. What is dequantized now passes through a buffer in the arena.
-    void load_gguf(Arena& arena, Stream stream, DiskResidence* blocks_in_files) {
+    void load_gguf(Arena& arena, Stream stream, DiskBlockSource* blocks_in_files) {
         constexpr int64_t kBuffer = int64_t{4} << 20;
         const Tensor<uint8_t> buffer = arena.take<uint8_t>("quantized_rows", {kBuffer});
         if (arena.rehearsing()) return;
@@ -156,7 +157,7 @@ class RunModel {
         });
         if (embeddings) embeddings->open(*in_.gguf);
         if (blocks_in_files)
-            quantized->find(*in_.gguf, [&](const LoanOnDisk& block) { blocks_in_files->add(block); });
+            quantized->find(*in_.gguf, [&](const BlockOnDisk& block) { blocks_in_files->add(block); });
         else
             quantized->load(*in_.gguf);
         in_.gguf->file().drop_pages();  // the file stays open
@@ -186,8 +187,8 @@ class RunModel {
     // Fails, naming the tensor, if weights that are streamed from the model's files have a number that is not
     // finite. Loaded weights were checked when they were loaded.
     void check_streamed_finite() const {
-        const bool streams = (quantized && quantized->home() == Home::Disk) ||
-                             (embeddings && embeddings->home() == Home::Disk);
+        const bool streams = (quantized && quantized->placement() == Placement::Disk) ||
+                             (embeddings && embeddings->placement() == Placement::Disk);
         if (!streams) return;
         if (in_.gguf)
             check_files_finite(in_.gguf->file());
@@ -211,11 +212,11 @@ class RunModel {
     static StateOptions state_options_of_model(const Options& o, const RunInputs& in) {
         if (in.adapter) return {.training = false};
         StateOptions options = state_options<floatX>(o);
-        if (o.steps > 0) options.blocks = named<Home>(kHomeNames, o.weights);
+        if (o.steps > 0) options.blocks = named<Placement>(kPlacementNames, o.weights);
         return options;
     }
     std::vector<Field> fields_outside(const ModelConfig& config) const {
-        if (embeddings) return EmbeddingsElsewhere::fields(config);
+        if (embeddings) return OffloadedEmbeddings::fields(config);
         return quantized_head ? std::vector{head_field(config)} : std::vector<Field>();
     }
 

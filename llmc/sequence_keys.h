@@ -34,12 +34,12 @@ struct KvCache {
 
 // The keys and values of one sequence of a batch, in one layer.
 struct KvRows {
-    TensorX all;          // (.., 2 kv_width()), from row `begin` of the sequence on
-    int64_t rows = 0;     // of the sequence
-    int length = 0;       // rows before the current ones
-    int entry = 0;        // number of the sequence in the batch
-    bool grows = true;    // a cache, to which rows are added; else chunks of a whole
-    bool parked = false;  // the keys before the current rows are offloaded
+    TensorX all;             // (.., 2 kv_width()), from row `begin` of the sequence on
+    int64_t rows = 0;        // of the sequence
+    int length = 0;          // rows before the current ones
+    int entry = 0;           // number of the sequence in the batch
+    bool grows = true;       // a cache, to which rows are added; else chunks of a whole
+    bool offloaded = false;  // the keys before the current rows are offloaded
     int begin = 0;
     TensorF dk_sums = {}, dv_sums = {};  // backward: sums of the gradients, (.., kv_width())
     int64_t chunk_rows = 0;              // rows of a chunk
@@ -67,7 +67,9 @@ class SequenceKeys {
 
     // Says where keys and values, and the sums of their gradients, are offloaded to, in pieces of `rows`
     // rows; 0: they stay on the device.
-    void offload_to(Elsewhere* keys, Elsewhere* sums, int64_t rows) { offloaded_.use(rows, keys, sums); }
+    void offload_to(OffloadStorage* keys, OffloadStorage* sums, int64_t rows) {
+        offloaded_.use(rows, keys, sums);
+    }
 
     // The columns of a packed qkv where the keys and the values begin.
     int64_t keys_at() const { return family_.heads_together ? config_.head_size : config_.query_width(); }
@@ -77,7 +79,7 @@ class SequenceKeys {
 
     // Call around a block whose rows go in chunks: they take and release the buffers of offloaded keys.
     void begin_block(bool with_sums) { offloaded_.take(2 * config_.kv_width(), with_sums); }
-    void end_block() { offloaded_.give_back(); }
+    void end_block() { offloaded_.release(); }
     // Begins sequence `entry` of the batch, of `rows` rows, none of which has keys yet, in chunks of
     // chunk_rows.
     KvRows begin_sequence(int64_t rows, int entry, int64_t chunk_rows) {
@@ -85,9 +87,9 @@ class SequenceKeys {
                   .rows = rows,
                   .entry = entry,
                   .grows = false,
-                  .parked = offloaded_.parks(),
+                  .offloaded = offloaded_.offloads(),
                   .chunk_rows = chunk_rows};
-        if (kv.parked)
+        if (kv.offloaded)
             offloaded_.begin();
         else
             kv.all = arena_.take<floatX>("keys_and_values", {rows, 2 * config_.kv_width()});
@@ -96,7 +98,7 @@ class SequenceKeys {
     // Begins a sequence's backward: zeroes the sums of its keys' and values' gradients. Offloaded sums are
     // fetched with their pieces.
     void begin_gradients(KvRows& kv) {
-        if (kv.parked) return;
+        if (kv.offloaded) return;
         for (TensorF* const sums : {&kv.dk_sums, &kv.dv_sums}) {
             *sums = arena_.take<float>("d_kv_sums", {kv.rows, config_.kv_width()}, "gradient");
             fill_zero(*sums, stream_);
@@ -104,13 +106,13 @@ class SequenceKeys {
     }
     // Ends a chunk of `count` rows: its keys are offloaded, if rows follow that need them.
     void end_chunk(const KvRows& kv, int64_t count) {
-        if (kv.parked && kv.length + count < kv.rows) offloaded_.store(kv.length / offloaded_.rows());
+        if (kv.offloaded && kv.length + count < kv.rows) offloaded_.store(kv.length / offloaded_.rows());
     }
 
     // Appends the keys and values of qkv (1, T, qkv_width()) to kv.
     void append(const TensorX& qkv, KvRows& kv) {
         const int64_t row = 2 * config_.kv_width(), size = config_.head_size, T = qkv.rows();
-        if (kv.parked) kv.all = offloaded_.own(T), kv.begin = kv.length;
+        if (kv.offloaded) kv.all = offloaded_.own(T), kv.begin = kv.length;
         floatX* const end = kv.all.at((kv.length - kv.begin) * row);
         const floatX* const from = qkv.at(keys_at());
         if (family_.heads_together)
@@ -171,7 +173,7 @@ class SequenceKeys {
     template <class Use>
     void for_each_piece(const TensorX& qkv, int layer, const Rows& rows, const KvRows* kv, bool with_sums,
                         int64_t next_row, Use&& use) {
-        if (!kv || !kv->parked) return use(input(qkv, layer, rows, kv));
+        if (!kv || !kv->offloaded) return use(input(qkv, layer, rows, kv));
         const int64_t n = offloaded_.rows(), count = qkv.rows(), window = config_.window;
         const auto first_seen = [&](int64_t row) {
             return window > 0 ? std::max<int64_t>(0, row + 1 - window) / n : 0;
@@ -190,7 +192,7 @@ class SequenceKeys {
         const auto use_piece = [&](int64_t piece, KvRows& keys) {
             if (with_sums) {
                 const int64_t next = piece < own ? piece + 1 : first_seen(next_row);
-                TensorF sums = offloaded_.borrow_sums(piece, next, piece < own);
+                TensorF sums = offloaded_.fetch_sums(piece, next, piece < own);
                 if (begins(piece)) fill_zero(sums, stream_);
                 keys.dk_sums = sums.rows_at(0, n);
                 keys.dv_sums = sums.rows_at(n, n);
@@ -209,7 +211,7 @@ class SequenceKeys {
         int64_t piece = first;
         arena_.repeat(static_cast<int>(std::max<int64_t>(1, own - first)), [&] {
             if (piece >= own && !arena_.rehearsing()) return false;
-            const TensorX all = offloaded_.borrow(piece, piece + 1 < own ? piece + 1 : next_first);
+            const TensorX all = offloaded_.fetch(piece, piece + 1 < own ? piece + 1 : next_first);
             KvRows keys = keys_from(piece * n, all.rows_at(0, of_piece));
             use_piece(piece++, keys);
             return true;
@@ -225,5 +227,5 @@ class SequenceKeys {
     const Family& family_;
     const TensorF& position_factors_;
     const bool hopper_;
-    ParkedKeys<floatX> offloaded_;
+    OffloadedKeys<floatX> offloaded_;
 };

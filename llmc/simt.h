@@ -27,15 +27,15 @@ namespace simt {
 inline bool launches_off = false;
 
 // Provides memory that is valid until the next request: the arena does, during a step and its dry run. In the
-// fast CPU build a launch's workers have their dynamic shared memory there; without a `lender` they use
+// fast CPU build a launch's workers have their dynamic shared memory there; without a `source` they use
 // memory of their own.
-struct Lender {
+struct Source {
     virtual void* workspace(size_t bytes) = 0;
 
   protected:
-    ~Lender() = default;
+    ~Source() = default;
 };
-inline Lender* lender = nullptr;
+inline Source* source = nullptr;
 }  // namespace simt
 
 #if defined(__CUDACC__)

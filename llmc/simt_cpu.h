@@ -194,7 +194,7 @@ void run_on_threads(size_t items, size_t run, Work&& work) {
 // be written there.
 inline void* workspace(size_t bytes) {
     static thread_local SharedMemory own;
-    return lender ? lender->workspace(bytes) : own.grow(bytes);
+    return source ? source->workspace(bytes) : own.grow(bytes);
 }
 }  // namespace simt
 
@@ -221,8 +221,8 @@ void run_grid(dim3 grid, [[maybe_unused]] dim3 block, size_t shared_bytes, Body&
     const size_t run = blocks / (threads_of_a_launch() * 16) + 1;
     const size_t part = (shared_bytes + 63) / 64 * 64;
     unsigned char* lent = nullptr;
-    if (lender && part > 0)
-        lent = static_cast<unsigned char*>(lender->workspace(workers_for(blocks, run) * part));
+    if (source && part > 0)
+        lent = static_cast<unsigned char*>(source->workspace(workers_for(blocks, run) * part));
     if (launches_off) return;
     run_on_threads(blocks, run, [&](size_t worker, size_t first, size_t last) {
         static thread_local SharedMemory own;

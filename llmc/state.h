@@ -46,13 +46,13 @@ struct StateOptions {
     Optimizer optimizer = Optimizer::AdamW;
     Master master = Master::Fp32;
     Moment m = Moment::Fp32, v = Moment::Fp32;
-    Home blocks = Home::Device;           // placement of the blocks' weights,
-    Home block_gradients = Home::Device;  // of their gradients,
-    Home updated = Home::Device;          // and of what only updates need: moments, master
+    Placement blocks = Placement::Device;           // placement of the blocks' weights,
+    Placement block_gradients = Placement::Device;  // of their gradients,
+    Placement updated = Placement::Device;          // and of what only updates need: moments, master
 
     // Whether blocks' weights, or their gradients, are streamed to the device.
-    bool streams_blocks() const { return blocks != Home::Device; }
-    bool streams_block_gradients() const { return block_gradients != Home::Device; }
+    bool streams_blocks() const { return blocks != Placement::Device; }
+    bool streams_block_gradients() const { return block_gradients != Placement::Device; }
     // The options that choose this, for messages and saves.
     std::string text() const {
         std::string s = std::string("--optimizer ") + kOptimizerNames[static_cast<int>(optimizer)] +
@@ -103,19 +103,19 @@ struct StateBuffer {
     int64_t elements = 0;                 // number of elements on the device
     DeviceBuffer memory = {};             // empty before allocate()
     std::vector<StatePiece> pieces = {};  // elements that are not on the device, in order without gaps
-    Elsewhere* place = nullptr;           // where the pieces are
+    OffloadStorage* place = nullptr;      // where the pieces are
 
     size_t bytes() const { return static_cast<size_t>(elements) * width; }
     size_t bytes_of(int64_t count) const {
         return static_cast<size_t>(ceil_div(count, int64_t{span})) * width;
     }
     bool is_on_device(int64_t at) const {
-        return pieces.empty() || at < pieces.front().first || at >= elsewhere_end();
+        return pieces.empty() || at < pieces.front().first || at >= offloaded_end();
     }
     // The address of what stores element `at` of the model; null if that is not on the device.
     char* at(int64_t at) const {
         if (!memory.data() || !is_on_device(at)) return nullptr;
-        if (!pieces.empty() && at >= elsewhere_end()) at -= elsewhere_end() - pieces.front().first;
+        if (!pieces.empty() && at >= offloaded_end()) at -= offloaded_end() - pieces.front().first;
         return memory.data() + static_cast<size_t>(at / span) * width;
     }
     // Copies what stores `count` elements of the model to or from the host, wherever it is. All of them must
@@ -134,7 +134,7 @@ struct StateBuffer {
     }
 
   private:
-    int64_t elsewhere_end() const { return pieces.back().first + pieces.back().count; }
+    int64_t offloaded_end() const { return pieces.back().first + pieces.back().count; }
     // Calls f(at, first, bytes) for each piece's part of these elements; that part begins `first` bytes after
     // the first element.
     template <class F>
@@ -182,7 +182,7 @@ class State {
     // Sets where the parts that are not on the device are stored. `blocks` and `block_gradients` have the
     // weights and gradients of one block after another, block_bytes() each; `chunks` has the chunks,
     // chunk_bytes() each.
-    void lie_in(Elsewhere* blocks, Elsewhere* block_gradients, Elsewhere* chunks) {
+    void lie_in(OffloadStorage* blocks, OffloadStorage* block_gradients, OffloadStorage* chunks) {
         for (StateBuffer& b : buffers_)
             if (!b.pieces.empty())
                 b.place = b.part == StatePart::Weights     ? blocks
@@ -253,8 +253,8 @@ class State {
         }
     }
     // Moves the blocks' elements of a part off the device, if `home` says so.
-    void place_blocks(StatePart part, Home home) {
-        if (home == Home::Device) return;
+    void place_blocks(StatePart part, Placement placement) {
+        if (placement == Placement::Device) return;
         for (StateBuffer& b : buffers_) {
             if (b.part != part) continue;
             for (int l = 0; l < layout.config().layers; l++) {
@@ -269,7 +269,7 @@ class State {
         chunks_.clear();
         first_chunks_ = {0};
         chunk_bytes_ = 0;
-        if (options.updated == Home::Device) return;
+        if (options.updated == Placement::Device) return;
         for (size_t u = 0; u < layout.units().size(); u++) {
             const Unit& unit = layout.units()[u];
             for (int64_t first = 0; first < unit.size; first += kStateChunk)

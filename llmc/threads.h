@@ -89,7 +89,7 @@ inline void start_threads(int asked) {
     const int most = std::min(omp_get_max_threads(), omp_get_thread_limit());
     keep_heaps_small(static_cast<size_t>(most));
     require_threads(most);
-    require_room(1 << 20, "OpenMP");
+    require_memory_for(1 << 20, "OpenMP");
     int granted = 1;
 #pragma omp parallel
 #pragma omp single

@@ -112,15 +112,15 @@ class Updates {
         return places_.updates_on_host() && gradients_.streams_blocks() && !norm_of_each();
     }
     std::vector<int> units_in_order(bool back = false) const {
-        return loans_in_order(static_cast<int>(trained_.layout.units().size()), back);
+        return numbers_in_order(static_cast<int>(trained_.layout.units().size()), back);
     }
     void fetch_state(const std::vector<int>& units) {
-        if (!places_.updates_on_host()) ring_.take(trained_, units, o_.state_rooms);
+        if (!places_.updates_on_host()) ring_.take(trained_, units, o_.state_buffers);
     }
     // Waits for updates under way, and frees their memory.
     void finish() {
-        ring_.give_back();
-        on_host_.give_back();
+        ring_.release();
+        on_host_.release();
     }
 
     // Computes a unit's partial sums of squares for the norm.

@@ -22,7 +22,7 @@
 // is null if the State has these weights.
 struct OutsideState {
     const QuantizedWeights *matrices, *head;
-    const EmbeddingsElsewhere* embeddings;
+    const OffloadedEmbeddings* embeddings;
 };
 
 // A block's linear layers, with the field of each one's matrix.
@@ -41,7 +41,7 @@ class Weights {
     // `trained` is what is trained: the model itself, or the adapter of a frozen model.
     Weights(Arena& arena, const Stream& stream, const State<floatX>& model, const OutsideState& outside,
             const State<floatX>& trained)
-        : model_(model), trained_(trained), outside_(outside), streamed_(arena, stream, kLentBlocks) {
+        : model_(model), trained_(trained), outside_(outside), streamed_(arena, stream, kStreamedBlocks) {
         bind();
     }
     Weights(const Weights&) = delete;
@@ -57,34 +57,34 @@ class Weights {
         blocks_.clear();
         for (int l = 0; l < layers(); l++) blocks_.push_back(layout.block(unit(l + 1), l));
         for (int l = 0; outside_.matrices && l < layers(); l++)
-            bind_matrices(l, streams_blocks() ? nullptr : outside_.matrices->loan(l).data());
+            bind_matrices(l, streams_blocks() ? nullptr : outside_.matrices->block(l).data());
         if (is_frozen()) bind_adapter();
     }
     // Says where streamed blocks come from, the bytes of each, and how many are prefetched.
-    void stream_blocks_from(Residence* residence, Way way, std::vector<size_t> bytes, int prefetch) {
-        streamed_.lend(way, std::move(bytes), prefetch, residence);
+    void stream_blocks_from(BlockSource* source, Route route, std::vector<size_t> bytes, int prefetch) {
+        streamed_.stream_from(route, std::move(bytes), prefetch, source);
     }
 
     // True if the model is frozen, and only an adapter is trained.
     bool is_frozen() const { return &trained_ != &model_; }
     bool streams_trained_blocks() const { return model_.options.streams_blocks(); }
     bool streams_blocks() const {
-        return streams_trained_blocks() || (outside_.matrices && outside_.matrices->is_lent());
+        return streams_trained_blocks() || (outside_.matrices && outside_.matrices->is_streamed());
     }
 
     // Begins a sweep over the blocks, from the first to the last, or back, and prefetches the first of them.
     void expect_blocks(bool back = false) {
-        streamed_.expect(loans_in_order(streams_blocks() ? layers() : 0, back));
+        streamed_.expect(numbers_in_order(streams_blocks() ? layers() : 0, back));
     }
     // A block's weights, on the device until another block is asked for. Call it in the order of the sweep.
     Block<floatX>& block(int layer) {
         Block<floatX>& block = blocks_[static_cast<size_t>(layer)];
         if (!streams_blocks()) return block;
-        char* const buffer = streamed_.borrow(layer);
+        char* const buffer = streamed_.fetch(layer);
         if (bound_ == std::pair(layer, buffer)) return block;
         bound_ = {layer, buffer};
         if (streams_trained_blocks())
-            block = model_.layout.block(reinterpret_cast<floatX*>(aligned_room(buffer)), layer);
+            block = model_.layout.block(reinterpret_cast<floatX*>(aligned_buffer(buffer)), layer);
         else
             bind_matrices(layer, buffer);
         return block;
@@ -94,17 +94,17 @@ class Weights {
     floatX* to_update(int unit) {
         if (!trained_.layout.is_block(unit) || !streams_trained_blocks())
             return unit_of(trained_, StatePart::Weights, unit).data();
-        return reinterpret_cast<floatX*>(aligned_room(streamed_.change()));
+        return reinterpret_cast<floatX*>(aligned_buffer(streamed_.change()));
     }
     // Ends the sweeps: stores what was changed and releases the buffers.
-    void release() { streamed_.give_back(); }
+    void release() { streamed_.release(); }
 
   private:
     int layers() const { return model_.layout.config().layers; }
-    // Points the matrices of a block at their parts of the bytes at `loan`; null if they are not there yet.
-    void bind_matrices(int layer, const char* loan) {
+    // Points the matrices of a block at their parts of the bytes at `block`; null if they are not there yet.
+    void bind_matrices(int layer, const char* block) {
         for (auto& [w, field] : linears(blocks_[static_cast<size_t>(layer)])) {
-            w->quantized = outside_.matrices->parts(layer, field, loan);
+            w->quantized = outside_.matrices->parts(layer, field, block);
             w->floats = outside_.matrices->are_floats();
             w->by_outputs = outside_.matrices->by_outputs();
         }
@@ -127,7 +127,7 @@ class Weights {
     const State<floatX>& trained_;
     const OutsideState outside_;
     std::vector<Block<floatX>> blocks_;
-    Loans streamed_;
+    BlockStream streamed_;
     // The streamed block whose views point at its bytes, and the address of these.
     std::pair<int, char*> bound_ = {-1, nullptr};
 };

@@ -68,36 +68,38 @@ struct Work {
     std::string text() const { return product.m ? name + (" " + product.text()) : name; }
 };
 
-// Placement: where weights and their state are, and where offloaded inputs of blocks wait.
-enum class Home { Device, Host, Disk };
-inline constexpr const char* kHomeNames[] = {"device", "host", "disk"};
+// PlacementOption: where weights and their state are, and where offloaded inputs of blocks wait.
+enum class Placement { Device, Host, Disk };
+inline constexpr const char* kPlacementNames[] = {"device", "host", "disk"};
 
 // Transfer directions, between the device and other placements, while operations run (offload_blocks.h,
 // offload_inputs.h). A HostUpdate is no transfer: a host's cores update weights meanwhile
 // (offload_optimizer.h), and its bytes are an update's.
-enum class Way { DiskRead, DiskWrite, FromHost, ToHost, HostUpdate };
+enum class Route { DiskRead, DiskWrite, FromHost, ToHost, HostUpdate };
 constexpr size_t kWays = 5;
 inline constexpr const char* kWayNames[kWays] = {"disk_read", "disk_write", "from_host", "to_host",
                                                  "host_update"};
 
-constexpr bool is_disks(Way way) { return way == Way::DiskRead || way == Way::DiskWrite; }
-constexpr Way way_back(Way way) {
-    return way == Way::DiskRead    ? Way::DiskWrite
-           : way == Way::DiskWrite ? Way::DiskRead
-           : way == Way::FromHost  ? Way::ToHost
-                                   : Way::FromHost;
+constexpr bool is_disks(Route route) { return route == Route::DiskRead || route == Route::DiskWrite; }
+constexpr Route route_back(Route route) {
+    return route == Route::DiskRead    ? Route::DiskWrite
+           : route == Route::DiskWrite ? Route::DiskRead
+           : route == Route::FromHost  ? Route::ToHost
+                                       : Route::FromHost;
 }
 // The direction of a transfer to the device from a placement.
-constexpr Way way_from(Home home) { return home == Home::Host ? Way::FromHost : Way::DiskRead; }
+constexpr Route route_from(Placement placement) {
+    return placement == Placement::Host ? Route::FromHost : Route::DiskRead;
+}
 
 // The beginning of a transfer, or a wait for one. A wait is also for all earlier ones of its kind.
 struct Transfer {
-    enum Of { Loan, Vocabulary, Parked, State, Gradients, Keys } of;
+    enum Of { StreamedBlock, Vocabulary, Offloaded, State, Gradients, Keys } of;
     static constexpr size_t kKinds = 6;
     static constexpr const char* kNames[kKinds] = {"weights", "vocabulary", "inputs",
                                                    "state",   "gradients",  "keys"};
     bool waits;
-    Way way = Way::DiskRead;
+    Route route = Route::DiskRead;
     double bytes = 0;
     int number = -1;  // of the awaited one among those of its kind, from 0; negative: the last that began
     std::string_view range = {};
@@ -163,13 +165,13 @@ inline void note_wait(Transfer::Of of, int number = -1) {
 // The bytes of all transfers that have begun so far, by Way.
 inline std::array<double, kWays> bytes_moved = {};
 
-inline void count_moved(Way way, size_t bytes) {
-    bytes_moved[static_cast<size_t>(way)] += static_cast<double>(bytes);
+inline void count_moved(Route route, size_t bytes) {
+    bytes_moved[static_cast<size_t>(route)] += static_cast<double>(bytes);
 }
 // An asynchronous copy between pinned memory and the device, beside the step.
-inline void move_async(Way way, void* to, const void* from, size_t bytes, Stream stream) {
-    const EnqueuedRange range(kWayNames[static_cast<size_t>(way)]);
-    count_moved(way, bytes);
+inline void move_async(Route route, void* to, const void* from, size_t bytes, Stream stream) {
+    const EnqueuedRange range(kWayNames[static_cast<size_t>(route)]);
+    count_moved(route, bytes);
     copy_async(to, from, bytes, stream);
 }
 

@@ -723,10 +723,10 @@ TEST(Watched, WhatIsAliveIsOpen) {
             return t;
         };
         Bytes a = fill(take(arena, "a", 601)), b = fill(take(arena, "b", 90));
-        const char* room = a.data();
+        const char* buffer = a.data();
         a.drop();
         Bytes c = fill(take(arena, "c", 607));
-        EXPECT_EQ(c.data(), room);
+        EXPECT_EQ(c.data(), buffer);
         arena.repeat(3, [&] { return bool(fill(take(arena, "d", 50))); });
         if (!arena.rehearsing()) {
             EXPECT_EQ(read(b.data() + 89), 7);

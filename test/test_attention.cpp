@@ -790,8 +790,8 @@ void check_window_work(Case c, int block) {
     const DeviceArray<T> dout(random_values<T>(size_t(length) * columns, 1, 11));
     const Results<T> clean = run(c, random_arrays<T>(c), dout);
     const int last = block - 1;  // rows of a block after or before its first
-    const int room = length - c.window - 2 * last;
-    for (const int begin : {1, room / 2, room}) {
+    const int buffer = length - c.window - 2 * last;
+    for (const int begin : {1, buffer / 2, buffer}) {
         SCOPED_TRACE(testing::Message() << "row " << begin);
         // Keys and values before `begin` are seen up to query begin + window - 2.
         const Results<T> after = run(c, random_arrays_but<T>(c, {{1, 0, begin}, {2, 0, begin}}), dout);

@@ -462,8 +462,8 @@ TEST(SequenceLoader, AnEpochShowsNoTokenTwice) {
     }
 }
 
-std::vector<uint32_t> packed(const std::vector<uint32_t>& lengths, uint32_t room) {
-    BestFit fit(room, *std::min_element(lengths.begin(), lengths.end()));
+std::vector<uint32_t> packed(const std::vector<uint32_t>& lengths, uint32_t space) {
+    BestFit fit(space, *std::min_element(lengths.begin(), lengths.end()));
     std::vector<uint32_t> sequences;
     for (const uint32_t length : lengths) sequences.push_back(fit.place(length));
     return sequences;
@@ -475,24 +475,24 @@ TEST(Packing, FillsTheSequenceThatIsLeftWithLeast) {
               (std::vector<uint32_t>{0, 1, 2, 0, 1, 2}));  // the first of equals
 }
 
-// By definition: the sequence with the least room left, and among equals the first.
+// By definition: the sequence with the least space left, and among equals the first.
 TEST(Packing, IsBestFit) {
-    for (const uint32_t room : {1u, 7u, 100u, 1024u}) {
+    for (const uint32_t space : {1u, 7u, 100u, 1024u}) {
         std::vector<uint32_t> lengths, left, want;
         uint64_t sum = 0;
         for (uint64_t i = 0; i < 5000; i++) {
-            const uint32_t length = 1 + static_cast<uint32_t>(random_bits(3, i) % ((room + 2) / 3));
+            const uint32_t length = 1 + static_cast<uint32_t>(random_bits(3, i) % ((space + 2) / 3));
             size_t best = left.size();
             for (size_t s = 0; s < left.size(); s++)
                 if (left[s] >= length && (best == left.size() || left[s] < left[best])) best = s;
-            if (best == left.size()) left.push_back(room);
+            if (best == left.size()) left.push_back(space);
             left[best] -= length;
             lengths.push_back(length);
             want.push_back(static_cast<uint32_t>(best));
             sum += length;
         }
-        EXPECT_TRUE(packed(lengths, room) == want);
-        EXPECT_LT(static_cast<double>(left.size()) * room, 1.03 * static_cast<double>(sum) + room);
+        EXPECT_TRUE(packed(lengths, space) == want);
+        EXPECT_LT(static_cast<double>(left.size()) * space, 1.03 * static_cast<double>(sum) + space);
     }
 }
 

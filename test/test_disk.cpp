@@ -166,7 +166,7 @@ TEST_P(DiskQueues, SectorsAreReadWhereTheyBelong) {
     const size_t first = 3 * kSector - 100, bytes = 2 * kRequestBytes + 5 * kSector;
     const DeviceBuffer memory(bytes + 2 * kSector, "the pieces");
     std::memset(memory.data(), '.', memory.bytes());
-    char* const to = aligned_room(memory.data()) + kSector - 100;  // aligned to sectors as the file is
+    char* const to = aligned_buffer(memory.data()) + kSector - 100;  // aligned to sectors as the file is
     const DiskReads alike({{&file, first, bytes, 0}}, opened), unlike({{&file, first, bytes, 1}}, opened);
     ASSERT_EQ(alike.count(), 3u);
     EXPECT_EQ(alike.request(0, to).memory, nullptr);  // begins within a sector
@@ -268,10 +268,10 @@ TEST(DiskThreads, DoWhatIsBegunInTurn) {
     expect_done(24, 50);
 }
 
-TEST(DiskElsewhere, HasAnyBytesOfTheHosts) {
+TEST(DiskStorage, HasAnyBytesOfTheHosts) {
     const TempFolder folder;
     constexpr size_t kBytes = (3 << 20) + 777;
-    DiskElsewhere place(folder.path(), kBytes, "--state disk");
+    DiskStorage place(folder.path(), kBytes, "--state disk");
     std::string expected(kBytes, '\0');
     std::mt19937 random(7);
     for (int round = 0; round < 60; round++) {
@@ -286,28 +286,29 @@ TEST(DiskElsewhere, HasAnyBytesOfTheHosts) {
         ASSERT_EQ(got, expected.substr(from, bytes)) << round;
     }
     EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
-    expect_user_error([&] { DiskElsewhere(folder / "none", 1, "--state disk"); },
+    expect_user_error([&] { DiskStorage(folder / "none", 1, "--state disk"); },
                       {"--state disk", folder / "none", "TMPDIR"});
 }
 
 // Buffers are stored and fetched while others are. A buffer is filled again after its content was stored.
 constexpr size_t kRoom = 2 * kRequestBytes + 3 * kSector, kRooms = 3, kChunks = 11;
-void exchange_rooms(Elsewhere& place) {
+void exchange_rooms(OffloadStorage& place) {
     for (size_t c = 0; c < kChunks; c++)
         place.write(c * kRoom, kRoom, noise(kRoom, static_cast<unsigned>(c)).data());
-    const DeviceBuffer memory(kRooms * (kRoom + kElsewhereAlignment), "rooms");
-    const auto room = [&](size_t c) {
-        return aligned_room(memory.data() + c % kRooms * (kRoom + kElsewhereAlignment));
+    const DeviceBuffer memory(kRooms * (kRoom + kStorageAlignment), "rooms");
+    const auto buffer = [&](size_t c) {
+        return aligned_buffer(memory.data() + c % kRooms * (kRoom + kStorageAlignment));
     };
     std::vector<size_t> numbers;
-    for (size_t c = 0; c < kRooms; c++) numbers.push_back(place.exchange(room(c), kRoom, {}, c * kRoom, {}));
+    for (size_t c = 0; c < kRooms; c++)
+        numbers.push_back(place.exchange(buffer(c), kRoom, {}, c * kRoom, {}));
     for (size_t c = 0; c < kChunks; c++) {
         place.join(numbers[c], {});
-        ASSERT_EQ(std::string(room(c), kRoom), noise(kRoom, static_cast<unsigned>(c)));
-        std::memcpy(room(c), noise(kRoom, static_cast<unsigned>(100 + c)).data(), kRoom);
+        ASSERT_EQ(std::string(buffer(c), kRoom), noise(kRoom, static_cast<unsigned>(c)));
+        std::memcpy(buffer(c), noise(kRoom, static_cast<unsigned>(100 + c)).data(), kRoom);
         std::optional<uint64_t> next;
         if (c + kRooms < kChunks) next = (c + kRooms) * kRoom;
-        numbers.push_back(place.exchange(room(c), kRoom, c * kRoom, next, {}));
+        numbers.push_back(place.exchange(buffer(c), kRoom, c * kRoom, next, {}));
     }
     place.join(numbers.back(), {});
     for (size_t c = 0; c < kChunks; c++) {
@@ -319,15 +320,15 @@ void exchange_rooms(Elsewhere& place) {
 
 TEST_P(DiskQueues, ExchangeRooms) {
     const TempFolder folder;
-    DiskElsewhere place(folder.path(), kChunks * kRoom, "--state disk", GetParam());
+    DiskStorage place(folder.path(), kChunks * kRoom, "--state disk", GetParam());
     exchange_rooms(place);
 }
 
 // Staged, as beside a GPU.
 TEST_P(DiskQueues, ExchangeRoomsThroughOthers) {
     const TempFolder folder;
-    auto file = std::make_unique<DiskElsewhere>(folder.path(), kChunks * kRoom, "--state disk", GetParam());
-    StagedElsewhere place(std::move(file), kRoom, kRooms);
+    auto file = std::make_unique<DiskStorage>(folder.path(), kChunks * kRoom, "--state disk", GetParam());
+    StagedStorage place(std::move(file), kRoom, kRooms);
     exchange_rooms(place);
 }
 

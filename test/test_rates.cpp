@@ -17,11 +17,11 @@ Rates slow_rates() {
 }
 
 // Transfers that begin after `after` operations, and waits for one.
-Transfer begins(Transfer::Of of, Way way, double bytes, size_t after = 0) {
-    return {of, false, way, bytes, -1, "forward", after};
+Transfer begins(Transfer::Of of, Route route, double bytes, size_t after = 0) {
+    return {of, false, route, bytes, -1, "forward", after};
 }
 Transfer waits(Transfer::Of of, int number, size_t after) {
-    return {of, true, Way::DiskRead, 0, number, "forward", after};
+    return {of, true, Route::DiskRead, 0, number, "forward", after};
 }
 
 Plan plan_of(std::vector<double> seconds, std::vector<Transfer> transfers) {
@@ -38,66 +38,69 @@ double total(const Plan& plan) {
 }
 
 TEST(Simulate, ComputingHidesWhatMovesMeanwhile) {
-    EXPECT_DOUBLE_EQ(
-        total(plan_of({3, 1}, {begins(Transfer::Loan, Way::FromHost, 40), waits(Transfer::Loan, 0, 1)})), 4);
-    EXPECT_DOUBLE_EQ(
-        total(plan_of({3, 1}, {begins(Transfer::Loan, Way::FromHost, 100), waits(Transfer::Loan, 0, 1)})), 6);
-    EXPECT_DOUBLE_EQ(
-        total(plan_of({3, 1}, {begins(Transfer::Loan, Way::FromHost, 100, 1), waits(Transfer::Loan, -1, 2)})),
-        8);
+    EXPECT_DOUBLE_EQ(total(plan_of({3, 1}, {begins(Transfer::StreamedBlock, Route::FromHost, 40),
+                                            waits(Transfer::StreamedBlock, 0, 1)})),
+                     4);
+    EXPECT_DOUBLE_EQ(total(plan_of({3, 1}, {begins(Transfer::StreamedBlock, Route::FromHost, 100),
+                                            waits(Transfer::StreamedBlock, 0, 1)})),
+                     6);
+    EXPECT_DOUBLE_EQ(total(plan_of({3, 1}, {begins(Transfer::StreamedBlock, Route::FromHost, 100, 1),
+                                            waits(Transfer::StreamedBlock, -1, 2)})),
+                     8);
 }
 
 TEST(Simulate, ALinkCarriesBothWaysAtOnce) {
     // 4 s out for one kind, 5 s in for another.
-    EXPECT_DOUBLE_EQ(total(plan_of({}, {begins(Transfer::Parked, Way::ToHost, 40),
-                                        begins(Transfer::Loan, Way::FromHost, 100),
-                                        waits(Transfer::Loan, 0, 0), waits(Transfer::Parked, 0, 0)})),
-                     5);
+    EXPECT_DOUBLE_EQ(
+        total(plan_of({}, {begins(Transfer::Offloaded, Route::ToHost, 40),
+                           begins(Transfer::StreamedBlock, Route::FromHost, 100),
+                           waits(Transfer::StreamedBlock, 0, 0), waits(Transfer::Offloaded, 0, 0)})),
+        5);
     // Within a kind, a fetch waits for earlier stores, but a store does not wait for earlier fetches.
     EXPECT_DOUBLE_EQ(
-        total(plan_of({}, {begins(Transfer::State, Way::ToHost, 40),
-                           begins(Transfer::State, Way::FromHost, 100), waits(Transfer::State, 1, 0)})),
+        total(plan_of({}, {begins(Transfer::State, Route::ToHost, 40),
+                           begins(Transfer::State, Route::FromHost, 100), waits(Transfer::State, 1, 0)})),
         9);
     EXPECT_DOUBLE_EQ(
-        total(plan_of({},
-                      {begins(Transfer::State, Way::ToHost, 40), begins(Transfer::State, Way::FromHost, 100),
-                       begins(Transfer::State, Way::ToHost, 40), begins(Transfer::State, Way::FromHost, 20),
-                       waits(Transfer::State, 2, 0), waits(Transfer::State, 3, 0)})),
+        total(plan_of(
+            {}, {begins(Transfer::State, Route::ToHost, 40), begins(Transfer::State, Route::FromHost, 100),
+                 begins(Transfer::State, Route::ToHost, 40), begins(Transfer::State, Route::FromHost, 20),
+                 waits(Transfer::State, 2, 0), waits(Transfer::State, 3, 0)})),
         10);
     // In one direction: first come, first served.
     EXPECT_DOUBLE_EQ(
-        total(plan_of({}, {begins(Transfer::Loan, Way::FromHost, 100),
-                           begins(Transfer::State, Way::FromHost, 20), waits(Transfer::State, 0, 0)})),
+        total(plan_of({}, {begins(Transfer::StreamedBlock, Route::FromHost, 100),
+                           begins(Transfer::State, Route::FromHost, 20), waits(Transfer::State, 0, 0)})),
         6);
 }
 
 TEST(Simulate, ADiskDoesOneThingAfterTheOther) {
-    EXPECT_DOUBLE_EQ(
-        total(plan_of({}, {begins(Transfer::State, Way::DiskWrite, 20),
-                           begins(Transfer::Loan, Way::DiskRead, 30), waits(Transfer::Loan, 0, 0)})),
-        7);
+    EXPECT_DOUBLE_EQ(total(plan_of({}, {begins(Transfer::State, Route::DiskWrite, 20),
+                                        begins(Transfer::StreamedBlock, Route::DiskRead, 30),
+                                        waits(Transfer::StreamedBlock, 0, 0)})),
+                     7);
 }
 
 // What a GPU reads from a disk also uses the link.
 TEST(Simulate, ADiskBesideAGpuIsBehindTheLink) {
     const Plan plan =
-        plan_of({}, {begins(Transfer::Loan, Way::DiskRead, 100), begins(Transfer::Parked, Way::FromHost, 100),
-                     waits(Transfer::Parked, 0, 0)});
+        plan_of({}, {begins(Transfer::StreamedBlock, Route::DiskRead, 100),
+                     begins(Transfer::Offloaded, Route::FromHost, 100), waits(Transfer::Offloaded, 0, 0)});
     EXPECT_DOUBLE_EQ(total(plan), kHostIsDevice ? 5 : 10);
 }
 
 // A transfer that stays with the host does not cross the link. The host's update waits until it is complete.
 TEST(Simulate, WhatStaysWithTheHostCrossesNoLink) {
-    Transfer read = begins(Transfer::State, Way::DiskRead, 100), write = read;
+    Transfer read = begins(Transfer::State, Route::DiskRead, 100), write = read;
     read.stays_with_host = write.stays_with_host = true;
-    write.way = Way::DiskWrite;
-    EXPECT_DOUBLE_EQ(total(plan_of({}, {read, begins(Transfer::Parked, Way::FromHost, 100),
-                                        waits(Transfer::Parked, 0, 0)})),
+    write.route = Route::DiskWrite;
+    EXPECT_DOUBLE_EQ(total(plan_of({}, {read, begins(Transfer::Offloaded, Route::FromHost, 100),
+                                        waits(Transfer::Offloaded, 0, 0)})),
                      5);
-    EXPECT_DOUBLE_EQ(total(plan_of({}, {write, begins(Transfer::Parked, Way::ToHost, 100),
-                                        waits(Transfer::Parked, 0, 0)})),
+    EXPECT_DOUBLE_EQ(total(plan_of({}, {write, begins(Transfer::Offloaded, Route::ToHost, 100),
+                                        waits(Transfer::Offloaded, 0, 0)})),
                      10);
-    EXPECT_DOUBLE_EQ(total(plan_of({}, {read, begins(Transfer::State, Way::HostUpdate, 100),
+    EXPECT_DOUBLE_EQ(total(plan_of({}, {read, begins(Transfer::State, Route::HostUpdate, 100),
                                         waits(Transfer::State, 1, 0)})),
                      12);
 }

@@ -39,7 +39,7 @@ def ask(train, *arguments):
 
 def levels_of(train):
     """The levels that the binary's --help lists."""
-    found = re.search(r"--recompute .*?: ([a-z_]+(, [a-z_]+)*)", ask(train, "--help"))
+    found = re.search(r"--recompute LEVEL.*?: ([a-z_]+(, [a-z_]+)*)", " ".join(ask(train, "--help").split()))
     if not found:
         fail(f"--train {train}: its --help lists no levels of --recompute; give --levels")
     return found.group(1).split(", ")

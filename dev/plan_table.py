@@ -131,9 +131,9 @@ def chosen(plan):
     if "choice" not in plan:
         return "as given"
     c = plan["choice"][0]
-    text = f"--recompute {c['recompute']} --chunk-rows head={c['head_rows']}"
-    for option, rows in (("--chunk-rows", f"mlp={c['mlp_rows']}"), ("--chunk-rows", f"attention={c['attention_rows']}")):
-        text += f" {option} {rows}" if rows else ""
+    rows = {"head": c["head_rows"], "mlp": c["mlp_rows"], "attention": c["attention_rows"]}
+    chunks = ",".join(f"{key}={count}" for key, count in rows.items() if key == "head" or count)
+    text = f"--recompute {c['recompute']} --chunk-rows {chunks}"
     text += f" --batch {c['batch']} --grad-accum {c['grad_accum']}{c['formats']}{c['residences']}"
     return f"`{text}`"
 
@@ -160,7 +160,7 @@ def row(label, plan, resident):
     if isinstance(plan, str):
         return [label, "does not fit", *[""] * 6, plan, ""]
     elsewhere, seconds = plan["elsewhere"], plan["estimated_seconds"]
-    on_disk = sum(elsewhere[kind] for kind in ("on_disk", "parked", "working_file"))
+    on_disk = sum(elsewhere[kind] for kind in ("on_disk", "offloaded", "working_file"))
     beside = ["does not fit", ""]
     if isinstance(resident, dict):
         least = resident["estimated_seconds"]

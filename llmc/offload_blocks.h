@@ -26,7 +26,7 @@
 // ---- streaming blocks in order
 //
 // A block is what is streamed as a whole: a block, a slice of the head (offload_embeddings.h), or a block's
-// gradients. BlockStream are numbered in the order of the model.
+// gradients. Blocks are numbered in the order of the model.
 //
 // A BlockSource is a source of blocks. HostBlockSource and DiskBlockSource have the matrices of a frozen
 // model; TrainedBlockSource has blocks that are trained, and stores them again when they have changed. A
@@ -39,7 +39,7 @@ constexpr int kNoBlock = -1;
 class BlockSource {
   public:
     virtual ~BlockSource() = default;
-    // Starts fetching a block's bytes to the buffer `buffer` on the device. Work queued on the stream so far
+    // Starts fetching a block's bytes to `buffer` on the device. Work queued on the stream so far
     // may still use the buffer. If `changed` is not kNoBlock, the buffer has this block, changed, which is
     // stored first; then `block` may be kNoBlock. Only TrainedBlockSource can store. Returns a number for
     // finish(). At most as many transfers may be under way as there are buffers.
@@ -50,13 +50,13 @@ class BlockSource {
 };
 
 // What is streamed: the kind of its transfers, and the name and the kind of its buffers in the plan.
-struct Lent {
+struct StreamedKind {
     Transfer::Of of;
     const char *buffers, *kind;
 };
-constexpr Lent kStreamedBlocks = {Transfer::StreamedBlock, "lent_block", "weights"},
-               kStreamedVocabulary = {Transfer::Vocabulary, "lent_vocabulary", "weights"},
-               kStreamedGradients = {Transfer::Gradients, "lent_gradients", "parameter_gradient"};
+constexpr StreamedKind kStreamedBlocks = {Transfer::StreamedBlock, "streamed_block", "weights"},
+                       kStreamedVocabulary = {Transfer::Vocabulary, "streamed_vocabulary", "weights"},
+                       kStreamedGradients = {Transfer::Gradients, "streamed_gradients", "parameter_gradient"};
 
 // The numbers of `count` blocks, from the first to the last, or back.
 inline std::vector<int> numbers_in_order(int count, bool back = false) {
@@ -75,8 +75,8 @@ inline size_t buffers_for(int ahead, size_t blocks) {
 // buffers are held from expect() to release(), so that all blocks find the same memory left.
 class BlockStream {
   public:
-    BlockStream(Arena& arena, const Stream& stream, const Lent& lent)
-        : arena_(arena), stream_(stream), streamed_(lent) {}
+    BlockStream(Arena& arena, const Stream& stream, const StreamedKind& kind)
+        : arena_(arena), stream_(stream), kind_(kind) {}
 
     // Sets the transfer direction, the bytes of each block, the prefetch distance, and the source, which may
     // be null in a dry run. Call it before anything else.
@@ -89,20 +89,19 @@ class BlockStream {
     // True, the default: blocks are fetched with their contents. False: their buffers will be written, and
     // nothing is fetched.
     void come_with_contents(bool contents) { contents_ = contents; }
-    // Says which blocks will be borrowed next, after those expected so far, and starts fetching the first of
+    // Says which blocks will be fetched next, after those expected so far, and starts fetching the first of
     // them. Takes the buffers.
     void expect(const std::vector<int>& blocks) {
         while (buffers_.size() < numbers_.size())
-            buffers_.push_back(
-                {.bytes = arena_.take<uint8_t>(streamed_.buffers, {buffer_bytes()}, streamed_.kind)});
+            buffers_.push_back({.bytes = arena_.take<uint8_t>(kind_.buffers, {buffer_bytes()}, kind_.kind)});
         for (const int block : blocks) {
             const int before = expected_.empty() ? held() : expected_.back();
             if (block != before) expected_.push_back(block);
         }
         fetch_expected();
     }
-    // The bytes of a block. Call in the order given to expect(), or again for the block borrowed last. Work
-    // queued on the stream may use them until another block is borrowed. Null in a dry run.
+    // The bytes of a block. Call in the order given to expect(), or again for the block fetched last. Work
+    // queued on the stream may use them until another block is fetched. Null in a dry run.
     char* fetch(int block) {
         if (block != held()) {
             assert(!expected_.empty() && block == expected_.front());
@@ -114,9 +113,9 @@ class BlockStream {
         }
         return at(held_);
     }
-    // True if this block was borrowed last and not given back.
+    // True if this block was fetched last and not given back.
     bool holds(int block) const { return block == held(); }
-    // The bytes of the block borrowed last, for changing them: they are stored before the buffer is reused.
+    // The bytes of the block fetched last, for changing them: they are stored before the buffer is reused.
     char* change() {
         buffers_[held_].changed = true;
         return at(held_);
@@ -185,22 +184,22 @@ class BlockStream {
                 numbers_[buffer] = source_->start(comes, to, stream_, changed);
             });
         if (changed != kNoBlock)
-            r.noted = note_transfer({streamed_.of, false, route_back(route_), bytes_of(changed)});
-        if (comes != kNoBlock) r.noted = note_transfer({streamed_.of, false, route_, bytes_of(comes)});
+            r.noted = note_transfer({kind_.of, false, route_back(route_), bytes_of(changed)});
+        if (comes != kNoBlock) r.noted = note_transfer({kind_.of, false, route_, bytes_of(comes)});
     }
     void join(size_t buffer) {
         Buffer& r = buffers_[buffer];
         if (!std::exchange(r.under_way, false)) return;
-        if (arena_.rehearsing()) return note_wait(streamed_.of, r.noted);
+        if (arena_.rehearsing()) return note_wait(kind_.of, r.noted);
         host_act([this, buffer] {
-            const Waiting waiting(streamed_.of);
+            const Waiting waiting(kind_.of);
             source_->finish(numbers_[buffer], stream_);
         });
     }
 
     Arena& arena_;
     const Stream& stream_;
-    const Lent streamed_;
+    const StreamedKind kind_;
     BlockSource* source_ = nullptr;
     Route route_ = Route::DiskRead;
     std::vector<size_t> bytes_;
@@ -279,7 +278,7 @@ class DiskBlockSource : public BlockSource {
         assert(changed == kNoBlock);
         return start(blocks_[static_cast<size_t>(block)], buffer, stream);
     }
-    // Reads something else to the buffer `buffer`, at most as many bytes as the largest block. Work queued on
+    // Reads something else to `buffer`, at most as many bytes as the largest block. Work queued on
     // the stream from here on finds it there. No block may be under way.
     void read(DiskReads reads, size_t bytes, char* buffer, Stream stream) {
         now_ = {std::move(reads), {}, bytes};

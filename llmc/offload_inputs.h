@@ -53,7 +53,7 @@ class OffloadedInputs {
         if (layers_ == 0) return;
         shape_ = shape;
         for (Slot& slot : slots_) {
-            slot.buffer.take(in_chunks() ? "parked_rows" : "parked_input",
+            slot.buffer.take(in_chunks() ? "offloaded_input_rows" : "offloaded_input",
                              in_chunks() ? chunk_bytes(shape, chunk_rows_) : stored_bytes(shape), place_);
             if (!in_chunks()) slot.input = Tensor<T>(slot.buffer.template data<T>(), shape);
         }

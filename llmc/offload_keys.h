@@ -39,10 +39,11 @@ class OffloadedKeys {
         columns_ = columns;
         const auto elements = static_cast<size_t>(rows_ * columns);
         own_.take("keys_and_values", elements * sizeof(T), place_);
-        for (OffloadBuffer& buffer : keys_.buffers) buffer.take("parked_keys", elements * sizeof(T), place_);
+        for (OffloadBuffer& buffer : keys_.buffers)
+            buffer.take("offloaded_keys", elements * sizeof(T), place_);
         if (!with_sums) return;
         for (OffloadBuffer& buffer : sums_.buffers)
-            buffer.take("parked_sums", elements * sizeof(float), sums_place_, "gradient");
+            buffer.take("offloaded_key_sums", elements * sizeof(float), sums_place_, "gradient");
     }
     void release() {
         own_.release();
@@ -60,8 +61,8 @@ class OffloadedKeys {
         return Tensor<T>(own_.template data<T>(), {rows, columns_});
     }
     void store(int64_t piece) { own_.exchange(piece, {}); }
-    // A piece (rows, columns). Work queued on the stream may use it until another piece is borrowed. `next`
-    // is the piece that is likely to be borrowed next; it is prefetched.
+    // A piece (rows, columns). Work queued on the stream may use it until another piece is fetched. `next`
+    // is the piece that is likely to be fetched next; it is prefetched.
     Tensor<T> fetch(int64_t piece, int64_t next) {
         return Tensor<T>(keys_.fetch(piece, next, false).template data<T>(), {rows_, columns_});
     }

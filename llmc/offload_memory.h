@@ -22,7 +22,7 @@
 // One such memory.
 struct Place {
     const char* option;      // the option that asks for it
-    Placement placement;     // Home::Device if there is none
+    Placement placement;     // Placement::Device if there is none
     size_t bytes;            // 0: there is none
     size_t buffer_bytes;     // the bytes of a transfer,
     size_t buffers;          // and how many transfers are under way at a time
@@ -81,7 +81,7 @@ class Places {
     // them (0: all).
     int offloaded_layers() const {
         const int layers = model_.layout.config().layers;
-        return o_.park < 0 ? layers : std::min(o_.park, layers);
+        return o_.offloaded_inputs < 0 ? layers : std::min(o_.offloaded_inputs, layers);
     }
     int64_t input_chunk_rows() const { return o_.attention_rows < length() ? o_.attention_rows : 0; }
     // How many rows of keys and values are offloaded at a time; 0: they stay on the device.

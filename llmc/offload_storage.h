@@ -45,7 +45,7 @@ class OffloadStorage {
     virtual void write(uint64_t at, size_t bytes, const void* host) = 0;
     // The host address of offset `at`; null if this memory is not in host memory.
     virtual char* address(uint64_t /*at*/) const { return nullptr; }
-    // Starts storing the bytes of the buffer `buffer` at offset `to`, and after that fetching as many from
+    // Starts storing the bytes of `buffer` at offset `to`, and after that fetching as many from
     // offset `from` into it; either may be absent. Both run after the work queued on the stream so far.
     // Returns a number for join().
     virtual size_t exchange(char* buffer, size_t bytes, std::optional<uint64_t> to,

@@ -58,9 +58,9 @@ struct Options {
     // Placements of --offload (options_placement.h).
     std::string weights = "device", embeddings = "device", gradients = "device", state = "device",
                 updates = "device";
-    int prefetch = 1;        // prefetch distance, in blocks
-    int state_buffers = 32;  // chunks; -1: as many as a block has
-    int park = 0;            // number of layers; -1: all
+    int prefetch = 1;          // prefetch distance, in blocks
+    int state_buffers = 32;    // chunks; -1: as many as a block has
+    int offloaded_inputs = 0;  // number of layers; -1: all
     bool park_keys = false;
     std::string recompute = "gelu";
     // Rows of a chunk; 0: all, -1: auto.

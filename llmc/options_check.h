@@ -99,7 +99,7 @@ inline void check_memory(const Options& o) {
     if (o.has("--memory") && o.batch != 0 && o.has("--recompute"))
         fail("--memory %s chooses what to recompute itself: leave --recompute %s out", o.memory.c_str(),
              o.recompute.c_str());
-    if (o.has("--memory") && o.park > 0)
+    if (o.has("--memory") && o.offloaded_inputs > 0)
         fail("--memory %s: chooses among blocks that are alike: --offload inputs=%s without a number, or not",
              o.memory.c_str(), parked_home_name());
     if (o.allow_8bit && !o.resume.empty())

@@ -92,12 +92,12 @@ inline std::string set_inputs(Options& o, const std::string& value) {
     if (placement == "device" && placement != value)
         return "a number is of layers whose inputs leave the device";
     const std::string wrong = check_parked_home(placement);
-    if (wrong.empty()) o.park = placement == "device" ? 0 : layers;
+    if (wrong.empty()) o.offloaded_inputs = placement == "device" ? 0 : layers;
     return wrong;
 }
 inline std::string inputs_value(const Options& o) {
-    if (o.park == 0) return "device";
-    return "auto" + (o.park < 0 ? "" : ":" + std::to_string(o.park));
+    if (o.offloaded_inputs == 0) return "device";
+    return "auto" + (o.offloaded_inputs < 0 ? "" : ":" + std::to_string(o.offloaded_inputs));
 }
 
 inline const PlacementOption kPlacements[] = {
@@ -140,7 +140,7 @@ inline const PlacementOption kPlacements[] = {
          if (wrong.empty()) o.park_keys = value != "device";
          return wrong;
      },
-     [](const Options& o) { return o.park == -1; }, false},
+     [](const Options& o) { return o.offloaded_inputs == -1; }, false},
 };
 
 // The placement with this key.

@@ -207,7 +207,7 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r) {
     totals["total"] = r.total();
     j["elsewhere"] = {{"pinned_host", r.pinned},
                       {"on_disk", r.on_disk},
-                      {"parked", r.offloaded},
+                      {"offloaded", r.offloaded},
                       {"working_file", r.working}};
     j["host"] = {{"pinned", r.all_pinned()}, {"unpinned", r.unpinned}};
     if (r.narrower > 0) j["stored"] = {{"saved_bytes", r.narrower}, {"widening_seconds", r.widening_seconds}};

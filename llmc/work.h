@@ -68,7 +68,7 @@ struct Work {
     std::string text() const { return product.m ? name + (" " + product.text()) : name; }
 };
 
-// PlacementOption: where weights and their state are, and where offloaded inputs of blocks wait.
+// Placement: where weights and their state are, and where offloaded inputs of blocks wait.
 enum class Placement { Device, Host, Disk };
 inline constexpr const char* kPlacementNames[] = {"device", "host", "disk"};
 

@@ -122,7 +122,7 @@ def test_all_that_changes_no_bit_beside_it(train, llama):
         assert trained(train, llama, "other", *options, *more) == first, more
     # The input of one of the two blocks is not offloaded in chunks.
     mix = (*options, "--recompute", "norm:1,block:1")
-    assert trained(train, llama, "mix", *mix) == trained(train, llama, "parked", *mix, "--offload", "inputs=auto")
+    assert trained(train, llama, "mix", *mix) == trained(train, llama, "offloaded", *mix, "--offload", "inputs=auto")
     one = (*options[:2], "--advanced", "clip=block")
     assert trained(train, llama, "a", *one) == trained(train, llama, "b", *one, "--update-in-backward")
 
@@ -135,7 +135,7 @@ PIECES = ("--seq-len", LONG, "--chunk-rows", "attention=256,mlp=256")
 def check_parked_keys(train, work, *options):
     """With windows and documents, tiles of keys begin elsewhere, so the last bits differ."""
     (loss, gradients), (parked_loss, parked) = (step(train, work, name, *options, *more)
-                                                for name, more in (("here", ()), ("parked", ("--offload", "keys=auto",))))
+                                                for name, more in (("here", ()), ("offloaded", ("--offload", "keys=auto",))))
     assert loss == pytest.approx(parked_loss, rel=bound(train, 1e-6, 1e-4))
     for name in gradients:
         assert (gradients[name] - parked[name]).norm() <= bound(train, 2e-6, 1e-2) * gradients[name].norm(), name

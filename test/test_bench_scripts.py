@@ -281,7 +281,7 @@ def test_transformers_loss_is_its_own(tmp_path, family):
     """What is timed is the model's own loss, without dropout."""
     module = load("torch_folder")
     model = make(tmp_path / "tiny", "--family", family, "--vocab", 300)
-    options = module.parse_options(["--model", str(model), "--advanced", "attention=eager"])
+    options = module.parse_options(["--model", str(model), "--attention", "eager"])
     loss, vocabulary = module.load(options)
     window = torch.randint(vocabulary, (3, 9), generator=torch.Generator().manual_seed(1))
     assert vocabulary == 300 and not loss.training

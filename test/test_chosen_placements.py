@@ -64,7 +64,7 @@ def test_memory_chooses_how_far_ahead_blocks_come(train, wide, tmp_path):
         chosen = json.loads(train(*command, "--rates", rates, "--plan", "json", cwd=work).stdout)
         said = re.search(r"--prefetch (\d+)", chosen["choice"][0]["residences"])
         assert (int(said[1]) if said else 1) == ahead
-        assert sum(b["name"] == "lent_block" for b in chosen["buffers"]) == min(ahead + 1, 12)
+        assert sum(b["name"] == "streamed_block" for b in chosen["buffers"]) == min(ahead + 1, 12)
         asked = json.loads(train(*command, "--prefetch", ahead, "--rates", rates, "--plan", "json", cwd=work).stdout)
         assert asked["totals"] == chosen["totals"]
         train(*command, "--rates", rates, "--out", f"out{ahead}", cwd=work)

@@ -158,7 +158,7 @@ def test_two_slices_are_in_memory_and_rows_that_are_used(train, wide, tmp_path):
     work = linked(tmp_path, wide)
     memory, disk = plan(train, work), plan(train, work, *ELSEWHERE)
     row, width = 512 * 2, 512 * (4 if train.precision == "fp32" else 2)
-    assert [b["bytes"] for b in disk["buffers"] if b["name"] == "lent_vocabulary"] == 2 * [SLICE * row]
+    assert [b["bytes"] for b in disk["buffers"] if b["name"] == "streamed_vocabulary"] == 2 * [SLICE * row]
     assert disk["elsewhere"]["on_disk"] == 2 * VOCAB * row
     padded = -(-VOCAB // 128) * 128  # rows of a matrix that is both, or of the embedding
     weights = [next(b["bytes"] for b in report["buffers"] if b["name"] == "weights") for report in (memory, disk)]

@@ -321,7 +321,7 @@ def test_what_is_pinned_is_what_is_planned(tmp_path, where):
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
     options = (*DATA, "--steps", 2, *where)
     planned = played("bf16").plan(*(tmp_path / part if part in ("model", "data.bin") else part for part in options))
-    pinned, in_files = planned["host"]["pinned"], planned["elsewhere"]["working_file"] + planned["elsewhere"]["parked"]
+    pinned, in_files = planned["host"]["pinned"], planned["elsewhere"]["working_file"] + planned["elsewhere"]["offloaded"]
     assert pinned > planned["elsewhere"]["pinned_host"]  # also batches, and the results of steps
     said = played("bf16", GPU_PINNED=str(pinned))(*options, cwd=tmp_path).stdout.decode()
     for what, size in (("pinned in host memory", pinned), ("taken in files", in_files)):

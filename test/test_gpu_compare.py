@@ -58,7 +58,7 @@ def test_a_gpu_of_which_nothing_is_known_is_no_failure(tmp_path, capsys):
     assert gpu_compare.known_gpu("NVIDIA A100-SXM4-80GB")[0] == "A100"
 
 
-@pytest.mark.parametrize("change, named", [({"precision": "fp32"}, "fp32"), ({"operations": None}, "--bench", "ops")])
+@pytest.mark.parametrize("change, named", [({"precision": "fp32"}, "fp32"), ({"operations": None}, "--bench ops")])
 def test_other_benches_are_refused(tmp_path, capsys, change, named):
     bench = {key: value for key, value in (BENCH | change).items() if value is not None}
     with pytest.raises(SystemExit) as ended:

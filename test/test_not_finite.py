@@ -64,7 +64,7 @@ def test_a_weight(train_fp32, work, options):
         lora = ("--model", "model", "--train", "lora", *DATA, "--steps", 2, *options)
         not_finite(train_fp32, work, *lora, "--out", "out", named=(name,))
         not_finite(train_fp32, work, "--model", "model", *VALIDATION, *options, named=(name,))
-        if "--base" in options:
+        if "nf4" in options or "nf4-double" in options:
             not_finite(train_fp32, work, *lora, "--save-base", "base", named=(name,))
         assert not (work / "base").exists() and not (work / "out").exists()
         save_file(whole, work / "model" / "model.safetensors", metadata={"format": "pt"})

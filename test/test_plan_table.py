@@ -42,7 +42,7 @@ def test_rows(train, llama, tmp_path, capsys):
     plan = train.plan("--model", llama, *STEP, "--sample", "tokens=0", "--offload", "weights=disk,inputs=auto", "--recompute",
                       "block")
     fastest = train.plan("--model", llama, *STEP, "--sample", "tokens=0", "--memory", "1000GiB")
-    parked = "parked" if train.device == "cpu" else "pinned_host"
+    parked = "offloaded" if train.device == "cpu" else "pinned_host"
     assert plan["elsewhere"]["on_disk"] > 0 and plan["elsewhere"][parked] > 0
     assert disk["planned on the device, MiB"] == f"{plan['totals']['total'] / 2**20:,.0f}"
     assert disk["a step, s"] == f"{plan['estimated_seconds']:.3g}"
@@ -106,7 +106,7 @@ def test_gpus(llama, tmp_path, capsys):
 import json, os
 seconds = {"A100": 3, "4090": 6, "H100": 1}[os.environ["GPU"]]
 print(json.dumps({"totals": {"total": 0},
-                  "elsewhere": {"pinned_host": 5 << 29, "on_disk": 1 << 30, "parked": 1 << 31, "working_file": 1 << 32},
+                  "elsewhere": {"pinned_host": 5 << 29, "on_disk": 1 << 30, "offloaded": 1 << 31, "working_file": 1 << 32},
                   "estimated_seconds": seconds, "tokens_per_second": 1, "rates": "nominal",
                   "phases": [{"name": "forward", "seconds": seconds, "bound_by": "link", "products": seconds / 2, "disk": 0,
                               "link": seconds / 2, "host": 0}]}))

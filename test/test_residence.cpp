@@ -1,5 +1,5 @@
 // test_residence.cpp - blocks (streamed data) in any order, with any prefetch distance: each has arrived when
-// it is borrowed, what was changed is stored, and nothing is fetched that is there already.
+// it is fetched, what was changed is stored, and nothing is fetched that is there already.
 
 #include <algorithm>
 #include <deque>
@@ -13,7 +13,7 @@
 
 namespace {
 
-// BlockStream of one number each. A transfer arrives when it is waited for, and not before.
+// Blocks of one number each. A transfer arrives when it is waited for, and not before.
 class Numbers : public BlockSource {
   public:
     explicit Numbers(int blocks) : values(static_cast<size_t>(blocks)) {
@@ -125,7 +125,7 @@ TEST(BlockStream, ComeSoFarAhead) {
     }
 }
 
-// BlockStream that are only written are not fetched first, but are stored.
+// Blocks that are only written are not fetched first, but are stored.
 TEST(BlockStream, WithoutContents) {
     Lending l(5, 1);
     l.blocks.come_with_contents(false);
@@ -146,7 +146,7 @@ TEST(BlockStream, WithoutContents) {
     EXPECT_EQ(l.noted(Route::DiskWrite), 5);
 }
 
-// Any order, announced in parts, with blocks that are borrowed several times and changed now and then. Run
+// Any order, announced in parts, with blocks that are fetched several times and changed now and then. Run
 // twice, as something recorded is.
 TEST(BlockStream, InAnyOrder) {
     for (unsigned seed = 0; seed < 200; seed++) {

@@ -51,7 +51,7 @@ def test_two_blocks_have_gradients_in_memory(train, wide, tmp_path):
     device, disk = (full_plan(train, work, *where) for where in ((), GRADIENTS))
     block = ((4 + 3 * 3) * 512 * 512 + 2 * 512) * (4 if train.precision == "fp32" else 2)
     sectors = (block + 4095) // 4096 * 4096
-    assert [b["bytes"] for b in disk["buffers"] if b["name"] == "lent_gradients"] == 2 * [sectors + 4096]
+    assert [b["bytes"] for b in disk["buffers"] if b["name"] == "streamed_gradients"] == 2 * [sectors + 4096]
     assert device["totals"]["gradients"] - disk["totals"]["gradients"] == 12 * block
     assert disk["elsewhere"]["working_file"] == 12 * sectors
     for options, named in ((("--update-in-backward", "--clip", 0), "--update-in-backward"), (("--train", "lora"), "trained whole")):
@@ -97,7 +97,7 @@ def test_two_blocks_and_a_ring_are_in_memory(train, wide, tmp_path):
     device, disk = (full_plan(train, work, *where) for where in ((), ELSEWHERE[2]))
     width = 4 if train.precision == "fp32" else 2
     parameters = (4 + 3 * 3) * 512 * 512 + 2 * 512
-    rooms = [b["bytes"] for b in disk["buffers"] if b["name"] == "lent_block"]
+    rooms = [b["bytes"] for b in disk["buffers"] if b["name"] == "streamed_block"]
     assert rooms == 2 * [(parameters * width + 4095) // 4096 * 4096 + 4096]
     assert disk["totals"]["optimizer_m"] == disk["totals"]["optimizer_v"] == disk["totals"]["master"] == 0
     assert device["totals"]["weights"] - disk["totals"]["weights"] == 12 * parameters * width
@@ -117,7 +117,7 @@ def test_the_files_of_a_run_are_those_of_its_plan(train, wide4, tmp_path, where)
     """To the byte, measured from outside; and the run says so."""
     work = linked(tmp_path, wide4)
     planned = full_plan(train, work, *where)["elsewhere"]
-    planned = planned["working_file"] + planned["parked"]
+    planned = planned["working_file"] + planned["offloaded"]
     with running(train, *DATA, "--steps", 10**6, "--sample", "tokens=0", *where, cwd=work, text=True) as process:
         said = wait_for_line(process, "^taken in files")
         files = [file for file in pathlib.Path(f"/proc/{process.pid}/fd").iterdir() if "/train-" in os.readlink(file)]

@@ -87,7 +87,7 @@ def test_two_blocks_are_in_memory_and_no_page_of_the_files(train, wide, tmp_path
     drop_from_cache(*files)
     memory, disk = plan(train, work), plan(train, work, *DISK)
     block = (4 + 3 * 3) * 512 * 512 * 2
-    rooms = [b for b in disk["buffers"] if b["name"] == "lent_block"]
+    rooms = [b for b in disk["buffers"] if b["name"] == "streamed_block"]
     matrices = disk["elsewhere"]["on_disk"]
     assert [room["bytes"] for room in rooms] == 2 * [block] and matrices == 12 * block
     assert disk["totals"]["weights"] == memory["totals"]["weights"] - matrices * (1 if train.precision == "bf16" else 2)
@@ -139,7 +139,7 @@ def test_blocks_have_two_rooms(train, wide, tmp_path, recompute, order):
     report = plan(train, work, *options)
     bench = train(*LORA[2:], "--model", "model", *options, "--bench", "json", "--steps", "1", "--warmup", "0", cwd=work)
     block = (4 + 3 * 3) * 512 * 512 * 2
-    assert [b["bytes"] for b in report["buffers"] if b["name"] == "lent_block"] == 2 * [block]
+    assert [b["bytes"] for b in report["buffers"] if b["name"] == "streamed_block"] == 2 * [block]
     assert json.loads(bench.stdout)["links"]["disk_read"]["bytes"] == 22 * block
 
 
@@ -150,7 +150,7 @@ def test_blocks_may_come_from_farther_ahead(train, wide, tmp_path, ahead):
     work = linked(tmp_path, wide)
     block = (4 + 3 * 3) * 512 * 512 * 2
     where = (*DISK, "--prefetch", ahead)
-    rooms = [b["bytes"] for b in plan(train, work, *where)["buffers"] if b["name"] == "lent_block"]
+    rooms = [b["bytes"] for b in plan(train, work, *where)["buffers"] if b["name"] == "streamed_block"]
     assert rooms == (ahead + 1) * [block]
     bench = train(*LORA[2:], "--model", "model", *where, "--bench", "json", "--steps", "1", "--warmup", "0", cwd=work)
     assert json.loads(bench.stdout)["links"]["disk_read"]["bytes"] == (24 - ahead - 1) * block

@@ -46,6 +46,7 @@
 #include "llmc/plan_timeline.h"       // write_timeline()
 #include "llmc/rates_calibrate.h"     // calibrate()
 #include "llmc/rates_device.h"        // Rates: how fast the device is
+#include "llmc/run_inputs_check.h"    // RunInputs: what a run reads, opened and checked
 #include "llmc/run_model.h"           // RunModel: the states of the model and adapter
 #include "llmc/run_saves.h"           // RunSaves: saves, and resumes from them
 #include "llmc/sample.h"              // Sample: draws and prints a text

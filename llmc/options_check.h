@@ -101,7 +101,7 @@ inline void check_memory(const Options& o) {
              o.recompute.c_str());
     if (o.has("--memory") && o.offloaded_inputs > 0)
         fail("--memory %s: chooses among blocks that are alike: --offload inputs=%s without a number, or not",
-             o.memory.c_str(), parked_home_name());
+             o.memory.c_str(), activation_placement_name());
     if (o.allow_8bit && !o.resume.empty())
         fail("--state-formats auto: a resumed run keeps the formats of --resume %s", o.resume.c_str());
     if (o.allow_8bit && !o.has("--memory"))

@@ -65,7 +65,7 @@ inline std::string check_parked_home(const std::string& placement) {
     return "device, " + there + " or auto, which is " + there + " in this build";
 }
 
-inline const char* parked_home_name() { return kPlacementNames[static_cast<int>(kActivationPlacement)]; }
+inline const char* activation_placement_name() { return kPlacementNames[static_cast<int>(kActivationPlacement)]; }
 
 constexpr int kMostChunks = 1 << 30;
 
@@ -156,7 +156,7 @@ inline std::string placements_text(const Options& chosen, const Options& given) 
     for (const PlacementOption& p : kPlacements) {
         std::string value = p.value(chosen);
         if (value == p.value(given)) continue;
-        if (value.starts_with("auto")) value.replace(0, 4, parked_home_name());
+        if (value.starts_with("auto")) value.replace(0, 4, activation_placement_name());
         offload += (offload.empty() ? " --offload " : ",") + (p.key + ("=" + value));
     }
     if (chosen.prefetch != given.prefetch) text += " --prefetch " + std::to_string(chosen.prefetch);

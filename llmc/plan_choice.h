@@ -18,7 +18,7 @@
 #include "llmc/plan_report.h"
 #include "llmc/plan_settings.h"
 #include "llmc/rates_file.h"
-#include "llmc/run_inputs.h"
+#include "llmc/run_inputs_check.h"
 
 // ---- settings
 //

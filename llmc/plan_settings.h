@@ -200,11 +200,11 @@ Movable movable(const Options& o, const RunInputs& inputs, bool with_files) {
     if (is_open("updates") && !kHostIsDevice) m.values["updates"] = {"host"};
     const auto state = o.given.find("--offload.state");
     m.buffers = state == o.given.end() || state->second[0].find(':') == std::string::npos;
-    if (is_open("inputs") && moves) m.values["inputs"] = {parked_home_name()};
+    if (is_open("inputs") && moves) m.values["inputs"] = {activation_placement_name()};
     // Keys can be offloaded only if attention may take rows in chunks of whole pieces of keys.
     const bool long_enough = !o.has("--chunk-rows.attention") && o.seq_len > 2 * kFewestAttentionRows;
     const bool in_pieces = o.attention_rows != 0 && o.attention_rows % kKeyPiece <= 0;
-    if (is_open("keys") && moves && (long_enough || in_pieces)) m.values["keys"] = {parked_home_name()};
+    if (is_open("keys") && moves && (long_enough || in_pieces)) m.values["keys"] = {activation_placement_name()};
     return m;
 }
 

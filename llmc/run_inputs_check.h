@@ -1,0 +1,329 @@
+// run_inputs_check.h - the checks of what a run reads: mistakes that show only when the options are seen
+// beside the model, the data, the save that is resumed and the device. Each fails in one line.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "llmc/outputs.h"
+#include "llmc/run_inputs.h"
+#include "llmc/save_resume.h"
+
+// Fails if chunks of rows were given that are larger than all rows (unless the length is still to be chosen),
+// or if no block would use them.
+inline void RunInputs::check_chunks() const {
+    const auto given = [&](const char* option, int64_t rows) {
+        return rows > 0 && o_.has(option) && !o_.saved.contains(option);
+    };
+    const auto number = [](int64_t n) { return static_cast<long long>(n); };
+    const int64_t length = o_.chose_length ? kMostPositions : o_.seq_len + adapter.prompt_tokens;
+    const int64_t batch_rows = o_.batch * length, of_mlp = o_.mlp_rows, of_attention = o_.attention_rows;
+    if (given("--chunk-rows.mlp", of_mlp) && o_.batch > 0 && of_mlp > 8 * ceil_div(batch_rows, 8))
+        fail("--chunk-rows mlp=%lld: a micro-batch has %lld; all takes all", number(of_mlp),
+             number(batch_rows));
+    if (!given("--chunk-rows.attention", of_attention)) return;
+    if (of_attention > 128 * ceil_div(length, 128))
+        fail("--chunk-rows attention=%lld: a sequence has %lld; all takes all", number(of_attention),
+             number(length));
+    if (o_.park_keys && of_attention >= length)
+        fail(
+            "--offload keys=%s: --chunk-rows attention=%lld takes all rows of a sequence at once, so that no "
+            "keys can be offloaded",
+            activation_placement_name(), number(of_attention));
+    const std::vector<int> levels =
+        parse_levels(o_.recompute, recompute_names(), config.layers, "--recompute");
+    if (o_.steps > 0 && !o_.has("--memory") && std::ranges::find(levels, kLastLevel) == levels.end())
+        fail("--chunk-rows attention=%lld: is for blocks that keep nothing: --recompute block",
+             number(of_attention));
+}
+
+// Fails if an existing model is to be trained without data.
+inline void RunInputs::check_has_data() const {
+    if (data || o_.plan || o_.steps == 0 || !o_.bench.empty()) return;
+    fail(
+        "--data is missing: what --model %s is to be trained on; --prompt generates without, and --steps 0 "
+        "validates, merges or saves without training",
+        o_.model.c_str());
+}
+
+// Fails if options for examples are given and no data are examples.
+inline void RunInputs::check_example_options() const {
+    if (packs()) return;
+    for (const char* name : {"--loss-on", "--chat-format"})
+        if (o_.has(name))
+            fail("%s %s is for examples in JSON (.jsonl, .ndjson, .json), and the data have none", name,
+                 o_.first(name));
+}
+
+// Fails if a model with quantized matrices would be trained or saved as a whole, or if its matrices cannot be
+// quantized as asked.
+inline void RunInputs::check_base() const {
+    const bool is_so = config.has_nf4 || gguf, stores = !o_.base.empty() || !o_.store.empty(),
+               quantizes = stores || !o_.head.empty();
+    const std::string asked = "--base " + (!o_.base.empty()    ? o_.base
+                                           : !o_.store.empty() ? o_.store[0]
+                                                               : "head=" + o_.head);
+    check_stored(stored(), config);
+    const std::string why =
+        is_so ? "--model " + o_.model + ": its files are " + (gguf ? "GGUF" : "NF4") : asked;
+    if ((is_so || quantizes) && o_.steps > 0 && !adapter)
+        fail("%s: quantized weights are not trained; --train lora or prompt trains beside them", why.c_str());
+    if (is_so && stores)
+        fail("%s: the files of --model %s are quantized already", asked.c_str(), o_.model.c_str());
+    if ((is_so || quantizes) && o_.steps == 0 && !o_.out.empty() && !adapter)
+        fail("--out %s: is for what is trained; --save-base DIR saves a base in NF4, --merge DIR a model",
+             o_.out.c_str());
+    if (quantizes && !resumed.empty() && !adapter)
+        fail("%s: --resume %s is a whole model: give it as --model", asked.c_str(), o_.resume.c_str());
+    if (quantizes && parse_new_model(o_.model) && o_.bench.empty())
+        fail("%s: is for a model that was trained: give its folder as --model", asked.c_str());
+    if (gguf && !o_.head.empty())
+        fail("--base head=%s: is for a folder; a GGUF's head is kept in the build's precision",
+             o_.head.c_str());
+    if (o_.head == "8bit" && config.channels % Q8_0::kElements != 0)
+        fail("--base head=8bit: blocks of %d do not divide the model's %d channels; use head=nf4",
+             Q8_0::kElements, config.channels);
+}
+
+// The format of a linear layer's matrix; null if it is not quantized. `files` is a folder in NF4, or null.
+inline const WeightFormat* RunInputs::format_in_base(const LinearModule& m,
+                                                     const SafetensorsFolder* files) const {
+    const WeightFormat* format = nullptr;
+    const std::string name = full_name(config, m) + ".weight";
+    if (gguf) format = &format_of(*gguf->get(name, {m.outputs, m.inputs}).tensor);
+    if (files) format = &Nf4File(*files, name).format();
+    for (const StoredAs& s : stored())
+        if (is_among(config, m, s.target)) format = s.format;
+    const bool floats = format == &kStoredF32 || format == &kStoredF16 || format == &kStoredBf16;
+    return floats ? nullptr : format;
+}
+
+// Describes how this run's base is quantized: by one format for all layers, or by the layer's name if it is
+// the same in all blocks, or else layer by layer.
+inline AdapterBase RunInputs::describe_base() const {
+    AdapterBase base;
+    std::optional<SafetensorsFolder> files;
+    if (config.has_nf4) files.emplace(model, config.family->prefix);
+    std::map<std::string, std::map<std::string, std::string>>
+        formats;  // by the layer's name in a block, then by its whole name
+    std::set<std::string> all;
+    for (const LinearModule& m : linear_modules(config)) {
+        const WeightFormat* const format = format_in_base(m, files ? &*files : nullptr);
+        const std::string name = format ? stored_name(*format) : "";
+        all.insert(formats[m.name][full_name(config, m)] = name);
+    }
+    const auto add = [&](const std::string& layers, const std::string& format) {
+        if (!format.empty()) base.linear_layers[layers] = format;
+    };
+    if (all.size() == 1) add("all", *all.begin());
+    for (const auto& [module, of_blocks] : formats) {
+        if (all.size() == 1) break;
+        std::set<std::string> different;
+        for (const auto& [name, format] : of_blocks) different.insert(format);
+        if (different.size() == 1) add(module, *different.begin());
+        for (const auto& [name, format] : of_blocks)
+            if (different.size() > 1) add(name, format);
+    }
+    if (!o_.head.empty()) base.head = stored_name(head_format());
+    return base;
+}
+
+// Fails if an adapter was trained with a model that was quantized differently. If this run's options
+// explicitly say how the model is quantized, only prints that.
+inline void RunInputs::check_adapter_base() {
+    if (!adapter || parse_new_model(o_.model)) return;
+    if (o_.plan && config.has_nf4 && !has_weights(model)) return;  // the weights' files would say the formats
+    const AdapterBase now = describe_base();
+    const std::optional<AdapterBase> then = adapter.base;
+    if (o_.steps > 0 || !then) adapter.base = now;
+    if (!then || *then == now) return;
+    const std::string named = held_adapter ? "--adapter " + o_.adapter : "--resume " + o_.resume;
+    const std::string what =
+        format("%s: was trained beside a model %s, and --model %s is one %s", named.c_str(),
+               then->text().c_str(), o_.model.c_str(), now.text().c_str());
+    if (o_.any_base || (o_.has("--base") && !o_.saved.contains("--base"))) {
+        fprintf(stderr, "%s\n", what.c_str());
+        return;
+    }
+    const bool can = !gguf && !config.has_nf4 && then->is_quantized() && then->has_options();
+    fail("%s: %s, or --base none to take this one", what.c_str(),
+         can ? ("add --base " + then->option_value()).c_str() : "give that model as --model");
+}
+
+// Fails if what is trained cannot be placed in `home`.
+inline void RunInputs::check_placement(const char* key, const std::string& placement) const {
+    if (placement == "host" && kHostIsDevice)
+        fail("--offload %s=host: on a CPU the host's memory is the device's; %s=disk takes none", key, key);
+}
+
+// Fails if a frozen model's weights cannot be placed in `home`.
+inline void RunInputs::check_frozen_placement(const char* key, const std::string& placement) const {
+    if (placement == "host" && kHostIsDevice) check_placement(key, placement);
+    if (parse_new_model(o_.model))
+        fail("--offload %s=%s: is for a model that is in files, and --model %s is a new one", key,
+             placement.c_str(), o_.model.c_str());
+    if (o_.steps == 0 && !o_.out.empty() && !adapter)
+        fail("--offload %s=%s: nothing is trained that --out %s could save", key, placement.c_str(),
+             o_.out.c_str());
+    if (!resumed.empty() && !adapter)
+        fail("--offload %s=%s: --resume %s is a whole model: give it as --model", key, placement.c_str(),
+             o_.resume.c_str());
+    if (!o_.save_base.empty())
+        fail("--offload %s=%s: --save-base %s is for a base on the device", key, placement.c_str(),
+             o_.save_base.c_str());
+}
+
+// Fails if the host's cores cannot do the updates.
+inline void RunInputs::check_updates() const {
+    if (kHostIsDevice) fail("--offload updates=host: is for a GPU's host; on a CPU that is the device");
+    if (o_.saved.count("--offload.updates"))
+        return;  // it only applies if the state is still outside the device
+    if (o_.state == "device" && (!o_.has("--memory") || o_.has("--offload.state")))
+        fail("--offload updates=host: is for state outside the device: add state=host or state=disk");
+    for (const auto& [placement, key] :
+         {std::pair{&o_.weights, "weights"}, std::pair{&o_.gradients, "gradients"}})
+        if (*placement == "disk" && !adapter)
+            fail(
+                "--offload updates=host: what the host updates is in its memory or on the device, and not "
+                "%s=disk",
+                key);
+}
+
+// Fails if --offload asks for an impossible placement.
+inline void RunInputs::check_placements() const {
+    const bool trains_model = o_.steps > 0 && !adapter;
+    if (o_.steps > 0) check_placement("state", o_.state);
+    if (o_.gradients != "device" && o_.steps > 0) {
+        const char* const gradients = o_.gradients.c_str();
+        if (adapter) fail("--offload gradients=%s: is of a model that is trained whole", gradients);
+        if (o_.update_in_backward)
+            fail("--offload gradients=%s: with --update-in-backward only one block's are there at a time",
+                 gradients);
+        check_placement("gradients", o_.gradients);
+    }
+    if (o_.updates == "host" && o_.steps > 0) check_updates();
+    if (o_.has("--prefetch") && !o_.saved.count("--prefetch") && !streams_blocks_of(o_) &&
+        !o_.has("--memory"))
+        fail("--prefetch %d: is for offloaded blocks: add --offload weights=disk", o_.prefetch);
+    if (o_.embeddings != "device") {
+        const char* const embeddings = o_.embeddings.c_str();
+        if (trains_model)
+            fail("--offload embeddings=%s: is of a frozen model; --train lora or prompt trains beside one",
+                 embeddings);
+        if (!o_.head.empty())
+            fail("--offload embeddings=%s: --base head=%s is of a head on the device", embeddings,
+                 o_.head.c_str());
+        check_frozen_placement("embeddings", o_.embeddings);
+    }
+    if (o_.weights == "device") return;
+    if (trains_model) return check_placement("weights", o_.weights);
+    check_frozen_placement("weights", o_.weights);
+    if (o_.weights == "disk" && !o_.store.empty())
+        fail(
+            "--offload weights=disk: --base %s is of matrices in memory; those of files are streamed as they "
+            "are: "
+            "--base nf4 --save-base DIR writes files that have them in NF4",
+            o_.store[0].c_str());
+    if (o_.weights == "disk" && !o_.base.empty())
+        fail(
+            "--offload weights=disk: --base %s would be quantized anew each time; save it once with "
+            "--save-base DIR, "
+            "and give --model DIR",
+            o_.base.c_str());
+}
+
+// Fails if --save-base cannot be written, or would overwrite a folder. For a resumed run, a folder that
+// exists is the one that it has saved itself.
+inline void RunInputs::check_saved_base() const {
+    const char* const folder = o_.save_base.c_str();
+    if (!*folder) return;
+    if (gguf) fail("--save-base %s: the matrices of a GGUF are not in NF4", folder);
+    if (!o_.head.empty())
+        fail("--save-base %s: such a base has its head in 16 or 32 bits: leave head=%s to the training",
+             folder, o_.head.c_str());
+    if (o_.base.empty() && !config.has_nf4)
+        fail("--save-base %s: is for matrices in NF4: add --base nf4-double", folder);
+    for (const auto& [option, path] : {std::pair{"--out", &o_.out}, std::pair{"--merge", &o_.merge}})
+        if (!path->empty() && same_file(o_.save_base, *path))
+            fail("--save-base %s: is %s too", folder, option);
+    if (!file_exists(o_.save_base)) return;
+    if (!o_.has("--resume")) fail("--save-base %s: is there already; name a folder that is not", folder);
+    const ModelConfig there = read_model_config(o_.save_base, "--save-base");
+    if (!there.has_nf4 || !(there == config))
+        fail("--save-base %s: holds another model than --model %s in NF4", folder, o_.model.c_str());
+}
+
+// Fails if the data do not fit the model: too few tokens, or tokens beyond the vocabulary.
+inline void RunInputs::check_data() const {
+    for (Dataset* d : {data.get(), val_data.get()})
+        if (d && !d->is_examples() && (!d->is_text() || tokenizer_folder.empty()))
+            d->check_tokens(config.vocabulary);
+    if (val_data) SequenceLoader(*val_data, o_.seq_len, o_.seed, false);
+    if (!data) return;
+    const SequenceLoader loader(*data, o_.seq_len, o_.seed, true);
+    if (o_.batch > 0 && loader.sequences_per_epoch() < static_cast<uint64_t>(o_.batch))
+        fail("--batch %d is more than the data's %llu sequences of %d tokens", o_.batch,
+             static_cast<unsigned long long>(loader.sequences_per_epoch()), o_.seq_len);
+}
+
+// Fails if the data are not those that the save was trained on, unless they were chosen for this run.
+inline void RunInputs::check_resumed_data() {
+    const auto check = [&](const char* option, const Dataset& d, bool chosen) {
+        const std::string& now = facts[option] = data_facts(d);
+        if (progress) check_same_data(option, d.stream_name(0), now, *progress, o_.resume, chosen);
+    };
+    const bool chosen = !o_.saved.contains("--data");
+    const bool val_chosen = o_.has("--val-data") && !o_.saved.contains("--val-data");
+    check("--data", *data, chosen || val_chosen);  // without --val-data its last tenth is held out
+    if (!o_.val_data.empty()) check("--val-data", *val_data, val_chosen);
+}
+
+// Fails if an output cannot be written, or would overwrite an input.
+inline void RunInputs::check_output_files() const {
+    std::vector<Output> files = {{"--timeline", o_.timeline, "{\"model\":"},
+                                 {"--log", o_.log, "{\"step\":"},
+                                 {"--loss-by-position", o_.loss_by_position, "{\"step\":"},
+                                 {"--advanced algorithms", o_.matmul_algorithms, "", Output::Replaced},
+                                 {"--merge", o_.merge, "", Output::Folder}};
+    if (!file_exists(o_.save_base)) files.push_back({"--save-base", o_.save_base, "", Output::Folder});
+    for (const Output& file : files)
+        for (const Dataset* d : {data.get(), val_data.get()})
+            if (d && d->reads(file.path))
+                fail("%s %s: is a file of the data", file.option, file.path.c_str());
+    std::vector<std::string> inputs;
+    if (!parse_new_model(o_.model)) inputs.push_back(o_.model);
+    if (!o_.resume.empty()) inputs.push_back(o_.resume);
+    if (!o_.adapter.empty()) inputs.push_back(o_.adapter);
+    check_outputs(files, o_.out, inputs);
+}
+
+// Fails if --advanced attention=hopper asks for kernels that do not exist in this build or for this model's
+// heads.
+template <class T>
+void check_attention(const Options& o, const ModelConfig& config) {
+    if (o.attention != "hopper") return;
+    if (!kHopperAttention<T>)
+        fail(
+            "--advanced attention=hopper: this build has no such kernels; make DEVICE=cuda PRECISION=bf16 "
+            "with 90a in "
+            "CUDA_ARCH does, and attention=common is in each");
+    if (!hopper_attention_supports(config.head_size))
+        fail(
+            "--advanced attention=hopper does heads of 64 and 128 channels, and the model's have %d: use "
+            "attention=common",
+            config.head_size);
+}
+
+// Fails unless there is a device for this binary and for the attention that was asked for.
+inline void check_device([[maybe_unused]] const Options& o) {
+#ifdef SIMT_GPU
+    check_gpu();
+    if (o.attention == "hopper" && !device_is_hopper())
+        fail(
+            "--advanced attention=hopper is for GPUs of compute capability 9.0, which this one is not: use "
+            "attention=common");
+#endif
+}

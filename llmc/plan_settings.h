@@ -204,7 +204,8 @@ Movable movable(const Options& o, const RunInputs& inputs, bool with_files) {
     // Keys can be offloaded only if attention may take rows in chunks of whole pieces of keys.
     const bool long_enough = !o.has("--chunk-rows.attention") && o.seq_len > 2 * kFewestAttentionRows;
     const bool in_pieces = o.attention_rows != 0 && o.attention_rows % kKeyPiece <= 0;
-    if (is_open("keys") && moves && (long_enough || in_pieces)) m.values["keys"] = {activation_placement_name()};
+    if (is_open("keys") && moves && (long_enough || in_pieces))
+        m.values["keys"] = {activation_placement_name()};
     return m;
 }
 
@@ -280,7 +281,7 @@ inline bool has_files(const Options& o) {
 
 // The bytes that are free for files of the run's own, in the folder for temporary files; 0 if files there
 // cannot bypass the page cache.
-inline size_t space_on_disk() {
+inline size_t ask_space_on_disk() {
     const std::string folder = temporary_folder();
     const int fd = make_nameless_file(folder, O_DIRECT);
     if (fd < 0) return 0;
@@ -288,6 +289,12 @@ inline size_t space_on_disk() {
     struct statvfs info;
     if (statvfs(folder.c_str(), &info) != 0) return 0;
     return static_cast<size_t>(info.f_bavail) * info.f_frsize;
+}
+// The same, asked once: a search and the plan that it leads to see the same space, even if other programs
+// write.
+inline size_t space_on_disk() {
+    static const size_t space = ask_space_on_disk();
+    return space;
 }
 
 // How much memory outside the device --memory may use.

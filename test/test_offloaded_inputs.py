@@ -11,9 +11,9 @@ USUALLY = "bf16"  # see conftest.py
 
 @pytest.mark.parametrize("options", [(), ("--recompute", "none", "--grad-accum", 2), ("--recompute", "block"),
                                      (*DISK, "--recompute", "block:2,gelu:3")], ids=str)
-@pytest.mark.parametrize("layers", [1, 4, "all"])
-def test_parked_inputs_change_no_bit(train, work, options, layers):
-    assert trained(train, work, "a", *options) == trained(train, work, "b", *options, "--offload", f"inputs=auto:{layers}")
+@pytest.mark.parametrize("inputs", ["auto:1", "auto:4", "auto"])
+def test_parked_inputs_change_no_bit(train, work, options, inputs):
+    assert trained(train, work, "a", *options) == trained(train, work, "b", *options, "--offload", f"inputs={inputs}")
 
 
 @pytest.mark.parametrize("options", [(), ("--update-in-backward",)], ids=str)
@@ -45,6 +45,6 @@ def test_parking_needs_room(train, wide, tmp_path):
 def test_parking_of_some_layers_is_not_chosen_for(train, wide, tmp_path):
     work = linked(tmp_path, wide)
     error = train(*LORA, "--steps", 1, "--offload", "inputs=auto:3", "--memory", "1GiB", cwd=work, code=2).stderr.decode()
-    assert "--offload inputs=auto" in error
+    assert "--offload inputs=" in error
     chosen = plan(train, work, "--offload", "inputs=auto", *DISK, "--memory", "250MiB")
     assert chosen["totals"]["total"] <= 250 << 20

@@ -38,7 +38,7 @@ def test_rows(train, llama, tmp_path, capsys):
                    "  --offload inputs=auto --recompute block", "# no case", f"as it is | {llama} | {' '.join(STEP)} |")
     disk, resident = rows["disk"], rows["as it is"]
     assert disk["command"].split() == ["./train", "--plan", "--sample", "tokens=0", "--model", str(llama), *STEP,
-                                       "--offload", "weights=disk,inputs=auto", "--recompute", "block"]
+                                       "--offload", "weights=disk", "--offload", "inputs=auto", "--recompute", "block"]
     plan = train.plan("--model", llama, *STEP, "--sample", "tokens=0", "--offload", "weights=disk,inputs=auto", "--recompute",
                       "block")
     fastest = train.plan("--model", llama, *STEP, "--sample", "tokens=0", "--memory", "1000GiB")
@@ -94,7 +94,7 @@ def test_cases_of_its_own(train_fp32):
     """The built-in cases are valid, with distinct names and existing shapes."""
     cases = plan_table.cases_of(plan_table.CASES, "CASES")
     assert len({c.name for c in cases}) == len(cases) > 5 and {c.model for c in cases} == set(plan_table.SHAPES)
-    help_text = train_fp32("--help").stdout.decode()
+    help_text = train_fp32("--help", "all").stdout.decode()
     options = {word for c in cases for word in c.step + c.homes if word.startswith("--")}
     assert all(re.search(rf"^ +{option}[ ,:]", help_text, re.MULTILINE) for option in options)
 

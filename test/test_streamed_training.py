@@ -63,7 +63,7 @@ def test_two_blocks_have_gradients_in_memory(train, wide, tmp_path):
 def test_every_family_trains_from_the_disk(train, tmp_path, family):
     """With any prefetch distance."""
     work = prepare(tmp_path, family, OPTIONS)
-    in_backward = ("--update-in-backward")
+    in_backward = ("--update-in-backward",)
     for options, elsewhere in ((("--grad-accum", 2), ALL), (in_backward, ELSEWHERE[2])):
         train(*DATA, "--steps", 3, "--sample", "tokens=0", "--out", "memory", *options, cwd=work)
         for ahead in (0, 1, 2):
@@ -131,7 +131,7 @@ def test_a_working_file_needs_room(train, wide, tmp_path, where):
     with small_disk(tmp_path / "small", "4m") as folder:
         small = Train(train.path, TMPDIR=str(folder))
         error = small(*DATA, "--steps", 1, *where, "--out", "out", cwd=work, code=2).stderr.decode()
-    assert error.startswith(f"train: {where[0]} disk") and "TMPDIR" in error and error.count("\n") == 1
+    assert error.startswith(f"train: --offload {where[1].split(',')[0]}: ") and "TMPDIR" in error and error.count("\n") == 1
     assert not (work / "out" / "latest").exists()
 
 

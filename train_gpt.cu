@@ -11,22 +11,31 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <cmath>
+#include <cstdio>
 #include <optional>
+#include <set>
+#include <string>
+#include <vector>
 
 // What the model is made of.
 #include "llmc/arena.h"               // Arena: plans a step's memory by a dry run
 #include "llmc/attention_layer.h"     // AttentionLayer: qkv, heads, attention
 #include "llmc/cross_entropy.cuh"     // the loss and its gradient
-#include "llmc/elementwise.cuh"       // swiglu_forward(), swiglu_backward()
+#include "llmc/elementwise.cuh"       // GELU, SwiGLU, residual_forward()
 #include "llmc/embedding_and_head.h"  // EmbeddingAndHead, EndGradients
 #include "llmc/generate.h"            // generate(): a prompt's continuation
+#include "llmc/gradient_sums.h"       // BlockGradient: where gradients go
+#include "llmc/gradients.h"           // Gradients: of each unit, until the update
 #include "llmc/linear.h"              // linear_forward(), linear_backward(), with LoRA
 #include "llmc/model_positions.h"     // position_factors()
+#include "llmc/model.h"               // Block, Linear: views of a layer's parameters
 #include "llmc/norm_layer.h"          // NormLayer
 #include "llmc/offload_inputs.h"      // OffloadedInputs: of blocks, in host memory or a file
 #include "llmc/precision.h"           // floatX, TensorX, TensorF
 #include "llmc/recompute.h"           // Keep: what a block keeps for backward
 #include "llmc/rows.h"                // Rows, for_each_chunk()
+#include "llmc/weights.h"             // Weights: of each block, wherever they are kept
 #include "llmc/sequence_keys.h"       // SequenceKeys: keys of rows that went before
 
 // What a run is made of.
@@ -38,14 +47,17 @@
 #include "llmc/loss_by_position.cuh"  // LossByPosition, add_position_losses()
 #include "llmc/matmul_search.h"       // search_matmul_algorithms()
 #include "llmc/merge.h"               // for_each_merged(), write_merged()
-#include "llmc/options_parse.h"       // Options, parse_options()
+#include "llmc/metrics.h"             // Metrics: losses and norms of steps
+#include "llmc/offload_memory.h"      // OffloadedMemory: all that is outside the device
+#include "llmc/options_parse.h"       // parse_options()
 #include "llmc/plan.h"                // Plans, make_report()
-#include "llmc/plan_choice.h"         // with_chosen_context(): the longest that fits
+#include "llmc/plan_choice.h"         // with_chosen_setting(), with_chosen_context()
 #include "llmc/plan_free_memory.h"    // require_memory(), remark_shortage()
 #include "llmc/plan_report.h"         // MemoryReport
 #include "llmc/plan_timeline.h"       // write_timeline()
 #include "llmc/rates_calibrate.h"     // calibrate()
-#include "llmc/rates_device.h"        // Rates: how fast the device is
+#include "llmc/rates_file.h"          // rates_of(): how fast the device is
+#include "llmc/rates_device.h"        // device_peak_flops(), measured_matmul_flops()
 #include "llmc/run_inputs_check.h"    // RunInputs: what a run reads, opened and checked
 #include "llmc/run_model.h"           // RunModel: the states of the model and adapter
 #include "llmc/run_saves.h"           // RunSaves: saves, and resumes from them
@@ -60,7 +72,7 @@
 struct MicroBatchOptions {
     int64_t head_rows = 0;   // rows that have logits at a time; 0: all
     std::vector<Keep> keep;  // what each layer keeps for backward
-    bool adds = false;       // to the gradients of earlier micro-batches; else it overwrites them
+    bool adds = false;       // adds to the gradients of earlier micro-batches; else overwrites them
     DropoutOptions dropout;  // its key is the first micro-batch's; the keys of the others follow in memory
 };
 
@@ -90,8 +102,9 @@ struct HeadActivations {
 // A micro-batch in the model.
 struct MicroBatch {
     const DeviceBatch& batch;
-    bool adds;  // to the gradients of earlier micro-batches
-    Rows rows;  // all of the batch
+    int number;  // among those that go through the model together
+    bool adds;   // adds to the gradients of earlier micro-batches
+    Rows rows;   // all of the batch
     std::vector<BlockActivations> blocks;
     TensorX residual = {};    // the residual stream (B, T, C) after the latest block
     TensorX d_residual = {};  // backward: its gradient
@@ -114,7 +127,7 @@ class Gpt {
           gradients_(arena, stream, trained),
           norm_(arena, stream, config_),
           attention_(arena, stream, config_, hopper_attention),
-          ends_(arena, stream, config_, outside, weights_, norm_),
+          embedding_and_head_(arena, stream, config_, outside, weights_, norm_),
           inputs_(arena, stream) {}
 
     // Forward and backward of one micro-batch, or of several that go through each block together
@@ -129,13 +142,13 @@ class Gpt {
     TensorX forward_only(const Tensor<int>& tokens, const Rows& rows, KvCache* cache);
     // The logits (1, V) of the last row of x (.., C), the last block's output.
     TensorX last_logits(const TensorX& x);
-    int64_t prompt_len() const { return ends_.prompt_len(); }
+    int64_t prompt_len() const { return embedding_and_head_.prompt_len(); }
 
     // Its parts, to be connected with what is outside the arena, and the sizes of chunks: rows of the batch
     // in an MLP, and queries of a sequence in attention; 0: all.
     Weights& weights() { return weights_; }
     Gradients& gradients() { return gradients_; }
-    EmbeddingAndHead& ends() { return ends_; }
+    EmbeddingAndHead& ends() { return embedding_and_head_; }
     OffloadedInputs<floatX>& inputs() { return inputs_; }
     SequenceKeys& keys() { return attention_.keys(); }
     void set_chunk_rows(int64_t mlp, int64_t attention) { mlp_rows_ = mlp, attention_rows_ = attention; }
@@ -213,8 +226,8 @@ class Gpt {
     Gradients gradients_;
     const NormLayer norm_;
     AttentionLayer attention_;
-    EmbeddingAndHead ends_;           // from tokens to the residual stream, and from there to logits
-    OffloadedInputs<floatX> inputs_;  // of blocks
+    EmbeddingAndHead embedding_and_head_;  // from tokens to the residual stream, and from there to logits
+    OffloadedInputs<floatX> inputs_;       // of blocks
     int64_t mlp_rows_ = 0, attention_rows_ = 0;  // the sizes of chunks; 0: all rows
 };
 
@@ -280,7 +293,7 @@ class Trainer {
         return batches_.tokens_of_step() * model_.flops_of_token(batches_.attended(), forward_only);
     }
     // True if steps run as graphs. With offloaded keys a graph would grow with the square of the sequence.
-    bool replays() const { return replays_ && places_.key_chunk_rows() == 0; }
+    bool replays() const { return StepGraphs::kReplays && replays_ && offloaded_.key_chunk_rows() == 0; }
 
     Options o_;
     RunInputs& in_;
@@ -301,7 +314,7 @@ class Trainer {
     MemoryReport report_;
     const Choices choices_;
     const Rates rates_;  // for estimates of time
-    Places<floatX> places_;
+    OffloadedMemory<floatX> offloaded_;
     Updates updates_;
     StepGraphs graphs_;
     bool replays_;                       // --advanced graph=on
@@ -333,7 +346,7 @@ void Trainer::run() {
 }
 
 void Trainer::train() {
-    const int settled = StepGraphs::kReplays && replays() ? 2 : 1;  // steps until graphs are recorded
+    const int settled = replays() ? 2 : 1;  // steps until graphs are recorded
     for (step_ = first_step_; step_ < o_.steps && !interrupted; step_++, evaluated_ = false) {
         save_if_asked();
         if (!evaluated_) validate_and_sample_if_due();
@@ -368,6 +381,7 @@ bool Trainer::train_step() {
                          .step = static_cast<int>(step_ + 1),
                          .seed = o_.seed});
     fill_zero(metrics_.loss(), stream_);
+    // Packed batches bring a loss scale of their own; for others loss_scale is the same in all steps.
     for (int first = 0; first < o_.grad_accum; first += together()) {
         if (first > 0 && interrupted) return false;
         if (first > 0) save_if_asked();
@@ -408,28 +422,29 @@ void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const
                            float loss_scale, TensorF& loss) {
     std::vector<MicroBatch> micro_batches = begin(batches, options);
     std::optional<Range> range(std::in_place, "forward");
-    for (MicroBatch& m : micro_batches) m.residual = ends_.embed(m.batch.inputs, m.rows, 0);
+    for (MicroBatch& m : micro_batches) m.residual = embedding_and_head_.embed(m.batch.inputs, m.rows, 0);
     inputs_.take(micro_batches[0].residual.shape());
     forward_blocks(micro_batches, options.keep);
 
     range.emplace("head");
     EndGradients d_ends(gradients_, stream_, trained_.layout, config_.tied && !weights_.is_frozen(),
                         options.adds);
-    Head<floatX>& d_head = d_ends.begin_head();
+    Head<floatX>& d_head = d_ends.take_head();
     for (MicroBatch& m : micro_batches)
-        m.d_residual = ends_.with_prompt(head_and_loss(m, options.head_rows, loss_scale, loss, d_head));
-    d_ends.end_head();
+        m.d_residual =
+            embedding_and_head_.with_prompt(head_and_loss(m, options.head_rows, loss_scale, loss, d_head));
+    d_ends.complete_head();
     weights_.expect_blocks(true);
 
     range.emplace("backward");
     backward_blocks(micro_batches, options.adds);
-    Embeddings<floatX>& d_embeddings = d_ends.begin_embeddings();
+    Embeddings<floatX>& d_embeddings = d_ends.take_embeddings();
     for (MicroBatch& m : micro_batches) {
         if (!weights_.is_frozen() || d_embeddings.prompt)
-            ends_.embed_backward(d_embeddings, m.d_residual, m.batch, m.rows);
+            embedding_and_head_.embed_backward(d_embeddings, m.d_residual, m.batch, m.rows);
         m.d_residual.drop();
     }
-    d_ends.end_embeddings();
+    d_ends.complete_embeddings();
 }
 
 // All micro-batches go through a block before any goes through the next one, so that the weights of a block
@@ -439,15 +454,15 @@ void Gpt::forward_blocks(std::vector<MicroBatch>& micro_batches, const std::vect
     for (int l = 0; l < config_.layers; l++) {
         Range range("block", l);
         weights_.block(l);
-        for (int k = 0; MicroBatch & m : micro_batches) {
+        for (MicroBatch& m : micro_batches) {
             BlockActivations& a = m.blocks[static_cast<size_t>(l)];
             a.input = std::move(m.residual);
-            inputs_.begin_forward(l, k++, a.input);
+            inputs_.begin_forward(l, m.number, a.input);
             m.residual = forward_block(l, a, m.rows, keep[static_cast<size_t>(l)]);
             inputs_.end_forward(l, a.input);
         }
     }
-    if (ends_.streams_head()) weights_.release();  // else the last blocks stay for backward
+    if (embedding_and_head_.streams_head()) weights_.release();  // else the last blocks stay for backward
 }
 
 void Gpt::backward_blocks(std::vector<MicroBatch>& micro_batches, bool adds) {
@@ -456,9 +471,9 @@ void Gpt::backward_blocks(std::vector<MicroBatch>& micro_batches, bool adds) {
         Range range("block", l);
         Gradients::OfUnit gradients = gradients_.take(l + 1, adds);
         weights_.block(l);
-        for (int k = 0; MicroBatch & m : micro_batches) {
+        for (MicroBatch& m : micro_batches) {
             BlockActivations& a = m.blocks[static_cast<size_t>(l)];
-            inputs_.begin_backward(l, k++, a.input, !a.middle);
+            inputs_.begin_backward(l, m.number, a.input, !a.middle);
             BlockGradient<floatX> g(trained_.layout.block(gradients.all.data(), l), m.adds);
             backward_block(l, g, a, m.rows, m.d_residual);
         }
@@ -474,7 +489,7 @@ std::vector<MicroBatch> Gpt::begin(const std::vector<const DeviceBatch*>& batche
                                    const MicroBatchOptions& options) const {
     std::vector<MicroBatch> all;
     for (size_t k = 0; k < batches.size(); k++) {
-        MicroBatch m = {*batches[k], options.adds || k > 0, rows_of(*batches[k]), {}};
+        MicroBatch m = {*batches[k], static_cast<int>(k), options.adds || k > 0, rows_of(*batches[k]), {}};
         m.rows.dropout = options.dropout;
         if (options.dropout.key) m.rows.dropout.key += k;
         m.blocks.resize(static_cast<size_t>(config_.layers));
@@ -514,6 +529,8 @@ void Gpt::forward_attention(int layer, BlockActivations& a, const Rows& rows, Ke
         a.middle = forward_attention_in_chunks(layer, a, rows, keep);
         return;
     }
+    // If inputs are offloaded in chunks, a block that keeps its middle stores them here: it takes all rows at
+    // once.
     if (inputs_.stores_chunks())
         for_each_rows_of_sequence(arena_, a.input, attention_rows_, From::First,
                                   [&](TensorX chunk) { inputs_.store(chunk); });
@@ -540,6 +557,7 @@ void Gpt::forward_attention_rows(int layer, BlockActivations& a, const Rows& row
     if (!keep.norm || !backward_reads_input(w.qkv)) a.norm_1.out.drop();
     attention_.forward(layer, a.attention, rows, keep.backward, kv);
     if (!keep.qkv) a.attention.raw_qkv.drop();
+    // With norms of heads, qkv is recomputed from raw_qkv without a product, so it counts as a norm.
     if (!keep.qkv || (a.attention.raw_qkv && !keep.norm)) a.attention.qkv.drop();
 }
 
@@ -560,7 +578,7 @@ TensorX Gpt::forward_mlp(int layer, BlockActivations& a, const Rows& rows, Keep 
     const TensorX x = a.middle.view();
     TensorX output = keep.middle ? take("residual", x.shape()) : std::move(a.middle);
     Keep nothing = kKeepNothing;
-    nothing.backward = keep.backward;
+    nothing.backward = keep.backward;  // the same kernels as when backward recomputes this
     for_each_chunk(arena_, rows, x.rows(), mlp_rows_, [&](const Rows& chunk, int64_t first, int64_t count) {
         MlpActivations m;
         forward_mlp_rows(layer, m, chunk, nothing, x.rows_at(first, count), output.rows_at(first, count));
@@ -605,13 +623,14 @@ TensorX Gpt::activate(const TensorX& up) {
 }
 
 // A block's backward. Recomputes what forward dropped, and writes or adds the block's gradients. d_residual
-// (B, T, C), the gradient of the block's output, becomes that of its input.
+// (B, T, C), the gradient of the block's output, becomes that of its input: it is itself the gradient along
+// the skip connections, and each half adds the gradient that comes through its norm.
 void Gpt::backward_block(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
                          TensorX& d_residual) {
     if (!a.middle && attention_goes_in_chunks(d_residual)) {
         backward_block_in_chunks(layer, g, a.input, rows, d_residual);
     } else {
-        if (!a.middle) forward_attention(layer, a, rows, {.norm = false}, nullptr);
+        if (!a.middle) forward_attention(layer, a, rows, kRecomputed, nullptr);
         backward_mlp(layer, g, a, rows, d_residual);
         a.middle.drop();
         backward_attention(layer, g, a, rows, d_residual);
@@ -632,7 +651,8 @@ void Gpt::backward_mlp(int layer, BlockGradient<floatX>& g, BlockActivations& a,
     g.end_mlp_chunks(stream_);
 }
 
-// Backward of the MLP half for all rows or a chunk: d_residual becomes the gradient of x. The norm and the
+// Backward of the MLP half for all rows or a chunk: adds to d_residual the gradient that comes through the
+// MLP, so that it becomes the gradient of x. The norm and the
 // activation cost no matrix product, so they are dropped after each use and computed again for the next.
 void Gpt::backward_mlp_rows(int layer, BlockGradient<floatX>& g, MlpActivations& m, const TensorX& x,
                             const Rows& rows, TensorX& d_residual) {
@@ -643,11 +663,12 @@ void Gpt::backward_mlp_rows(int layer, BlockGradient<floatX>& g, MlpActivations&
     TensorX d_output = dropout_backward(d_residual, rows.dropout_at(layer, kOutputPlace, config_.channels));
     TensorX d_up;
     if (family_.mlp == MlpKind::Gelu) {
+        // Goes back through GELU too.
         d_up = linear_backward("d_up", g.down, make_activated, d_output, w.down, rows, &m.up);
         m.up.drop();
     } else {
         const TensorX d = linear_backward("d_swiglu", g.down, make_activated, d_output, w.down, rows);
-        d_up = std::move(m.up);
+        d_up = std::move(m.up);  // in place: it becomes its gradient
         swiglu_backward(d_up, d, d_up, stream_);
     }
     d_output.drop();
@@ -691,7 +712,7 @@ TensorX Gpt::dropout_backward(const TensorX& d_out, const Dropout& d) {
 // chunk's logits exist. Returns the gradient of the tokens' rows of m.residual, in their memory.
 TensorX Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, TensorF& loss,
                            Head<floatX>& g) {
-    TensorX residual = ends_.without_prompt(std::move(m.residual));
+    TensorX residual = embedding_and_head_.without_prompt(std::move(m.residual));
     const int64_t rows = residual.rows(), C = config_.channels;
     const bool in_chunks = head_rows > 0 && head_rows < rows;
     const LossScale scale = {loss_scale, m.batch.loss_scale.data()};
@@ -701,8 +722,9 @@ TensorX Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, T
     if (g.logits.weight && in_chunks && !m.adds) fill_zero(g.logits.weight, stream_);
     Tensor<uint8_t> low;
     if (in_chunks) low = take_low_bits(arena_, stream_, "d_wte_low_bits", g.logits.weight);
-    ends_.begin_head();
+    embedding_and_head_.prefetch_head();
     for_each_chunk(arena_, {}, rows, head_rows, [&](const Rows&, int64_t first, int64_t count) {
+        // x is a copy, because the gradient overwrites these rows.
         TensorX part = residual.rows_at(first, count), x = take("head_input", {count, C});
         copy_rows_on_device(x.data(), C, part.data(), C, C, count, stream_);
         HeadActivations a = forward_head(x);
@@ -712,12 +734,12 @@ TensorX Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, T
         if (g.logits.weight)
             add_product(arena_, stream_, g.logits.weight, low, a.logits, a.norm.out, in_chunks || m.adds);
         TensorX d_norm = std::move(a.norm.out);  // its memory: the product above read it last
-        ends_.logits_backward(d_norm, a.logits);
+        embedding_and_head_.logits_backward(d_norm, a.logits);
         a.logits.drop();
-        fill_zero(part, stream_);
+        fill_zero(part, stream_);  // the norm's backward adds to it
         norm_.backward(part, d_norm_weights, d_norm, x, a.norm, weights_.head.norm);
     });
-    ends_.end_head();
+    embedding_and_head_.release_head();
     add_losses(loss, losses, scale, stream_);
     d_norm_weights.end_chunks(stream_);
     g.norm = std::move(d_norm_weights.view);
@@ -726,7 +748,7 @@ TensorX Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, T
 
 HeadActivations Gpt::forward_head(const TensorX& x) {
     HeadActivations a{norm_.forward(kLastNorm, x, weights_.head.norm), {}};
-    a.logits = ends_.logits(a.norm.out);
+    a.logits = embedding_and_head_.logits(a.norm.out);
     return a;
 }
 
@@ -788,9 +810,10 @@ void Gpt::backward_mlp_in_chunks(int layer, BlockGradient<floatX>& g, const Tens
 }
 
 // Backward of a block of which only the input x (B, T, C) is kept, or offloaded, chunk by chunk of each
-// sequence. First it computes all keys and values. Then each chunk goes forward and back, from the last one
-// on: earlier queries do not see its keys, so the gradients of these are complete with the chunk's own
-// backward, and d_residual becomes the gradient of x chunk by chunk.
+// sequence. First it computes all keys and values, from the last chunk on, in the order in which offloaded
+// inputs are fetched. Then each chunk goes forward again and back, from the last one on: earlier queries do
+// not see its keys, so the gradients of these are complete with the chunk's own backward, and d_residual
+// becomes the gradient of x chunk by chunk.
 void Gpt::backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const TensorX& x, const Rows& rows,
                                    TensorX& d_residual) {
     Block<floatX>& w = weights_.block(layer);
@@ -818,7 +841,7 @@ void Gpt::backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const Te
             BlockActivations a;
             a.input = input(chunk, count);
             kv.length = static_cast<int>(first);
-            forward_attention_rows(layer, a, chunk, {.norm = false}, &kv);
+            forward_attention_rows(layer, a, chunk, kRecomputed, &kv);
             a.middle = take("residual_middle", a.input.shape());
             residual_forward(a.middle, a.input, attention_projection(layer, a.attention.out, chunk), stream_);
             TensorX d_chunk = rows_of_sequence(d_residual, chunk, count);
@@ -838,23 +861,24 @@ void Gpt::backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const Te
 void Gpt::evaluate(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale,
                    TensorF& loss, TensorF position_losses) {
     Range range("evaluate");
-    const TensorX residual = ends_.without_prompt(forward_only(batch.inputs, rows_of(batch), nullptr));
+    const TensorX residual =
+        embedding_and_head_.without_prompt(forward_only(batch.inputs, rows_of(batch), nullptr));
     const int64_t rows = residual.rows();
     TensorF losses = arena_.take<float>("losses", {rows, 1});
-    ends_.begin_head();
+    embedding_and_head_.prefetch_head();
     for_each_chunk(arena_, {}, rows, options.head_rows, [&](const Rows&, int64_t first, int64_t count) {
         const HeadActivations a = forward_head(residual.rows_at(first, count));
         TensorF part = losses.rows_at(first, count);
         cross_entropy_forward(a.logits, part, batch.targets.view({rows, 1}).rows_at(first, count),
                               config_.vocabulary, stream_);
     });
-    ends_.end_head();
+    embedding_and_head_.release_head();
     add_losses(loss, losses, {loss_scale, batch.loss_scale.data()}, stream_);
     if (position_losses) add_position_losses(position_losses, losses, batch.documents, stream_);
 }
 
 TensorX Gpt::forward_only(const Tensor<int>& tokens, const Rows& rows, KvCache* cache) {
-    TensorX residual = ends_.embed(tokens, rows, cache ? cache->length : 0);
+    TensorX residual = embedding_and_head_.embed(tokens, rows, cache ? cache->length : 0);
     weights_.expect_blocks();
     for (int l = 0; l < config_.layers; l++) {
         Range range("block", l);
@@ -870,9 +894,9 @@ TensorX Gpt::forward_only(const Tensor<int>& tokens, const Rows& rows, KvCache* 
 }
 
 TensorX Gpt::last_logits(const TensorX& x) {
-    ends_.begin_head();
+    embedding_and_head_.prefetch_head();
     HeadActivations a = forward_head(x.rows_at(x.rows() - 1, 1));
-    ends_.end_head();
+    embedding_and_head_.release_head();
     return std::move(a.logits);
 }
 
@@ -1015,9 +1039,9 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
       loss_by_position_(o_.loss_by_position.empty() ? 0 : o_.seq_len),
       choices_(std::move(choices)),
       rates_(rates_of<floatX>(o_.rates)),
-      places_(o_, in_.adapter.prompt_tokens, model_.state, model_.trained(), pointer_to(model_.quantized)),
-      updates_(o_, arena_, stream_, model_.trained(), gpt_.weights(), gpt_.gradients(), places_, square_sums_,
-               metrics_),
+      offloaded_(o_, in_.adapter.prompt_tokens, model_.state, model_.trained(), pointer_to(model_.quantized)),
+      updates_(o_, arena_, stream_, model_.trained(), gpt_.weights(), gpt_.gradients(), offloaded_,
+               square_sums_, metrics_),
       replays_(o_.graph == "on") {
     check_attention<floatX>(o_, config_);
     metrics_.explain = [this] { model_.check_streamed_finite(); };
@@ -1040,13 +1064,15 @@ void Trainer::apply(const MemorySetting& s) {
 
 // Connects the model to what is kept off the device.
 void Trainer::connect_placements() {
-    gpt_.weights().stream_blocks_from(places_.blocks(),
+    gpt_.weights().stream_blocks_from(offloaded_.blocks(),
                                       route_from(named<Placement>(kPlacementNames, o_.weights)),
-                                      places_.streamed_block_bytes(), o_.prefetch);
-    gpt_.gradients().stream_blocks_from(places_.gradients(), places_.streamed_gradient_bytes(), o_.prefetch);
+                                      offloaded_.streamed_block_bytes(), o_.prefetch);
+    gpt_.gradients().stream_blocks_from(offloaded_.gradients(), offloaded_.streamed_gradient_bytes(),
+                                        o_.prefetch);
     gpt_.ends().stream_head();
-    gpt_.inputs().use(places_.inputs(), places_.offloaded_layers(), together(), places_.input_chunk_rows());
-    gpt_.keys().offload_to(places_.keys(), places_.key_sums(), places_.key_chunk_rows());
+    gpt_.inputs().use(offloaded_.inputs(), offloaded_.offloaded_layers(), together(),
+                      offloaded_.input_chunk_rows());
+    gpt_.keys().offload_to(offloaded_.keys(), offloaded_.key_sums(), offloaded_.key_chunk_rows());
 }
 
 Plan Trainer::rehearse_training(bool adds, bool placed) {
@@ -1092,7 +1118,7 @@ const MemoryReport& Trainer::rehearse(bool placed) {
     if (model_.looks_up_prompt())
         plans_.first_prompt = arena_.rehearse([&] { gpt_.ends().token_rows(in_.first_prompt); });
     report_ = make_report<floatX>(o_, plans_, in_.bytes(), choices_, rates_);
-    places_.add_to(report_);
+    offloaded_.add_to(report_);
     if (model_.embeddings) model_.embeddings->add_to(report_);
     report_.staged = metrics_.pinned_bytes();
     if (feeders) report_.staged += feeders->size() * feeders->front().pinned_bytes();
@@ -1108,7 +1134,7 @@ const MemoryReport& Trainer::rehearse(bool placed) {
     return report_;
 }
 
-// Opens the device.
+// Opens the device and its stream, and limits how long a launch may take.
 void Trainer::open_device() {
     check_device(o_);
     limit_launches(rates_, o_.tf32);
@@ -1128,7 +1154,8 @@ void Trainer::print_plan() const {
 
 // Checks what can be checked before the first step, allocates the memory, and loads or initializes the model.
 void Trainer::prepare() {
-    used_before_ = kHostIsDevice ? 0 : device_bytes_in_use();  // a plan counts all of a process
+    used_before_ =
+        kHostIsDevice ? 0 : device_bytes_in_use();  // on a CPU the plan includes the process's own memory
     if (saves_.wanted()) saves_.open();
     if (trains()) remark_no_validation(in_, o_.seq_len);
     PeakRate peak = {};
@@ -1178,10 +1205,10 @@ void Trainer::take_memory() {
     micro_.dropout = batches_.dropout();
     loss_by_position_.allocate();
     model_.allocate();
-    places_.make();
+    offloaded_.make();
     connect_placements();
     updates_.allocate();
-    if (places_.any() || model_.embeddings) metrics_.count_waiting(stream_);
+    if (offloaded_.any() || model_.embeddings) metrics_.count_waiting(stream_);
     if (model_.adapter) model_.adapter->allocate();
     const int length = in_.feeds() ? o_.seq_len + in_.adapter.prompt_tokens : 0;
     if (const std::vector<float> positions = position_factors(config_, length); !positions.empty()) {
@@ -1202,7 +1229,7 @@ void Trainer::take_memory() {
 void Trainer::load() {
     if (model_.adapter || in_.resumed.empty())
         model_.load([&](auto&& load_gguf) { arena_.run(plans_.load, [&] { load_gguf(arena_, stream_); }); },
-                    places_.blocks_in_files());
+                    offloaded_.blocks_in_files());
     if (!in_.resumed.empty() && o_.steps == 0) {
         model_.load_save();
     } else if (!in_.resumed.empty()) {
@@ -1281,7 +1308,7 @@ void Trainer::bench() {
         else
             train_step();
     };
-    const bool graphs = StepGraphs::kReplays && replays() && !o_.profile_ops;
+    const bool graphs = replays() && !o_.profile_ops;
     replays_ = false;  // a graph has no phases that could be seen
     bench_phases(r, stream_, o_.bench_steps, run_one);
     metrics_.finish();
@@ -1311,15 +1338,19 @@ int main(int argc, char** argv) {
             });
         };
         Options options = parse();
-        std::optional<HeldFolder> out;
+        std::optional<HeldFolder> lock;  // of --out
         if (options.plan && !options.out.empty()) check_writable(options.out);
         if (options.saves()) {
-            out.emplace(options.out);
+            lock.emplace(options.out);
             if (options.has("--resume")) options = parse();  // the run that held it may have saved since
         }
         start_threads(options.threads);
         tf32_products = options.tf32;
-        if (!options.calibrate.empty()) return check_device(options), calibrate<floatX>(options.calibrate), 0;
+        if (!options.calibrate.empty()) {
+            check_device(options);
+            calibrate<floatX>(options.calibrate);
+            return 0;
+        }
         Choices choices;
         options = with_chosen_context<Trainer>(options, choices);
         RunInputs inputs(options, std::move(resumed));

@@ -134,7 +134,7 @@ def chosen(plan):
     rows = {"head": c["head_rows"], "mlp": c["mlp_rows"], "attention": c["attention_rows"]}
     chunks = ",".join(f"{key}={count}" for key, count in rows.items() if key == "head" or count)
     text = f"--recompute {c['recompute']} --chunk-rows {chunks}"
-    text += f" --batch {c['batch']} --grad-accum {c['grad_accum']}{c['formats']}{c['residences']}"
+    text += f" --batch {c['batch']} --grad-accum {c['grad_accum']}{c['formats']}{c['placements']}"
     return f"`{text}`"
 
 

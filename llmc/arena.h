@@ -58,8 +58,8 @@ constexpr size_t arena_align(size_t bytes) {
     return (bytes + kArenaAlignment - 1) / kArenaAlignment * kArenaAlignment;
 }
 
-// Places takes in the given order, each into the smallest gap that fits, so that takes that live together do
-// not overlap. Returns the bytes that this needs.
+// OffloadedMemory takes in the given order, each into the smallest gap that fits, so that takes that live
+// together do not overlap. Returns the bytes that this needs.
 inline size_t place_in_order(const std::vector<Take*>& order) {
     int times = 0;
     for (const Take* t : order) times = std::max(times, t->dies);
@@ -74,9 +74,9 @@ inline size_t place_in_order(const std::vector<Take*>& order) {
     return bytes;
 }
 
-// Places the plan's takes. Tries the largest first, which on most GPT-2 steps reaches the lower bound;
-// otherwise also those that live longest first, and those with the most bytes times life first. Keeps the
-// best.
+// OffloadedMemory the plan's takes. Tries the largest first, which on most GPT-2 steps reaches the lower
+// bound; otherwise also those that live longest first, and those with the most bytes times life first. Keeps
+// the best.
 inline void place(Plan& plan) {
     std::vector<Take*> order;
     for (Take& t : plan.takes) order.push_back(&t);

@@ -109,11 +109,11 @@ class EmbeddingAndHead {
         return d_stream;
     }
 
-    // Call around uses of the head: begin_head() starts prefetching the slices of a streamed head.
-    void begin_head() {
+    // Call around uses of the head: prefetch_head() starts prefetching the slices of a streamed head.
+    void prefetch_head() {
         if (offloaded_) streamed_.expect(numbers_in_order(offloaded_->slices()));
     }
-    void end_head() { streamed_.release(); }
+    void release_head() { streamed_.release(); }
     // The logits (rows, padded vocabulary) of x (rows, C), the last norm's output. If the head is processed
     // in slices, the padding's columns are not written.
     TensorX logits(const TensorX& x) {
@@ -191,9 +191,9 @@ class EmbeddingAndHead {
             visit(Field::TokenEmbedding, token_rows(tokens));
         }
         if (!quantized_ && (!offloaded_ || config_.tied)) return;
-        begin_head();
+        prefetch_head();
         for_each_slice([&](int64_t, const TensorX& rows) { visit(head_field(config_), rows); });
-        end_head();
+        release_head();
     }
 
   private:
@@ -263,23 +263,23 @@ class EndGradients {
     EndGradients(Gradients& gradients, Stream stream, const Layout& layout, bool tied, bool adds)
         : gradients_(gradients), stream_(stream), layout_(layout), tied_(tied), adds_(adds) {}
 
-    Head<floatX>& begin_head() {
-        if (tied_) take_embeddings();
+    Head<floatX>& take_head() {
+        if (tied_) take_embedding_unit();
         of_head_ = gradients_.take(layout_.head_unit(), adds_);
         head_ = layout_.head(of_head_.all.data());
         if (tied_) head_.logits.weight = embeddings_.token.view();
         return head_;
     }
-    void end_head() { gradients_.complete(layout_.head_unit(), of_head_); }
-    Embeddings<floatX>& begin_embeddings() {
-        if (!tied_) take_embeddings();
+    void complete_head() { gradients_.complete(layout_.head_unit(), of_head_); }
+    Embeddings<floatX>& take_embeddings() {
+        if (!tied_) take_embedding_unit();
         return embeddings_;
     }
-    void end_embeddings() { gradients_.complete(layout_.embeddings_unit(), of_embeddings_); }
+    void complete_embeddings() { gradients_.complete(layout_.embeddings_unit(), of_embeddings_); }
 
   private:
     // The embeddings' backward adds, so that what it adds to is zeroed first. A tied head overwrites.
-    void take_embeddings() {
+    void take_embedding_unit() {
         of_embeddings_ = gradients_.take(layout_.embeddings_unit(), adds_);
         embeddings_ = layout_.embeddings(of_embeddings_.all.data());
         if (adds_) return;

@@ -66,7 +66,7 @@ class OffloadedKeys {
     Tensor<T> fetch(int64_t piece, int64_t next) {
         return Tensor<T>(keys_.fetch(piece, next, false).template data<T>(), {rows_, columns_});
     }
-    // A piece of sums, as borrow() returns a piece: those of the keys, then those of the values, (2 rows,
+    // A piece of sums, as fetch() returns a piece: those of the keys, then those of the values, (2 rows,
     // columns / 2). If they change, they are stored again.
     Tensor<float> fetch_sums(int64_t piece, int64_t next, bool change) {
         return Tensor<float>(sums_.fetch(piece, next, change).template data<float>(),

@@ -52,11 +52,11 @@ struct Place {
 // optimizer state that only updates need, for blocks' inputs between forward and backward, and for a
 // sequence's keys and values in one block. Embeddings have their own (offload_embeddings.h).
 template <class T>
-class Places {
+class OffloadedMemory {
   public:
     // The arguments passed by reference must outlive this. They may change until make().
-    Places(const Options& o, int prompt_tokens, const State<T>& model, State<T>& trained,
-           const QuantizedWeights* matrices)
+    OffloadedMemory(const Options& o, int prompt_tokens, const State<T>& model, State<T>& trained,
+                    const QuantizedWeights* matrices)
         : o_(o),
           prompt_tokens_(prompt_tokens),
           model_(model),
@@ -85,7 +85,7 @@ class Places {
     }
     int64_t input_chunk_rows() const { return o_.attention_rows < length() ? o_.attention_rows : 0; }
     // How many rows of keys and values are offloaded at a time; 0: they stay on the device.
-    int64_t key_chunk_rows() const { return o_.park_keys ? input_chunk_rows() : 0; }
+    int64_t key_chunk_rows() const { return o_.offload_keys ? input_chunk_rows() : 0; }
 
     // Allocates the memory, and tells the state where its parts are.
     void make();
@@ -170,7 +170,7 @@ class Places {
 };
 
 template <class T>
-Place Places<T>::place_of_inputs() const {
+Place OffloadedMemory<T>::place_of_inputs() const {
     using Inputs = OffloadedInputs<T>;
     const Shape input = {o_.batch, length(), model_.layout.config().channels};
     const int64_t rows = input_chunk_rows();
@@ -183,7 +183,7 @@ Place Places<T>::place_of_inputs() const {
 }
 
 template <class T>
-void Places<T>::make() {
+void OffloadedMemory<T>::make() {
     trained_blocks_ = place_of_trained_blocks().make();
     block_gradients_ = place_of_block_gradients().make();
     updated_state_ = place_of_updated_state().make();
@@ -202,7 +202,7 @@ void Places<T>::make() {
 }
 
 template <class T>
-void Places<T>::add_to(MemoryReport& report) const {
+void OffloadedMemory<T>::add_to(MemoryReport& report) const {
     for (const Place& p : {place_of_inputs(), place_of_keys(), place_of_key_sums()}) {
         report.pinned += p.pinned();
         report.offloaded += p.in_file();

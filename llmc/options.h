@@ -61,7 +61,7 @@ struct Options {
     int prefetch = 1;          // prefetch distance, in blocks
     int state_buffers = 32;    // chunks; -1: as many as a block has
     int offloaded_inputs = 0;  // number of layers; -1: all
-    bool park_keys = false;
+    bool offload_keys = false;
     std::string recompute = "gelu";
     // Rows of a chunk; 0: all, -1: auto.
     int64_t head_rows = -1, mlp_rows = 0, attention_rows = 0;

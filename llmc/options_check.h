@@ -82,12 +82,12 @@ inline void check_chunk_rows(const Options& o) {
              static_cast<long long>(o.attention_rows));
     // A save has none where auto chose none, because sequences are short.
     const bool chose_no_rows = o.saved.contains("--chunk-rows.attention");
-    if (o.park_keys && o.attention_rows == 0 && !chose_no_rows)
+    if (o.offload_keys && o.attention_rows == 0 && !chose_no_rows)
         fail(
             "--offload keys=%s needs --chunk-rows attention=N or auto: keys are offloaded in pieces of N "
             "rows",
             o.first("--offload.keys"));
-    if (o.park_keys && o.attention_rows > 0 && o.attention_rows % kKeyPiece)
+    if (o.offload_keys && o.attention_rows > 0 && o.attention_rows % kKeyPiece)
         fail(
             "--chunk-rows attention=%lld: with --offload keys=%s, pieces of keys have as many rows, which "
             "must be a multiple of %d",

@@ -352,9 +352,10 @@ inline void declare_memory_options(CLI::App& app, Options& o) {
         "--by-block", o.by_block,
         "Takes all micro-batches of a step through a block before the next one, so that a block is "
         "streamed and updated once in a step.");
-    group.add_keyed("--offload",
-                    "Places something in host memory (host) or in files (disk), from where it is streamed to "
-                    "the device when it is needed.");
+    group.add_keyed(
+        "--offload",
+        "OffloadedMemory something in host memory (host) or in files (disk), from where it is streamed to "
+        "the device when it is needed.");
     for (const PlacementOption& p : kPlacements)
         group
             .add_set(p.setting(), p.values, p.help,

@@ -57,7 +57,7 @@ inline bool split_count(const std::string& value, const char* word, int none, in
 
 // Activations can be offloaded to one place only (kActivationPlacement); `auto` is its other name. Returns
 // what is wrong with the name of a place, or "".
-inline std::string check_parked_home(const std::string& placement) {
+inline std::string wrong_activation_placement(const std::string& placement) {
     const std::string there = kPlacementNames[static_cast<int>(kActivationPlacement)];
     if (placement == "auto" || placement == "device" || placement == there) return "";
     if (placement == "host") return "on a CPU the host's memory is the device's; " + there + " takes none";
@@ -65,7 +65,9 @@ inline std::string check_parked_home(const std::string& placement) {
     return "device, " + there + " or auto, which is " + there + " in this build";
 }
 
-inline const char* activation_placement_name() { return kPlacementNames[static_cast<int>(kActivationPlacement)]; }
+inline const char* activation_placement_name() {
+    return kPlacementNames[static_cast<int>(kActivationPlacement)];
+}
 
 constexpr int kMostChunks = 1 << 30;
 
@@ -91,7 +93,7 @@ inline std::string set_inputs(Options& o, const std::string& value) {
         return "a number of layers follows the colon, as in auto:24";
     if (placement == "device" && placement != value)
         return "a number is of layers whose inputs leave the device";
-    const std::string wrong = check_parked_home(placement);
+    const std::string wrong = wrong_activation_placement(placement);
     if (wrong.empty()) o.offloaded_inputs = placement == "device" ? 0 : layers;
     return wrong;
 }
@@ -134,10 +136,10 @@ inline const PlacementOption kPlacements[] = {
     {"keys", "device|auto",
      "Keys and values of a sequence, and the sums of their gradients, to where inputs go. Needs --chunk-rows "
      "attention=. With a sliding window or packed documents last bits differ.",
-     [](const Options& o) -> std::string { return o.park_keys ? "auto" : "device"; },
+     [](const Options& o) -> std::string { return o.offload_keys ? "auto" : "device"; },
      [](Options& o, const std::string& value) {
-         const std::string wrong = check_parked_home(value);
-         if (wrong.empty()) o.park_keys = value != "device";
+         const std::string wrong = wrong_activation_placement(value);
+         if (wrong.empty()) o.offload_keys = value != "device";
          return wrong;
      },
      [](const Options& o) { return o.offloaded_inputs == -1; }, false},

@@ -25,7 +25,7 @@
 // Chooses the settings that options leave open: --memory, --batch auto, and the auto of --chunk-rows.
 //
 // The choice is made by trials: trainers that never run. A Trial is made from options and inputs, which must
-// outlive it. use() gives it a setting, and rehearse(), rehearse_training() and rehearse_validation() say
+// outlive it. apply() gives it a setting, and rehearse(), rehearse_training() and rehearse_validation() say
 // what a run with this setting takes. Trial::Element is the type of its weights.
 
 // The memory that a run may take: --memory or, without it, most of what is free. Fails if there is no device

@@ -227,7 +227,7 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r) {
                                {"batch", c.batch},
                                {"grad_accum", c.grad_accum},
                                {"formats", c.formats},
-                               {"residences", c.placements},
+                               {"placements", c.placements},
                                {"bytes", c.bytes},
                                {"seconds", c.seconds},
                                {"slower", c.slower}});

@@ -12,7 +12,7 @@
 // The tensors that a block keeps besides its input. Any subset works; each level below keeps less than the
 // one before it.
 struct Keep {
-    bool backward = true;   // anything at all; false in evaluation
+    bool backward = true;   // anything at all; false if no backward continues from this forward's tensors
     bool gelu = true;       // the MLP's activation
     bool norm = true;       // the layernorms' outputs
     bool up = true;         // GELU's input, recomputed by one product
@@ -21,6 +21,8 @@ struct Keep {
     bool middle = true;     // the residual stream between attention and MLP; false: keep only the input
 };
 constexpr Keep kKeepNothing = {false, false, false, false, false, false, false};
+// What a block keeps when backward recomputes it: all but the norms' outputs, which are cheap to recompute.
+constexpr Keep kRecomputed = {.norm = false};
 
 struct RecomputeLevel {
     const char* name;

@@ -46,9 +46,9 @@ class RunInputs {
     // placement, a name of kPlacementNames.
     template <class T>
     std::optional<QuantizedWeights> quantized_weights(const std::string& weights) const;
-    // True if --memory may place the blocks of a frozen model in `home` instead of where --offload weights=
-    // says: if check_placements() would accept that. Matrices that this run quantizes itself cannot be on
-    // disk.
+    // True if --memory may place the blocks of a frozen model in `placement` instead of where --offload
+    // weights= says: if check_placements() would accept that. Matrices that this run quantizes itself cannot
+    // be on disk.
     bool may_stream_frozen(const std::string& placement) const {
         const bool in_files = adapter && !parse_new_model(o_.model) && o_.save_base.empty();
         return in_files && (placement != "disk" || stored().empty());
@@ -63,7 +63,7 @@ class RunInputs {
     const WeightFormat& head_format() const {
         return o_.head == "8bit" ? kQ8_0 : o_.base == "nf4" ? kNf4 : kNf4Double;
     }
-    // Embeddings and head, if `home` places them outside the device; else nothing.
+    // Embeddings and head, if `placement` places them outside the device; else nothing.
     std::optional<OffloadedEmbeddings> offloaded_embeddings(const std::string& placement) const;
     // True if the run samples. It does not if it only initializes, or if the prompt leaves no position for a
     // further token.

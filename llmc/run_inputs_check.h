@@ -28,7 +28,7 @@ inline void RunInputs::check_chunks() const {
     if (of_attention > 128 * ceil_div(length, 128))
         fail("--chunk-rows attention=%lld: a sequence has %lld; all takes all", number(of_attention),
              number(length));
-    if (o_.park_keys && of_attention >= length)
+    if (o_.offload_keys && of_attention >= length)
         fail(
             "--offload keys=%s: --chunk-rows attention=%lld takes all rows of a sequence at once, so that no "
             "keys can be offloaded",
@@ -153,13 +153,13 @@ inline void RunInputs::check_adapter_base() {
          can ? ("add --base " + then->option_value()).c_str() : "give that model as --model");
 }
 
-// Fails if what is trained cannot be placed in `home`.
+// Fails if what is trained cannot be placed in `placement`.
 inline void RunInputs::check_placement(const char* key, const std::string& placement) const {
     if (placement == "host" && kHostIsDevice)
         fail("--offload %s=host: on a CPU the host's memory is the device's; %s=disk takes none", key, key);
 }
 
-// Fails if a frozen model's weights cannot be placed in `home`.
+// Fails if a frozen model's weights cannot be placed in `placement`.
 inline void RunInputs::check_frozen_placement(const char* key, const std::string& placement) const {
     if (placement == "host" && kHostIsDevice) check_placement(key, placement);
     if (parse_new_model(o_.model))

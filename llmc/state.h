@@ -252,7 +252,7 @@ class State {
                        scale_prefix, kQuantizedBlock);
         }
     }
-    // Moves the blocks' elements of a part off the device, if `home` says so.
+    // Moves the blocks' elements of a part off the device, if `placement` says so.
     void place_blocks(StatePart part, Placement placement) {
         if (placement == Placement::Device) return;
         for (StateBuffer& b : buffers_) {

@@ -28,8 +28,8 @@ class Updates {
   public:
     // `sums`: square_sums_of() for what is trained. Norms and sums are written to `metrics`.
     Updates(const Options& o, Arena& arena, const Stream& stream, const State<floatX>& trained,
-            Weights& weights, Gradients& gradients, const Places<floatX>& places, const SquareSums& sums,
-            Metrics& metrics)
+            Weights& weights, Gradients& gradients, const OffloadedMemory<floatX>& places,
+            const SquareSums& sums, Metrics& metrics)
         : o_(o),
           arena_(arena),
           stream_(stream),
@@ -53,7 +53,7 @@ class Updates {
     }
     Updates(const Updates&) = delete;
 
-    // Allocates the memory beside the arena. The Places must have been made.
+    // Allocates the memory beside the arena. The OffloadedMemory must have been made.
     void allocate() {
         memory_ = DeviceBuffer(sizeof(UpdateFactors), "the step's factors");
         factors_ = reinterpret_cast<UpdateFactors*>(memory_.data());
@@ -137,8 +137,8 @@ class Updates {
         TensorF norm = metrics_.norms().rows_at(0, 1);
         norm_of_sums(norm, metrics_.sums(), stream_);
     }
-    // Updates a unit's weights. Unless the norm is of each block, the norm that the
-    // update reads is that of the previous step; nothing is clipped then, so it has no effect.
+    // Updates a unit's weights. With --update-in-backward and without clipping, the norm that it reads is
+    // still that of the step before; it has no effect then.
     void update(int unit, const floatX* gradients) {
         Range range("update", unit);
         const Unit& u = trained_.layout.units()[static_cast<size_t>(unit)];
@@ -169,7 +169,7 @@ class Updates {
     const State<floatX>& trained_;
     Weights& weights_;
     Gradients& gradients_;
-    const Places<floatX>& places_;
+    const OffloadedMemory<floatX>& places_;
     const SquareSums& sums_;
     Metrics& metrics_;
     StateRing ring_;

@@ -212,7 +212,7 @@ def test_memory_parks_keys_where_nothing_else_fits(train):
     here, parked = (train.plan(*options, *rows, *more)["totals"]["total"] for more in ((), ("--offload", "keys=auto",)))
     assert parked < here
     chosen = train.plan(*options, "--memory", f"{(here + 3 * parked) // 4 >> 20}MiB")
-    assert "keys=" in chosen["choice"][0]["residences"] and chosen["attention_rows"] > 0
+    assert "keys=" in chosen["choice"][0]["placements"] and chosen["attention_rows"] > 0
 
 
 def test_resume(train, llama):

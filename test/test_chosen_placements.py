@@ -38,7 +38,7 @@ def test_a_budget_below_what_is_resident_moves_it(train, wide4, tmp_path, kind):
     for i, share in enumerate((0, 0.5, 1)):
         budget = ("--memory", f"{few + 0.1 + share * (resident - 1 - few):.1f}MiB")
         chosen = json.loads(train(*options, *budget, "--plan", "json", cwd=work).stdout)
-        moved = chosen["choice"][0]["residences"]
+        moved = chosen["choice"][0]["placements"]
         assert "disk" in moved or "inputs=" in moved
         assert any(chosen["elsewhere"].values()) and chosen["choice"][0]["bytes"] == chosen["totals"]["total"]
         said = train(*options, *budget, "--out", f"out{i}", cwd=work).stdout.decode()
@@ -46,7 +46,7 @@ def test_a_budget_below_what_is_resident_moves_it(train, wide4, tmp_path, kind):
         assert moved in said and taken <= planned <= float(budget[1][:-3]) + 0.05
         assert saved_bytes(work / f"out{i}") == saved_bytes(work / "resident")
     roomy = json.loads(train(*options, "--memory", f"{resident + 0.1:.1f}MiB", "--plan", "json", cwd=work).stdout)
-    assert roomy["choice"][0]["residences"] == "" and not any(roomy["elsewhere"].values())
+    assert roomy["choice"][0]["placements"] == "" and not any(roomy["elsewhere"].values())
 
 
 def test_memory_chooses_how_far_ahead_blocks_come(train, wide, tmp_path):
@@ -62,7 +62,7 @@ def test_memory_chooses_how_far_ahead_blocks_come(train, wide, tmp_path):
     for budget, rates, ahead in ((few + 0.1, fast, 0), (two_rooms + 200, fast, 1), (two_rooms + 200, slow, 16), (two_rooms + 12, slow, 2)):
         command = (*options, "--memory", f"{budget:.1f}MiB")
         chosen = json.loads(train(*command, "--rates", rates, "--plan", "json", cwd=work).stdout)
-        said = re.search(r"--prefetch (\d+)", chosen["choice"][0]["residences"])
+        said = re.search(r"--prefetch (\d+)", chosen["choice"][0]["placements"])
         assert (int(said[1]) if said else 1) == ahead
         assert sum(b["name"] == "streamed_block" for b in chosen["buffers"]) == min(ahead + 1, 12)
         asked = json.loads(train(*command, "--prefetch", ahead, "--rates", rates, "--plan", "json", cwd=work).stdout)
@@ -116,7 +116,7 @@ def test_the_fastest_mix_that_fits_is_chosen(train, wide4, tmp_path, kind):
             if planned.returncode == 0:
                 by_hand.append(json.loads(planned.stdout)["estimated_seconds"])
         assert min(by_hand) * 0.98 <= chosen["estimated_seconds"] <= min(by_hand) * 1.05, (share, by_hand)
-        together += "--by-block" in chosen["choice"][0]["residences"]
+        together += "--by-block" in chosen["choice"][0]["placements"]
     assert together or kind == "full"
 
 

@@ -187,7 +187,7 @@ def test_memory_moves_them_where_that_is_needed(train, wide, tmp_path):
     least = float(re.search(r"the least that this takes is ([\d.]+) MiB", error).group(1))
     budget = f"{least + 1:.1f}MiB"
     chosen = plan(train, work, "--memory", budget)
-    assert "embeddings=disk" in chosen["choice"][0]["residences"] and chosen["elsewhere"]["on_disk"] >= 2 * VOCAB * 512 * 2
+    assert "embeddings=disk" in chosen["choice"][0]["placements"] and chosen["elsewhere"]["on_disk"] >= 2 * VOCAB * 512 * 2
     said = train(*LORA, "--steps", 2, "--memory", budget, "--sample", "tokens=0", "--out", "out", cwd=work).stdout.decode()
     taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", said).groups())
     assert taken <= planned <= least + 1.05

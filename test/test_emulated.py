@@ -515,12 +515,12 @@ def test_memory_chooses_what_waits_in_host_memory():
                                 (700, 4096, " --offload weights=host,gradients=host,state=host,updates=host,inputs=host"),
                                 (700, 400, " --offload weights=host,gradients=disk,state=disk"), (2400, 100, " --offload inputs=host")):
         plan = train.plan(*options, f"{memory}MiB", "--memory", f"host={host}MiB")
-        assert moved in plan["choice"][0]["residences"]
+        assert moved in plan["choice"][0]["placements"]
         assert plan["totals"]["total"] <= memory << 20 and 0 < plan["elsewhere"]["pinned_host"] <= host << 20
         assert plan["gpu"] == "A100" and plan["rates"] == "nominal"
     there = train.plan(*options, "1500MiB", "--memory", "host=4GiB", "--offload", "updates=device")
-    assert there["choice"][0]["residences"] == " --offload state=host"
-    little = [train.plan(*options, memory, "--memory", "host=400MiB", "--offload", "updates=host")["choice"][0]["residences"]
+    assert there["choice"][0]["placements"] == " --offload state=host"
+    little = [train.plan(*options, memory, "--memory", "host=400MiB", "--offload", "updates=host")["choice"][0]["placements"]
               for memory in ("1500MiB", "700MiB")]
     assert little[0] == " --offload state=disk"
     assert "gradients=disk" in little[1] and "updates=device" in little[1]

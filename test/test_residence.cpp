@@ -48,7 +48,7 @@ class Numbers : public BlockSource {
     size_t begun_ = 0;
 };
 
-constexpr Lent kNumbers = {Transfer::StreamedBlock, "number", "weights"};
+constexpr StreamedKind kNumbers = {Transfer::StreamedBlock, "number", "weights"};
 
 // A program that streams numbers: rehearsed, and then run as often as asked for.
 struct Lending {

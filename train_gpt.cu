@@ -274,6 +274,7 @@ class Trainer {
     void check_logs() const;
 
     // Before the first step, and the bench.
+    void describe();
     void open_device();
     void connect_placements();
     void prepare();
@@ -434,7 +435,7 @@ void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const
         m.d_residual =
             embedding_and_head_.with_prompt(head_and_loss(m, options.head_rows, loss_scale, loss, d_head));
     d_ends.complete_head();
-    weights_.expect_blocks(true);
+    weights_.expect_blocks(true);  // starts fetching the last blocks for backward
 
     range.emplace("backward");
     backward_blocks(micro_batches, options.adds);
@@ -469,7 +470,7 @@ void Gpt::backward_blocks(std::vector<MicroBatch>& micro_batches, bool adds) {
     gradients_.begin_backward(adds);
     for (int l = config_.layers - 1; l >= 0; l--) {
         Range range("block", l);
-        Gradients::OfUnit gradients = gradients_.take(l + 1, adds);
+        Gradients::OfUnit gradients = gradients_.take(Layout::block_unit(l), adds);
         weights_.block(l);
         for (MicroBatch& m : micro_batches) {
             BlockActivations& a = m.blocks[static_cast<size_t>(l)];
@@ -477,7 +478,7 @@ void Gpt::backward_blocks(std::vector<MicroBatch>& micro_batches, bool adds) {
             BlockGradient<floatX> g(trained_.layout.block(gradients.all.data(), l), m.adds);
             backward_block(l, g, a, m.rows, m.d_residual);
         }
-        gradients_.complete(l + 1, gradients);
+        gradients_.complete(Layout::block_unit(l), gradients);
     }
     weights_.release();
     gradients_.end_backward();
@@ -524,8 +525,7 @@ TensorX Gpt::forward_block(int layer, BlockActivations& a, const Rows& rows, Kee
 // From a.input to a.middle. If the MLP takes all rows at once, the kernel that adds to the residual stream
 // also computes the MLP's norm.
 void Gpt::forward_attention(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv) {
-    const bool in_chunks = !keep.middle && !kv && attention_goes_in_chunks(a.input);
-    if (in_chunks) {
+    if (!keep.middle && !kv && attention_goes_in_chunks(a.input)) {
         a.middle = forward_attention_in_chunks(layer, a, rows, keep);
         return;
     }
@@ -535,15 +535,16 @@ void Gpt::forward_attention(int layer, BlockActivations& a, const Rows& rows, Ke
         for_each_rows_of_sequence(arena_, a.input, attention_rows_, From::First,
                                   [&](TensorX chunk) { inputs_.store(chunk); });
     forward_attention_rows(layer, a, rows, keep, kv);
-    TensorX projection;
+    const auto drop_attention = [&] {
+        if (!keep.attention) a.attention.out.drop(), a.attention.lse.drop();
+    };
     if (mlp_goes_in_chunks(a.input.rows())) {
         a.middle = take(keep.middle ? "residual_middle" : "residual", a.input.shape());
         add_projection_in_chunks(a.middle, a.input, a.attention.out, layer, rows);
-    } else {
-        projection = attention_projection(layer, a.attention.out, rows);
+        return drop_attention();
     }
-    if (!keep.attention) a.attention.out.drop(), a.attention.lse.drop();
-    if (!projection) return;
+    const TensorX projection = attention_projection(layer, a.attention.out, rows);
+    drop_attention();
     a.middle = take("residual_middle", a.input.shape());
     a.mlp.norm = norm_.add_and_forward(kNorm2, a.middle, a.input, projection, weights_.block(layer).norm_2);
 }
@@ -553,7 +554,7 @@ void Gpt::forward_attention_rows(int layer, BlockActivations& a, const Rows& row
     const Block<floatX>& w = weights_.block(layer);
     a.norm_1 = norm_.forward(kNorm1, a.input, w.norm_1);
     auto normed = [&] { return a.norm_1.out.view(); };
-    attention_.make_qkv(a.attention, normed, w, rows, keep.backward, kv ? kv->length : 0);
+    attention_.make_qkv(a.attention, normed, w, rows, keep.backward, kv ? kv->rows_before : 0);
     if (!keep.norm || !backward_reads_input(w.qkv)) a.norm_1.out.drop();
     attention_.forward(layer, a.attention, rows, keep.backward, kv);
     if (!keep.qkv) a.attention.raw_qkv.drop();
@@ -684,7 +685,7 @@ void Gpt::backward_attention(int layer, BlockGradient<floatX>& g, BlockActivatio
     const Block<floatX>& w = weights_.block(layer);
     AttentionActivations& attention = a.attention;
     auto make_norm = [&] { return norm_.output(a.norm_1, kNorm1, a.input, w.norm_1); };
-    if (!attention.qkv) attention_.make_qkv(attention, make_norm, w, rows, true, kv ? kv->length : 0);
+    if (!attention.qkv) attention_.make_qkv(attention, make_norm, w, rows, true, kv ? kv->rows_before : 0);
     if (!attention.out) attention_.forward(layer, attention, rows, true, kv);
     auto attended = [&] { return attention.out.view(); };
     TensorX d_projection =
@@ -771,7 +772,7 @@ TensorX Gpt::forward_attention_in_chunks(int layer, BlockActivations& a, const R
             BlockActivations of_chunk;
             of_chunk.input = rows_of_sequence(x, chunk, count);
             if (inputs_.stores_chunks()) inputs_.store(of_chunk.input);
-            kv.length = static_cast<int>(first);
+            kv.rows_before = static_cast<int>(first);
             forward_attention_rows(layer, of_chunk, chunk, kKeepNothing, &kv);
             keys.end_chunk(kv, count);
             TensorX to = sum.rows_at(chunk.first, count);
@@ -828,10 +829,10 @@ void Gpt::backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const Te
         KvRows kv = keys.begin_sequence(length, entry, attention_rows_);
         const auto make_kv = [&](const Rows& chunk, int64_t first, int64_t count) {
             BlockActivations a;
-            kv.length = static_cast<int>(first);
+            kv.rows_before = static_cast<int>(first);
             a.norm_1 = norm_.forward(kNorm1, input(chunk, count), w.norm_1);
             auto normed = [&] { return a.norm_1.out.view(); };
-            attention_.make_qkv(a.attention, normed, w, chunk, false, kv.length);
+            attention_.make_qkv(a.attention, normed, w, chunk, false, kv.rows_before);
             keys.append(a.attention.qkv, kv);
             keys.end_chunk(kv, count);
         };
@@ -840,7 +841,7 @@ void Gpt::backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const Te
         const auto backward = [&](const Rows& chunk, int64_t first, int64_t count) {
             BlockActivations a;
             a.input = input(chunk, count);
-            kv.length = static_cast<int>(first);
+            kv.rows_before = static_cast<int>(first);
             forward_attention_rows(layer, a, chunk, kRecomputed, &kv);
             a.middle = take("residual_middle", a.input.shape());
             residual_forward(a.middle, a.input, attention_projection(layer, a.attention.out, chunk), stream_);
@@ -1093,6 +1094,7 @@ const MemoryReport& Trainer::rehearse(bool placed) {
         plans_.train = rehearse_training(false, placed);
         // It takes the same tensors as `train`, but its products add.
         plans_.add = o_.grad_accum > together() ? rehearse_training(true, placed) : Plan();
+        // The report shows `train` alone.
         plans_.train.workspace = std::max(plans_.train.workspace, plans_.add.workspace);
         if (!o_.update_in_backward) plans_.update = arena_.rehearse([&] { updates_.update_all(); });
     }
@@ -1108,7 +1110,6 @@ const MemoryReport& Trainer::rehearse(bool placed) {
                 generate(arena_, stream_, config_, gpt_, std::vector<int>(half), window - half, any);
             });
     }
-    const std::vector<Feeder>* feeders = batches_.feeders();
     if (!o_.merge.empty() && plans_.merge.work.empty())
         plans_.merge = arena_.rehearse([&] {
             for_each_merged(arena_, stream_, config_, gpt_.weights(), gpt_.ends(),
@@ -1117,9 +1118,16 @@ const MemoryReport& Trainer::rehearse(bool placed) {
     if (in_.gguf) plans_.load = arena_.rehearse([&] { model_.load_gguf(arena_, stream_, nullptr); });
     if (model_.looks_up_prompt())
         plans_.first_prompt = arena_.rehearse([&] { gpt_.ends().token_rows(in_.first_prompt); });
+    describe();
+    return report_;
+}
+
+// Fills the report: what the plans and everything beside the arena take, and how long a step should take.
+void Trainer::describe() {
     report_ = make_report<floatX>(o_, plans_, in_.bytes(), choices_, rates_);
     offloaded_.add_to(report_);
     if (model_.embeddings) model_.embeddings->add_to(report_);
+    const std::vector<Feeder>* feeders = batches_.feeders();
     report_.staged = metrics_.pinned_bytes();
     if (feeders) report_.staged += feeders->size() * feeders->front().pinned_bytes();
     if (model_.quantized) add_stored<floatX>(report_, *model_.quantized, plans_, o_.grad_accum, rates_);
@@ -1131,7 +1139,6 @@ const MemoryReport& Trainer::rehearse(bool placed) {
         buffers_of(model_.state, pointer_to(model_.quantized), pointer_to(model_.quantized_head),
                    model_.embeddings.has_value(), pointer_to(model_.adapter), feeders, metrics_.count(),
                    batches_.dropout_keys(), loss_by_position_.numbers());
-    return report_;
 }
 
 // Opens the device and its stream, and limits how long a launch may take.

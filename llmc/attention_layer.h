@@ -68,7 +68,7 @@ class AttentionLayer {
             attention_forward(a.out.data(), a.lse.data(), in, stream_);
         };
         // For backward the same rows attend again, so their first keys are prefetched.
-        const int64_t next_row = kv ? kv->length + (for_backward ? 0 : T) : 0;
+        const int64_t next_row = kv ? kv->rows_before + (for_backward ? 0 : T) : 0;
         keys_.for_each_piece(a.qkv, layer, rows, kv, false, next_row, forward);
     }
 
@@ -87,8 +87,8 @@ class AttentionLayer {
         a.lse.drop();
         TensorX d_qkv = std::move(a.qkv);
         if (rotates())
-            rope_backward(d_qkv, position_factors_, config_.heads + config_.kv_heads, kv ? kv->length : 0,
-                          rows.positions(d_qkv.rows()), stream_, rotary_scale());
+            rope_backward(d_qkv, position_factors_, config_.heads + config_.kv_heads,
+                          kv ? kv->rows_before : 0, rows.positions(d_qkv.rows()), stream_, rotary_scale());
         if (w.query_norm.weight) backward_of_norms(d_qkv, a, w, g);
         return d_qkv;
     }
@@ -106,7 +106,7 @@ class AttentionLayer {
         const auto run = [&](floatX* dq, floatX* dk, floatX* dv, const AttentionInput<floatX>& in) {
             attention_backward(dq, dk, dv, d_out.data(), lse.data(), delta.data(), in, stream_);
         };
-        const int64_t next_row = kv ? kv->length - kv->chunk_rows : 0;  // the last chunk goes first
+        const int64_t next_row = kv ? kv->rows_before - kv->chunk_rows : 0;  // the last chunk goes first
         floatX *const k = qkv.at(keys_.keys_at()), *const v = qkv.at(keys_.values_at());
         if (kv || kOverwritesKeys)
             return keys_.for_each_piece(qkv, layer, rows, kv, true, next_row,

@@ -69,7 +69,7 @@ class Gradients {
     TensorX of(int unit) {
         TensorX gradients = unit_of(trained_, StatePart::Gradients, unit);
         if (!trained_.layout.is_block(unit) || !streams_blocks()) return gradients;
-        char* const buffer = streamed_.fetch(unit - 1);
+        char* const buffer = streamed_.fetch(Layout::layer_of(unit));
         return TensorX(reinterpret_cast<floatX*>(aligned_buffer(buffer)), gradients.shape());
     }
     void release() { streamed_.release(); }

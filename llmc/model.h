@@ -162,6 +162,8 @@ class Layout {
     // The numbers of the units that are not blocks; block l is unit l + 1.
     int embeddings_unit() const { return 0; }
     int head_unit() const { return config_.layers + 1; }
+    static int block_unit(int layer) { return layer + 1; }
+    static int layer_of(int unit) { return unit - 1; }  // of a block's unit
     bool is_block(int unit) const { return unit > 0 && unit <= config_.layers; }
     std::span<const Parameter> parameters_of(int unit) const {
         const size_t first = first_parameter_[static_cast<size_t>(unit)];

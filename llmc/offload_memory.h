@@ -155,7 +155,7 @@ class OffloadedMemory {
     UnitMemory<E> memory_of(int unit, E* on_device, bool offloaded, const OffloadStorage* place) const {
         const bool is_block = unit > 0 && static_cast<size_t>(unit) <= layers();
         if (!offloaded || !is_block) return {on_device, false};
-        const auto block = static_cast<uint64_t>(unit - 1);
+        const auto block = static_cast<uint64_t>(Layout::layer_of(unit));
         return {place ? reinterpret_cast<E*>(place->address(block * model_.block_bytes())) : nullptr, true};
     }
 

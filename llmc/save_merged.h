@@ -63,7 +63,7 @@ class MergedFile {
 
   private:
     const Parameter& parameter(int layer, Field field) const {
-        const auto parameters = layout_.parameters_of(layer + 1);
+        const auto parameters = layout_.parameters_of(Layout::block_unit(layer));
         return *std::find_if(parameters.begin(), parameters.end(),
                              [&](const Parameter& p) { return p.field == field; });
     }

@@ -36,7 +36,7 @@ struct KvCache {
 struct KvRows {
     TensorX all;             // (.., 2 kv_width()), from row `begin` of the sequence on
     int64_t rows = 0;        // of the sequence
-    int length = 0;          // rows before the current ones
+    int rows_before = 0;     // the current ones
     int entry = 0;           // number of the sequence in the batch
     bool grows = true;       // a cache, to which rows are added; else chunks of a whole
     bool offloaded = false;  // the keys before the current rows are offloaded
@@ -48,7 +48,7 @@ struct KvRows {
 // The keys and values of a layer, for rows that follow them.
 inline KvRows KvCache::rows_of(int layer) const {
     const TensorX& all = layers[static_cast<size_t>(layer)];
-    return {.all = all.view(), .rows = all.rows(), .length = length};
+    return {.all = all.view(), .rows = all.rows(), .rows_before = length};
 }
 
 class SequenceKeys {
@@ -106,14 +106,15 @@ class SequenceKeys {
     }
     // Ends a chunk of `count` rows: its keys are offloaded, if rows follow that need them.
     void end_chunk(const KvRows& kv, int64_t count) {
-        if (kv.offloaded && kv.length + count < kv.rows) offloaded_.store(kv.length / offloaded_.rows());
+        if (kv.offloaded && kv.rows_before + count < kv.rows)
+            offloaded_.store(kv.rows_before / offloaded_.rows());
     }
 
     // Appends the keys and values of qkv (1, T, qkv_width()) to kv.
     void append(const TensorX& qkv, KvRows& kv) {
         const int64_t row = 2 * config_.kv_width(), size = config_.head_size, T = qkv.rows();
-        if (kv.offloaded) kv.all = offloaded_.own(T), kv.begin = kv.length;
-        floatX* const end = kv.all.at((kv.length - kv.begin) * row);
+        if (kv.offloaded) kv.all = offloaded_.own(T), kv.begin = kv.rows_before;
+        floatX* const end = kv.all.at((kv.rows_before - kv.begin) * row);
         const floatX* const from = qkv.at(keys_at());
         if (family_.heads_together)
             copy_rows_on_device(end, 2 * size, from, 3 * size, 2 * size, T * config_.heads, stream_);
@@ -157,7 +158,7 @@ class SequenceKeys {
         in.kv_head = together ? 2 * size : size;
         in.k = kv->all.data();
         in.v = kv->all.at(together ? size : config_.kv_width());
-        const int seen = kv->length + T - kv->begin;  // keys from row `begin` on
+        const int seen = kv->rows_before + T - kv->begin;  // keys from row `begin` on
         in.keys = static_cast<int>(std::min<int64_t>(kv->all.rows(), seen));
         in.later = seen - in.keys, in.left_out = kv->begin;
         in.kv_batch = in.keys * in.kv_row;
@@ -178,14 +179,14 @@ class SequenceKeys {
         const auto first_seen = [&](int64_t row) {
             return window > 0 ? std::max<int64_t>(0, row + 1 - window) / n : 0;
         };
-        const int64_t first = first_seen(kv->length), own = ceil_div(kv->length, n);
+        const int64_t first = first_seen(kv->rows_before), own = ceil_div(kv->rows_before, n);
         // The rows of a dry run may begin within a piece: then it takes smaller pieces.
         const int64_t of_piece = arena_.rehearsing() && own > first
-                                     ? std::max<int64_t>(1, (kv->length - first * n) / (own - first))
+                                     ? std::max<int64_t>(1, (kv->rows_before - first * n) / (own - first))
                                      : n;
         // Backward begins with the last rows that see a piece; before these, the piece's sums are zeroed.
-        const bool last = kv->length + count == kv->rows;
-        const auto begins = [&](int64_t piece) { return last || piece < first_seen(kv->length + n); };
+        const bool last = kv->rows_before + count == kv->rows;
+        const auto begins = [&](int64_t piece) { return last || piece < first_seen(kv->rows_before + n); };
         TensorF carried = arena_.take<float>(
             "attention_carried",
             {AttentionInput<floatX>::carried_size(count, config_.heads, config_.head_size)});
@@ -202,7 +203,7 @@ class SequenceKeys {
             use(in);
         };
         const auto keys_from = [&](int64_t begin, TensorX all) {
-            KvRows keys{std::move(all), kv->rows, kv->length, kv->entry, false};
+            KvRows keys{std::move(all), kv->rows, kv->rows_before, kv->entry, false};
             keys.begin = static_cast<int>(begin);
             return keys;
         };

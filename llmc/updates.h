@@ -94,7 +94,7 @@ class Updates {
             {
                 Range range_of_unit("update", unit);
                 const bool is_block = trained_.layout.is_block(unit);
-                if (weights_come && is_block) weights_.block(unit - 1);
+                if (weights_come && is_block) weights_.block(Layout::layer_of(unit));
                 if (!is_block || !gradients_stay_with_host()) gradients = gradients_.of(unit);
             }
             update(unit, gradients.data());

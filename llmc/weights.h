@@ -55,7 +55,7 @@ class Weights {
         const bool has_head = !outside_.head && !outside_.embeddings;
         if (layout.config().tied && has_head) head.logits.weight = embeddings.token.view();
         blocks_.clear();
-        for (int l = 0; l < layers(); l++) blocks_.push_back(layout.block(unit(l + 1), l));
+        for (int l = 0; l < layers(); l++) blocks_.push_back(layout.block(unit(Layout::block_unit(l)), l));
         for (int l = 0; outside_.matrices && l < layers(); l++)
             bind_matrices(l, streams_blocks() ? nullptr : outside_.matrices->block(l).data());
         if (is_frozen()) bind_adapter();
@@ -114,7 +114,7 @@ class Weights {
         const auto unit = [&](int number) { return unit_of(trained_, StatePart::Weights, number).data(); };
         embeddings.prompt = std::move(layout.embeddings(unit(layout.embeddings_unit())).prompt);
         for (int l = 0; l < layers(); l++) {
-            Block<floatX> adapter = layout.block(unit(l + 1), l);
+            Block<floatX> adapter = layout.block(unit(Layout::block_unit(l)), l);
             const auto to = linears(blocks_[static_cast<size_t>(l)]), from = linears(adapter);
             for (size_t i = 0; i < to.size(); i++) {
                 to[i].first->adapter = std::move(from[i].first->adapter);

@@ -1266,6 +1266,9 @@ void Trainer::print_start() const {
         printf("--resume auto: %s holds no save yet: beginning\n", o_.out.c_str());
     if (model_.adapter || in_.resumed.empty())
         print_longer_positions(notes(), config_, o_.rope_scaling, model_.adapter.has_value());
+    if (o_.steps > first_step_ && o_.warmup >= o_.steps && o_.bench.empty())
+        printf("--warmup %lld is not over after --steps %lld: the learning rate does not reach --lr %g\n",
+               static_cast<long long>(o_.warmup), static_cast<long long>(o_.steps), o_.lr);
     if (o_.steps > first_step_ && o_.update_in_backward && o_.clip > 0)
         printf("--update-in-backward: the gradient of each block is clipped by its own norm\n");
     if (o_.steps > first_step_ && !saves_.wanted())

@@ -118,7 +118,9 @@ inline ModelConfig read_model_config(const std::string& folder, const char* opti
     if (is_adapter_folder(folder))
         fail("%s %s: is an adapter: give it as --adapter, and the model that it is of as --model", option,
              folder.c_str());
-    if (!file_exists(file)) fail("%s %s: is not a folder with config.json", option, folder.c_str());
+    if (!file_exists(file))
+        fail("%s %s: is not a folder with config.json%s", option, folder.c_str(),
+             file_exists(folder) ? "" : "; models are not downloaded: give the folder of one");
     ModelConfig config = parse_config(read_json(file), file);
     // The tokens that stop generation come from generation_config.json if there is one, else from
     // config.json.

@@ -43,8 +43,8 @@ inline void print_data(const Options& o, const RunInputs& inputs, const Sequence
             printf("%s: %llu texts are longer than a sequence and go on in others\n",
                    d->stream_name(0).c_str(), number(d->texts_parted()));
         if (d && d->examples_cut() > 0)
-            printf("%s: %llu examples are longer than a sequence and were cut to %d tokens\n",
-                   d->stream_name(0).c_str(), number(d->examples_cut()), o.seq_len + 1);
+            printf("%s: %llu examples are longer than --seq-len %d and were cut to %d tokens\n",
+                   d->stream_name(0).c_str(), number(d->examples_cut()), o.seq_len, o.seq_len + 1);
     }
 }
 

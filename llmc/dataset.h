@@ -241,8 +241,9 @@ class Dataset {
         }
         if (example_count() == 0) fail("%s: %s: has no example", option_.c_str(), stream_name(0).c_str());
         if (with_loss == 0)
-            fail("%s: %s: no token of %llu examples is to be learnt in sequences of %d", option_.c_str(),
-                 stream_name(0).c_str(), static_cast<unsigned long long>(example_count()), seq_len);
+            fail("%s: %s: no token of %llu examples is to be learnt in sequences of %d%s", option_.c_str(),
+                 stream_name(0).c_str(), static_cast<unsigned long long>(example_count()), seq_len,
+                 cut_ > 0 ? ": what comes later is cut off; give a larger --seq-len" : "");
     }
 
     // Gives each example a sequence of its own, instead of packing several into one.

@@ -68,6 +68,7 @@ inline void set_given(CLI::App& app, Options& o, int argc, char** argv) {
 
 // Takes from a save what holds in the run that resumes from it. `automatic`: --resume auto.
 inline void set_saved(CLI::App& app, Options& o, const SavedOptions& before, bool automatic) {
+    check_saved_adapter(before, o);
     o.directory = before.directory;
     std::vector<std::string> taken;
     for (const auto& [name, values] : before.here.items()) {

@@ -58,6 +58,36 @@ inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& val
     return true;
 }
 
+// Fails if the command line has other values for what an adapter is made with than the save: a resumed run
+// goes on with the adapter that was saved.
+inline void check_saved_adapter(const SavedOptions& before, const Options& o) {
+    const auto of_save = [&](const char* name, const char* by_default) {
+        std::vector<std::string> words = {by_default};
+        if (const auto at = before.written.find(name); at != before.written.end() && at->is_array())
+            words = at->get<std::vector<std::string>>();
+        return words;
+    };
+    const auto same = [](const std::string& a, const std::string& b) {
+        char* end = nullptr;
+        const double x = strtod(a.c_str(), &end);
+        const bool numbers = !a.empty() && !*end && !b.empty();
+        return a == b || (numbers && x == strtod(b.c_str(), &end) && !*end);
+    };
+    const bool has_lora = of_save("--train", "all")[0] == "lora";
+    for (const auto& [name, by_default] :
+         {std::pair{"--train", "all"}, std::pair{"--lora-rank", "16"}, std::pair{"--lora-alpha", "32"},
+          std::pair{"--lora-targets", "all"}}) {
+        const bool is_train = name == std::string("--train");
+        if (!o.has(name) || (!is_train && !has_lora)) continue;
+        const std::vector<std::string> saved = of_save(name, by_default), &now = o.given.at(name);
+        const bool is_same =
+            saved.size() == now.size() && std::equal(saved.begin(), saved.end(), now.begin(), same);
+        if (!is_same && before.written.find("--adapter") == before.written.end())
+            fail("%s %s: --resume %s goes on with %s %s: leave %s out", name, now[0].c_str(),
+                 o.resume.c_str(), name, saved[0].c_str(), name);
+    }
+}
+
 // For --resume auto: resumes from the save in --out if there is one, else starts a new run. The command is
 // the same each time, so what it chose when the run began is not chosen again.
 inline void resume_what_is_there(Options& o) {

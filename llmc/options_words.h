@@ -99,12 +99,53 @@ inline size_t edit_distance(const std::string& a, const std::string& b) {
 // The name that `text` is probably meant to be; "" if it is near none.
 inline std::string nearest_name(const std::string& text, const std::vector<std::string>& names) {
     std::string nearest;
-    size_t least = std::min<size_t>(3, text.size() / 3) + 1;
+    // A short name has many neighbours, so it may differ in one letter only.
+    size_t least = (text.size() < 8 ? 1 : std::min<size_t>(3, text.size() / 3)) + 1;
     for (const std::string& name : names)
         if (const size_t distance = edit_distance(text, name); distance < least)
             least = distance, nearest = name;
     return nearest;
 }
+
+// What to write instead of names of other tools that have no equivalent option here.
+struct Hint {
+    const char *name, *said;
+};
+inline constexpr Hint kHints[] = {
+    {"--num-train-epochs",
+     "runs are counted in steps: --steps N; the line `data:` says how many epochs that is"},
+    {"--epochs", "runs are counted in steps: --steps N; the line `data:` says how many epochs that is"},
+    {"--warmup-ratio", "the warm-up is counted in steps: --warmup N"},
+    {"--load-in-4bit", "write --base nf4-double"},
+    {"--load-in-8bit", "write --base all=8bit"},
+    {"--qlora", "write --train lora --base nf4-double"},
+    {"--bnb-4bit-quant-type", "write --base nf4-double, or --base nf4"},
+    {"--lora", "write --train lora"},
+    {"--use-lora", "write --train lora"},
+    {"--use-peft", "write --train lora"},
+    {"--bf16", "the build decides: make PRECISION=bf16"},
+    {"--fp16", "the build decides, between bf16 and fp32: make PRECISION=bf16"},
+    {"--torch-dtype", "the build decides: make PRECISION=bf16 or fp32"},
+    {"--dtype", "the build decides: make PRECISION=bf16 or fp32"},
+    {"--device", "the build decides: make DEVICE=cuda or cpu"},
+    {"--no-cuda", "the build decides: make DEVICE=cpu"},
+    {"--gradient-checkpointing", "write --recompute block, or --memory SIZE, which chooses"},
+    {"--packing", "examples are always packed"},
+    {"--dataset-name", "nothing is downloaded: --data FILE"},
+    {"--eval-strategy", "write --eval-every N"},
+    {"--save-strategy", "write --save-every N"},
+    {"--assistant-only-loss", "that is the default; --loss-on all learns all"},
+    {"--completion-only-loss", "that is the default; --loss-on all learns all"},
+    {"--report-to", "write --log FILE"},
+    {"--logging-dir", "write --log FILE"},
+    {"--top-p", "there is none; --sample top-k=N samples among the N likeliest tokens"},
+    {"--do-train", "leave it out: --steps N trains"},
+    {"--do-eval", "leave it out: --val-data FILE and --eval-every N validate"},
+    {"--overwrite-output-dir", "leave it out: another run's saves stay in --out"},
+    {"--per-device-eval-batch-size", "leave it out: validations use --batch"},
+    {"--deepspeed", "write --offload, or --memory SIZE, which chooses"},
+    {"--chat-template", "write --chat-format"},
+};
 
 // Reads words into settings that are options of `app`.
 class WordReader {
@@ -174,6 +215,8 @@ class WordReader {
         if (const size_t dot = name.find('.'); dot != name.npos && option(name))
             fail("%s: did you mean %s %s=...?", printable(written).c_str(), name.substr(0, dot).c_str(),
                  name.substr(dot + 1).c_str());
+        for (const Hint& hint : kHints)
+            if (name == hint.name) fail("%s: %s", printable(written).c_str(), hint.said);
         std::vector<std::string> names;
         for (const CLI::Option* known : app_.get_options()) {
             const std::string other = known->get_name();

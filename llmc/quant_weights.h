@@ -59,8 +59,11 @@ inline std::vector<StoredAs> parse_stored(const std::vector<std::string>& texts)
             if (name == known) format = candidate;
         }
         if (!format || equals == 0)
-            fail("--base %s: needs a format, as in mlp=bf16; formats are %s", printable(text).c_str(),
-                 names.c_str());
+            fail(
+                "--base %s: there is no such format; formats are %s, for all linear layers, or for some, as "
+                "in "
+                "mlp=bf16",
+                printable(text).c_str(), names.c_str());
         all.push_back({text.substr(0, equals), format});
     }
     return all;

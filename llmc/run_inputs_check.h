@@ -265,8 +265,10 @@ inline void RunInputs::check_data() const {
     if (!data) return;
     const SequenceLoader loader(*data, o_.seq_len, o_.seed, true);
     if (o_.batch > 0 && loader.sequences_per_epoch() < static_cast<uint64_t>(o_.batch))
-        fail("--batch %d is more than the data's %llu sequences of %d tokens", o_.batch,
-             static_cast<unsigned long long>(loader.sequences_per_epoch()), o_.seq_len);
+        fail("--batch %d: the data fill only %llu sequence%s of %d tokens; give --batch %llu or less",
+             o_.batch, static_cast<unsigned long long>(loader.sequences_per_epoch()),
+             loader.sequences_per_epoch() == 1 ? "" : "s", o_.seq_len,
+             static_cast<unsigned long long>(loader.sequences_per_epoch()));
 }
 
 // Fails if the data are not those that the save was trained on, unless they were chosen for this run.

@@ -30,8 +30,8 @@ class RunSaves {
         remove_unfinished(o_.out);
         if (!folder_.others.empty())
             fprintf(stderr,
-                    "%s holds saves of another run, up to step %lld: they stay, but for steps that are saved "
-                    "again\n",
+                    "%s holds saves of another run, up to step %lld: they stay, except for steps that are "
+                    "saved again, but `latest` will be this run's save\n",
                     o_.out.c_str(), static_cast<long long>(*folder_.others.rbegin()));
     }
     // Fails if what the run will save cannot be written beside what is there. If all saves are kept, they

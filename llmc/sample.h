@@ -162,7 +162,7 @@ class Sample {
         if (in_.ends_text(token))
             drawn_ = o_.sample_tokens;
         else
-            output_.write(decoder_ ? decoder_->next(token) : std::to_string(token) + " ");
+            wrote_ = true, output_.write(decoder_ ? decoder_->next(token) : std::to_string(token) + " ");
         tokens_.push_back(token);
         return ended() ? -1 : token;
     }
@@ -170,7 +170,13 @@ class Sample {
     // The prompt and the tokens drawn so far.
     const std::vector<int>& tokens() const { return tokens_; }
 
-    void finish() { output_.finish(o_.steps > 0 ? "\n---\n" : "\n"); }
+    void finish() {
+        output_.finish(o_.steps > 0 ? "\n---\n" : "\n");
+        if (wrote_ || o_.steps > 0 || !ended()) return;
+        fprintf(stderr,
+                "the model ended its text at once; a model of chats needs the tokens of its chat format in "
+                "--prompt (dev/guide/data.md)\n");
+    }
 
   private:
     void check_finite(const std::vector<float>& logits) const {
@@ -189,6 +195,7 @@ class Sample {
     int64_t step_;
     std::function<void()> explain_;
     int drawn_ = 0;
+    bool wrote_ = false;  // a token after the prompt
     TextOutput output_{stdout};
     std::optional<Tokenizer::Decoder> decoder_;
 };

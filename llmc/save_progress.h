@@ -84,7 +84,10 @@ inline nlohmann::json convert_options(nlohmann::json options,
 // Reads trainer_state.json of a save or of a folder of saves. Fails if it is missing or damaged.
 inline Progress read_progress(const std::string& folder) {
     const std::string file = resolve_save(folder) + "/trainer_state.json";
-    if (!file_exists(file)) fail("%s: holds no training to resume: no trainer_state.json", folder.c_str());
+    if (!file_exists(file))
+        fail("%s: %s", folder.c_str(),
+             file_exists(folder) ? "holds no training to resume: no trainer_state.json"
+                                 : "there is no such folder");
     const nlohmann::json json = read_json(file);
     const auto get = [&](const char* name, auto good, const char* wanted) -> const nlohmann::json& {
         if (!json.is_object() || !json.contains(name)) fail("%s: \"%s\" is missing", file.c_str(), name);

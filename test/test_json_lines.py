@@ -442,7 +442,7 @@ def test_what_the_data_are(train, work):
     texts = sum(is_long and "text" in json.loads(line) for line, is_long in zip(lines, long))
     assert texts > 0 and sum(long) > texts and padding < 15
     assert f"data.jsonl: {texts} texts are longer than a sequence and go on in others\n" in out
-    assert f"data.jsonl: {sum(long) - texts} examples are longer than a sequence and were cut to {LENGTH + 1} tokens\n" in out
+    assert f"data.jsonl: {sum(long) - texts} examples are longer than --seq-len {LENGTH} and were cut to {LENGTH + 1} tokens\n" in out
 
 
 @pytest.mark.parametrize("more", [0, 1, 2, LENGTH, 3 * LENGTH + 1])
@@ -674,7 +674,7 @@ def test_other_mistakes(train_fp32, work):
              f"--data: long.jsonl: no token of 20 examples is to be learnt in sequences of {LENGTH}"),
             (("--chat-format", "llama3"),
              '--chat-format llama3: the tokenizer of model has no token "<|start_header_id|>"'),
-            (("--batch", 5000), "--batch 5000 is more than the data's ")):
+            (("--batch", 5000), "--batch 5000: the data fill only ")):
         error = train_fp32(*RUN, *options, "--out", "out", cwd=work, code=2).stderr.decode()
         assert error.startswith("train: " + message) and error.count("\n") == 1, error
     assert listing(work) == before

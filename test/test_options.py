@@ -85,6 +85,8 @@ def test_version(train):
     ("--learning-rte", "did you mean --learning-rate?"), ("--stps", "did you mean --steps?"),
     ("--ofload", "did you mean --offload?"), ("--lora_rnk", "did you mean --lora-rank?"),
     ("--beta2", "did you mean --optimizer beta2=...?"), ("--tf32", "did you mean --advanced tf32=...?"),
+    ("--num_train_epochs", "--steps N"), ("--load_in_4bit", "write --base nf4-double"), ("--lora", "write --train lora"),
+    ("--top_p", "--sample top-k=N"), ("--temp", "there is no such option"),
     ("--something-else", "there is no such option; --help all lists them"), ("--offload.weights", "did you mean")], ids=str)
 def test_hints(train, wrong, hint):
     line = refused(train, wrong, 1)
@@ -226,6 +228,17 @@ def test_a_save_of_an_earlier_version_is_refused(train, folder, tmp_path):
     error = refused(train, "--resume", tmp_path / "out", "--steps", 2)
     assert "--resume" in error and "earlier version" in error and "--model" in error
     train("--model", tmp_path / "out", "--data", folder / "text", "--batch", 1, "--seq-len", 16, "--steps", 1, "--sample", "tokens=0")
+
+
+def test_a_resumed_adapter_keeps_what_it_was_made_with(train, folder, tmp_path):
+    """Other values on the command line are refused; the same ones, and those that only a run has, are not."""
+    run = ("--data", folder / "text", "--batch", 1, "--seq-len", 8, "--sample", "tokens=0")
+    train("--model", folder / "model", "--train", "lora", "--lora-rank", 4, *run, "--steps", 1, "--out", "out", cwd=tmp_path)
+    for option, value, saved in (("--lora-rank", 8, "4"), ("--lora-alpha", 64, "32"), ("--lora-targets", "attention", "all"),
+                                 ("--train", "all", "lora")):
+        said = f"{option} {value}: --resume out goes on with {option} {saved}: leave {option} out"
+        assert refused(train, "--resume", "out", "--steps", 2, option, value, cwd=tmp_path) == said
+    train("--resume", "out", "--steps", 2, "--lora-rank", 4, "--lora-alpha", "32.0", "--lora-dropout", 0.1, cwd=tmp_path)
 
 
 def test_a_save_with_an_option_of_another_version_is_refused(train, folder, tmp_path):

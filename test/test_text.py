@@ -176,7 +176,7 @@ def test_no_room_for_the_tokens(train, work):
     (("--model", "d1", "--data", "a", "--val-data", "shards/b_train_000000.bin"), "not below the vocabulary size 256"),
     (("--val-data", "a"), "--val-data needs --data, or --steps 0"),
     (("--val-data", "a", "--steps", 0, "--batch", "auto"), "--batch auto is a training's"),
-    (("--data", "a", "--seq-len", 64, "--batch", 2000), "--batch 2000 is more than the data's "),
+    (("--data", "a", "--seq-len", 64, "--batch", 2000), "--batch 2000: the data fill only "),
 ])
 def test_texts_that_will_not_do(train, work, options, line):
     (work / "latin").write_bytes("Voilé".encode("latin-1")[:3] + b"\xe9" * 3000)

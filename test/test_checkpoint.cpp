@@ -689,7 +689,7 @@ TEST(Resume, NamesWhatIsWrong) {
     expect_user_error([&] { resume(kTiny); }, {rest, "No such file"});
     fs::remove(step + "/trainer_state.json");
     expect_user_error([&] { read_progress(out); }, {out, "no training to resume"});
-    expect_user_error([&] { read_progress(folder / "absent"); }, {"absent", "no training to resume"});
+    expect_user_error([&] { read_progress(folder / "absent"); }, {"absent", "there is no such folder"});
 }
 
 }  // namespace

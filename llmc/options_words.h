@@ -100,7 +100,8 @@ inline size_t edit_distance(const std::string& a, const std::string& b) {
 inline std::string nearest_name(const std::string& text, const std::vector<std::string>& names) {
     std::string nearest;
     // A short name has many neighbours, so it may differ in one letter only.
-    size_t least = (text.size() < 8 ? 1 : std::min<size_t>(3, text.size() / 3)) + 1;
+    const size_t letters = text.size() - std::min(text.size(), text.find_first_not_of('-'));
+    size_t least = (letters < 6 ? 1 : std::min<size_t>(3, text.size() / 3)) + 1;
     for (const std::string& name : names)
         if (const size_t distance = edit_distance(text, name); distance < least)
             least = distance, nearest = name;

@@ -511,7 +511,7 @@ def test_memory_chooses_what_waits_in_host_memory():
     train = played("bf16")
     options = ("--model", "d12", "--batch", 8, "--seq-len", 1024, "--memory")
     for memory, host, moved in ((1500, 4096, " --offload state=host,updates=host"),
-                                (900, 4096, " --offload gradients=host,state=host,updates=host,inputs=host"),
+                                (900, 4096, "gradients=host,state=host,updates=host,inputs=host"),
                                 (700, 4096, " --offload weights=host,gradients=host,state=host,updates=host,inputs=host"),
                                 (700, 400, " --offload weights=host,gradients=disk,state=disk"), (2400, 100, " --offload inputs=host")):
         plan = train.plan(*options, f"{memory}MiB", "--memory", f"host={host}MiB")
@@ -701,7 +701,7 @@ GPU_CHECKS = {"test_plan": "schema or totals or batch or text or summary or none
 def test_gpu_checks_python_tests(name):
     binaries = " ".join(str(BUILD / f"train-{precision}") for precision in (("fp32", "bf16") if MORE else ("bf16",)))
     ran = play(sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", ROOT / "test" / f"{name}.py",
-               "-k", GPU_CHECKS[name], TRAIN_BINARIES=binaries, ASAN_TRAINERS="")
+               "-k", GPU_CHECKS[name], TRAIN_BINARIES=binaries, ASAN_TRAINERS="", MORE_TESTS="1")
     assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-1000:]
 
 

@@ -79,7 +79,7 @@ def test_twenty_steps(train, work, schedule):
                "--steps", 20, "--lr", 3e-3, "--min-lr", 3e-4, "--warmup", 4, "--schedule", schedule, "--clip", 2,
                "--weight-decay", 0.2, "--seed", 5, "--eval-every", 8,
                "--eval-batches", 3)
-    expected = run_reference(*options, "--beta1", 0.8, "--beta2", 0.97, "--eps", 1e-6)
+    expected = run_reference(*options, "--optimizer", "beta1=0.8,beta2=0.97,eps=1e-6")
     train(*options, "--optimizer", "beta1=0.8,beta2=0.97,eps=1e-6", "--log", work / "log", "--sample", "tokens=0")
     log = read_log(work / "log")
     assert [list(line) for line in log] == [list(line) for line in expected]

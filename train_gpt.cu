@@ -134,7 +134,8 @@ class Gpt {
     // (--by-block). Adds loss_scale, or the batch's own scale, times the sum of its losses to `loss` (1).
     void forward_backward(const std::vector<const DeviceBatch*>& batches, const MicroBatchOptions& options,
                           float loss_scale, TensorF& loss);
-    // The same sum without backward. Also adds the losses of each position to position_losses (T), if given.
+    // Runs forward only, and adds the losses to `loss` as forward_backward() does. If position_losses (T) is
+    // given, adds the loss of each position to it.
     void evaluate(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale, TensorF& loss,
                   TensorF position_losses = {});
     // The last block's output for `tokens` (B, T), without backward. With a cache the tokens follow those
@@ -286,13 +287,13 @@ class Trainer {
 
     bool is_time(int64_t every) const { return every > 0 && step_ > 0 && step_ % every == 0; }
     bool trains() const { return o_.steps > 0 && o_.bench.empty(); }
-    // Where messages go: without training, stdout is for generated text.
-    FILE* notes() const { return o_.steps > 0 ? stdout : stderr; }
     // How many micro-batches go through the model together.
     int together() const { return o_.micro_batches_together(); }
     double step_flops(bool forward_only = false) const {
         return batches_.tokens_of_step() * model_.flops_of_token(batches_.attended(), forward_only);
     }
+    // The device memory that this run has taken.
+    size_t taken_bytes() const { return std::max(device_bytes_in_use(), used_before_) - used_before_; }
     // True if steps run as graphs. With offloaded keys a graph would grow with the square of the sequence.
     bool replays() const { return StepGraphs::kReplays && replays_ && offloaded_.key_chunk_rows() == 0; }
 
@@ -331,7 +332,7 @@ void Trainer::run() {
     prepare();
     if (!o_.save_base.empty() && !file_exists(o_.save_base)) {  // a resumed run's is there
         model_.save_base(o_.save_base, stream_);
-        fprintf(notes(), "saved the base in %s\n", o_.save_base.c_str());
+        fprintf(o_.notes(), "saved the base in %s\n", o_.save_base.c_str());
     }
     stop_on_signals(saves_.wanted());
     print_start();
@@ -357,7 +358,7 @@ void Trainer::train() {
         if (!train_step()) break;
         if (step_ == std::min(o_.steps, first_step_ + settled) - 1) {
             metrics_.finish();
-            print_taken(report_, std::max(device_bytes_in_use(), used_before_) - used_before_);
+            print_taken(report_, taken_bytes());
         }
     }
 }
@@ -915,7 +916,8 @@ std::optional<double> Trainer::validate() {
         if (interrupted) return std::nullopt;
         batches_.feed_validation(first, scale, loss_by_position_);
         run_step(plans_.evaluate, [&] {
-            gpt_.evaluate(*batches_.on_device()[0], micro_, scale, metrics_.loss(), loss_by_position_.sums());
+            gpt_.evaluate(batches_.first_on_device(), micro_, scale, metrics_.loss(),
+                          loss_by_position_.sums());
         });
     }
     float loss = 0;
@@ -993,7 +995,7 @@ void Trainer::merge() {
     } catch (const UserError& error) {
         fail_to_merge(o_, model_, in_, step_ > first_step_, error.what());
     }
-    fprintf(notes(), "merged the adapter into a model in %s\n", o_.merge.c_str());
+    fprintf(o_.notes(), "merged the adapter into a model in %s\n", o_.merge.c_str());
 }
 
 // Fails if a log could not be written.
@@ -1018,7 +1020,7 @@ void Trainer::finish() {
 // The end of a run that was interrupted.
 void Trainer::stop() {
     if (step_ == first_step_)
-        fprintf(notes(), "interrupted before step %lld\n", static_cast<long long>(step_ + 1));
+        fprintf(o_.notes(), "interrupted before step %lld\n", static_cast<long long>(step_ + 1));
     else
         printf("interrupted after step %lld\n", static_cast<long long>(step_));
     if (saves_.wanted() && !saves_.has(step_)) save();
@@ -1084,7 +1086,7 @@ Plan Trainer::rehearse_training(bool adds, bool placed) {
 Plan Trainer::rehearse_validation(bool placed) {
     return arena_.rehearse(
         [&] {
-            gpt_.evaluate(*batches_.on_device()[0], micro_, 1, metrics_.loss(), loss_by_position_.sums());
+            gpt_.evaluate(batches_.first_on_device(), micro_, 1, metrics_.loss(), loss_by_position_.sums());
         },
         placed);
 }
@@ -1265,7 +1267,7 @@ void Trainer::print_start() const {
     else if (o_.has("--resume") && o_.resume.empty())
         printf("--resume auto: %s holds no save yet: beginning\n", o_.out.c_str());
     if (model_.adapter || in_.resumed.empty())
-        print_longer_positions(notes(), config_, o_.rope_scaling, model_.adapter.has_value());
+        print_longer_positions(o_.notes(), config_, o_.rope_scaling, model_.adapter.has_value());
     if (o_.steps > first_step_ && o_.warmup >= o_.steps && o_.bench.empty())
         printf("--warmup %lld is not over after --steps %lld: the learning rate does not reach --lr %g\n",
                static_cast<long long>(o_.warmup), static_cast<long long>(o_.steps), o_.lr);
@@ -1285,7 +1287,7 @@ void Trainer::forward_step() {
         batches_.feed(step_, k * together(), 1);  // all through the first feeder
         Range forward("forward");
         run_step(plans_.evaluate,
-                 [&] { gpt_.evaluate(*batches_.on_device()[0], micro_, 1, metrics_.loss()); });
+                 [&] { gpt_.evaluate(batches_.first_on_device(), micro_, 1, metrics_.loss()); });
     }
 }
 
@@ -1325,7 +1327,7 @@ void Trainer::bench() {
     replays_ = graphs;
     if (graphs) bench_replays(r, stream_, o_.bench_steps, run_one);
     metrics_.finish();
-    r.taken_bytes = std::max(device_bytes_in_use(), used_before_) - used_before_;
+    r.taken_bytes = taken_bytes();
     if (o_.json)
         printf("%s\n", json_text(bench_json(r)).c_str());
     else

@@ -62,6 +62,7 @@ class Batches {
         for (const Feeder& f : feeders_) all.push_back(&f.batch());
         return all;
     }
+    const DeviceBatch& first_on_device() const { return feeders_[0].batch(); }
     // Their buffers, or null if the run reads no batches.
     const std::vector<Feeder>* feeders() const { return in_.feeds() ? &feeders_ : nullptr; }
     // The data, or null.
@@ -116,7 +117,7 @@ class Batches {
         feeders_[0].send(stream_);
     }
 
-    // The dropout of the training, of which each micro-batch has a key on the device.
+    // The dropout of the training. Each micro-batch has its own random key, on the device.
     bool drops() const { return o_.dropout > 0 || in_.adapter.dropout > 0; }
     size_t dropout_keys() const { return drops() ? static_cast<size_t>(o_.micro_batches_together()) : 0; }
     DropoutOptions dropout() const {

@@ -1,5 +1,5 @@
-// data_tokens.h - turns training data into tokens: text files, and examples in JSON, of which it also decides
-// which tokens have a loss. dataset.h then reads the tokens.
+// data_tokens.h - turns training data into tokens: text files, and examples in JSON. It also decides which
+// tokens of an example have a loss. dataset.h then reads the tokens.
 #pragma once
 
 #include <unistd.h>

@@ -1,7 +1,7 @@
 // generate.h - continues a prompt token by token. Keys and values of the tokens so far are in a KV cache, so
 // that each new token runs one row through the model.
 //
-// The functions are templates of the model, of which they use
+// The functions are templates, so that any model can be used that has
 //     TensorX forward_only(const Tensor<int>& tokens, const Rows&, KvCache*)   the last block's output
 //     TensorX last_logits(const TensorX& x)                                    (1, V), of the last row of x
 //     int64_t prompt_len()                                                     vectors of a soft prompt

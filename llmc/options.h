@@ -8,6 +8,7 @@
 //   options_parse.h      parse_options(), which puts these together
 #pragma once
 
+#include <cstdio>
 #include <map>
 #include <set>
 #include <string>
@@ -104,6 +105,8 @@ struct Options {
     std::string spelled(const std::string& name) const { return spelled_setting(name, first(name)); }
     // True if the run saves in --out.
     bool saves() const { return !out.empty() && !plan && bench.empty(); }
+    // Where messages go: without training, stdout is for generated text.
+    FILE* notes() const { return steps > 0 ? stdout : stderr; }
     // The number of micro-batches that go through the model together.
     int micro_batches_together() const { return by_block ? grad_accum : 1; }
     bool trains_adapter() const { return train != "all" || !adapter.empty(); }

@@ -120,7 +120,7 @@ inline void check_memory(const Options& o) {
         fail("--memory host=%s: --batch auto leaves everything where it is; give a number", size);
 }
 
-// Fails on what this build has not, or the optimizer.
+// Fails on options for another build, or for another optimizer than the one that was chosen.
 inline void check_build(const Options& o) {
     if (o.has("--advanced.algorithms") && !kSearchesAlgorithms)
         fail("--advanced algorithms=%s is for cuBLASLt on a GPU; on the CPU oneDNN chooses for itself",

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cctype>
 #include <map>
-
 #include <set>
 #include <string>
 #include <vector>
@@ -135,6 +134,5 @@ inline std::string help_text(const CLI::App& app, const std::string& about) {
                "\n--help all lists every option; --help memory and the like those of one group.\n";
     if (!all) return text;
     text += "\nNames of other tools are understood too, and _ for -:\n" + alias_lines();
-
     return text + "\n" + kHelpExamples + "\n" + kHelpNotes;
 }

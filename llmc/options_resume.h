@@ -58,34 +58,40 @@ inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& val
     return true;
 }
 
-// Fails if the command line has other values for what an adapter is made with than the save: a resumed run
-// goes on with the adapter that was saved.
+// True if two values of an option are the same text, or the same number.
+inline bool is_same_value(const std::string& a, const std::string& b) {
+    char *end_of_a = nullptr, *end_of_b = nullptr;
+    const double x = strtod(a.c_str(), &end_of_a), y = strtod(b.c_str(), &end_of_b);
+    const bool are_numbers = !a.empty() && !*end_of_a && !b.empty() && !*end_of_b;
+    return a == b || (are_numbers && x == y);
+}
+
+// A resumed run goes on with the adapter of the save. Fails if the command line gives another value to an
+// option that says what an adapter is made of.
 inline void check_saved_adapter(const SavedOptions& before, const Options& o) {
-    const auto of_save = [&](const char* name, const char* by_default) {
-        std::vector<std::string> words = {by_default};
-        if (const auto at = before.written.find(name); at != before.written.end() && at->is_array())
-            words = at->get<std::vector<std::string>>();
+    if (before.written.contains("--adapter")) return;  // check_adapter_options() refuses these options
+    const auto saved = [&](const char* name, std::vector<std::string> standard) {
+        std::vector<std::string> words;
+        try {
+            words = before.written.value(name, std::move(standard));
+        } catch (const nlohmann::json::exception&) {  // reported below
+        }
+        if (words.empty()) fail("--resume %s: its %s is no list of texts", o.resume.c_str(), name);
         return words;
     };
-    const auto same = [](const std::string& a, const std::string& b) {
-        char* end = nullptr;
-        const double x = strtod(a.c_str(), &end);
-        const bool numbers = !a.empty() && !*end && !b.empty();
-        return a == b || (numbers && x == strtod(b.c_str(), &end) && !*end);
-    };
-    const bool has_lora = of_save("--train", "all")[0] == "lora";
-    for (const auto& [name, by_default] :
-         {std::pair{"--train", "all"}, std::pair{"--lora-rank", "16"}, std::pair{"--lora-alpha", "32"},
-          std::pair{"--lora-targets", "all"}}) {
-        const bool is_train = name == std::string("--train");
-        if (!o.has(name) || (!is_train && !has_lora)) continue;
-        const std::vector<std::string> saved = of_save(name, by_default), &now = o.given.at(name);
-        const bool is_same =
-            saved.size() == now.size() && std::equal(saved.begin(), saved.end(), now.begin(), same);
-        if (!is_same && before.written.find("--adapter") == before.written.end())
+    const auto check = [&](const char* name, std::vector<std::string> standard) {
+        if (!o.has(name)) return;
+        const std::vector<std::string> was = saved(name, std::move(standard)), &now = o.given.at(name);
+        if (!std::equal(was.begin(), was.end(), now.begin(), now.end(), is_same_value))
             fail("%s %s: --resume %s goes on with %s %s: leave %s out", name, now[0].c_str(),
-                 o.resume.c_str(), name, saved[0].c_str(), name);
-    }
+                 o.resume.c_str(), name, was[0].c_str(), name);
+    };
+    const Options standard;
+    check("--train", {standard.train});
+    if (saved("--train", {standard.train})[0] != "lora") return;
+    check("--lora-rank", {std::to_string(standard.lora_rank)});
+    check("--lora-alpha", {format("%g", standard.lora_alpha)});
+    check("--lora-targets", standard.lora_targets);
 }
 
 // For --resume auto: resumes from the save in --out if there is one, else starts a new run. The command is

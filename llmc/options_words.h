@@ -235,13 +235,7 @@ class WordReader {
         fail("%s: did you mean %s?", printable(written).c_str(), nearest.c_str());
     }
 
-    const CLI::Option* option(const std::string& name) const {
-        try {
-            return app_.get_option(name);
-        } catch (const CLI::OptionNotFound&) {
-            return nullptr;
-        }
-    }
+    const CLI::Option* option(const std::string& name) const { return app_.get_option_no_throw(name); }
 
     // The fewest and the most values that an option takes.
     std::pair<size_t, size_t> counts(const std::string& setting) const {
@@ -257,13 +251,19 @@ class WordReader {
         now = words;
     }
 
+    // The option with keys of this name, or null.
+    static const KeyedOption* keyed_option(const std::string& name) {
+        const auto at =
+            std::ranges::find_if(kKeyedOptions, [&](const KeyedOption& keyed) { return name == keyed.name; });
+        return at == std::end(kKeyedOptions) ? nullptr : &*at;
+    }
+
     // Adds a setting, or those of an option with keys.
     void add(const std::string& setting, const std::string& written, const std::vector<std::string>& values) {
-        for (const KeyedOption& keyed : kKeyedOptions)
-            if (setting == keyed.name) {
-                for (const std::string& value : values) add_keys(keyed, written, value);
-                return;
-            }
+        if (const KeyedOption* const keyed = keyed_option(setting)) {
+            for (const std::string& value : values) add_keys(*keyed, written, value);
+            return;
+        }
         const std::vector<std::string> words = values.empty() ? std::vector<std::string>{"true"} : values;
         const auto before = settings_.find(setting);
         const bool accumulates = setting == "--base" || setting == "--bench";
@@ -320,18 +320,14 @@ class WordReader {
         const std::string setting = find(name);
         if (key.empty()) {
             const auto [fewest, most] = counts(setting);
-            const bool is_keyed = std::ranges::any_of(
-                kKeyedOptions, [&](const KeyedOption& keyed) { return setting == keyed.name; });
-            if (!is_keyed && (item.inputs.size() < fewest || item.inputs.size() > std::max<size_t>(1, most)))
+            const bool has_keys = keyed_option(setting) != nullptr;
+            if (!has_keys && (item.inputs.size() < fewest || item.inputs.size() > std::max<size_t>(1, most)))
                 fail("%s: takes one value", name.c_str());
             return add(setting, name, item.inputs);
         }
-        for (const KeyedOption& keyed : kKeyedOptions)
-            if (setting == keyed.name) {
-                for (const std::string& value : item.inputs) set(find_key(keyed, name, key), {value});
-                return;
-            }
-        fail("%s: has no keys, such as %s", name.c_str(), printable(key).c_str());
+        const KeyedOption* const keyed = keyed_option(setting);
+        if (!keyed) fail("%s: has no keys, such as %s", name.c_str(), printable(key).c_str());
+        for (const std::string& value : item.inputs) set(find_key(*keyed, name, key), {value});
     }
 
     const CLI::App& app_;

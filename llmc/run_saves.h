@@ -20,7 +20,7 @@ class RunSaves {
     RunSaves(const RunSaves&) = delete;
 
     // True if the run saves.
-    bool wanted() const { return !o_.out.empty(); }
+    bool wanted() const { return o_.saves(); }
     // True if the state after `step` steps was saved last.
     bool has(int64_t step) const { return saved_step_ == step; }
 
@@ -71,7 +71,7 @@ class RunSaves {
                         in_.adapter);
         if (good) metrics_.last_save = o_.out + "/" + step_name(step);
         saved_step_ = step;
-        fprintf(notes(), "saved step %lld in %s\n", static_cast<long long>(step), o_.out.c_str());
+        fprintf(o_.notes(), "saved step %lld in %s\n", static_cast<long long>(step), o_.out.c_str());
         if (!good)
             fprintf(stderr, "%s/%s: is of a step with %s; the last good save: %s\n", o_.out.c_str(),
                     step_name(step).c_str(), metrics_.why_bad().c_str(), metrics_.last_save.c_str());
@@ -93,8 +93,6 @@ class RunSaves {
     }
 
   private:
-    // Without training, stdout is for generated text.
-    FILE* notes() const { return o_.steps > 0 ? stdout : stderr; }
     // The number of saves that the run will make.
     int64_t planned() const {
         const int64_t steps = std::max<int64_t>(0, o_.steps - (in_.progress ? in_.progress->step : 0));
@@ -113,11 +111,11 @@ class RunSaves {
         const auto size = [](double bytes) { return size_text(static_cast<size_t>(bytes)); };
         const double all = save_bytes * static_cast<double>(planned());
         if (o_.keep == 0 && all > free)
-            fprintf(notes(), "--out %s: all saves take %s, and %s are free there; --keep N keeps fewer\n",
+            fprintf(o_.notes(), "--out %s: all saves take %s, and %s are free there; --keep N keeps fewer\n",
                     o_.out.c_str(), size(all).c_str(), size(free).c_str());
         const double with_good = save_bytes * static_cast<double>(saves_at_once() + 1);
         if (o_.keep > 0 && planned() > o_.keep && with_good > free)
-            fprintf(notes(),
+            fprintf(o_.notes(),
                     "--out %s: if the loss goes bad, the last good save stays beside the newest: that takes "
                     "%s, and %s are free there\n",
                     o_.out.c_str(), size(with_good).c_str(), size(free).c_str());

@@ -19,7 +19,7 @@ inline bool Assembler::memory(const Statement& s, const Words& words, Instructio
         i.count = s.args.size() > 3;
         if (i.count) i.s[2] = source(s.args[3], false);
         if (has(words, "cg") ? i.bytes != 16 : i.bytes != 4 && i.bytes != 8 && i.bytes != 16)
-            throw Fault("cannot copy so many bytes");
+            throw Fault("cp.async copies 4, 8 or 16 bytes, and with .cg only 16");
         return true;
     }
     if (s.opcode == "cp.async.commit_group") {

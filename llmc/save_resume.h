@@ -92,12 +92,11 @@ inline void count_names_from(const std::string& folder, const char* option, std:
 inline SavedOptions saved_options(const std::string& save) {
     namespace fs = std::filesystem;
     const Progress progress = read_progress(save);
-    if (progress.formats.find(" --master ") !=
-        std::string::npos)  // as they were called before --state-formats
+    const bool is_of_old_options = progress.formats.find(" --master ") != std::string::npos;
+    if (is_of_old_options)
         fail(
             "--resume %s: an earlier version, whose options had other names, has saved this: --model %s "
-            "trains "
-            "on from its weights",
+            "trains on from its weights",
             save.c_str(), save.c_str());
     SavedOptions options = {progress.options, progress.options, folder_of_names(progress, save)};
     std::error_code none;

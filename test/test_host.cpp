@@ -288,7 +288,7 @@ TEST(Terminal, HoldsBackNoMoreThanACharacter) {
     EXPECT_EQ(terminal.finish(), "");
 }
 
-Options parse(std::vector<std::string> words, const nlohmann::json& saved = {}) {
+Options parse(std::vector<std::string> words, const nlohmann::json& saved = nlohmann::json::object()) {
     words.insert(words.begin(), "train");
     std::vector<char*> argv;
     for (std::string& w : words) argv.push_back(w.data());

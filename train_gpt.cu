@@ -168,7 +168,8 @@ class Gpt {
     Rows rows_of(const DeviceBatch& batch) const;
     void forward_blocks(std::vector<MicroBatch>& micro_batches, const std::vector<Keep>& keep);
     void backward_blocks(std::vector<MicroBatch>& micro_batches, bool adds);
-    TensorX head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, TensorF& loss, Head<floatX>& g);
+    TensorX head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, TensorF& loss,
+                          const Head<floatX>& gradients);
     HeadActivations forward_head(const TensorX& x);
 
     // A block.
@@ -214,7 +215,6 @@ class Gpt {
     }
     TensorX activate(const TensorX& up);
     TensorX dropout_backward(const TensorX& d_out, const Dropout& d);
-    void dequantize(Linear<floatX>& w) { dequantize_once(arena_, stream_, w); }
     // True if backward reads the input of a linear layer.
     bool backward_reads_input(const Linear<floatX>& w) const { return !weights_.is_frozen() || w.adapter; }
 
@@ -431,7 +431,7 @@ void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const
     range.emplace("head");
     EndGradients d_ends(gradients_, stream_, trained_.layout, config_.tied && !weights_.is_frozen(),
                         options.adds);
-    Head<floatX>& d_head = d_ends.take_head();
+    const Head<floatX>& d_head = d_ends.take_head();
     for (MicroBatch& m : micro_batches)
         m.d_residual =
             embedding_and_head_.with_prompt(head_and_loss(m, options.head_rows, loss_scale, loss, d_head));
@@ -576,7 +576,7 @@ TensorX Gpt::attention_projection(int layer, const TensorX& attention, const Row
 TensorX Gpt::forward_mlp(int layer, BlockActivations& a, const Rows& rows, Keep keep) {
     if (!mlp_goes_in_chunks(a.middle.rows())) return forward_mlp_rows(layer, a.mlp, rows, keep, a.middle, {});
     Block<floatX>& w = weights_.block(layer);
-    dequantize(w.up), dequantize(w.down);
+    const DequantizedScope whole(arena_, stream_, {&w.up, &w.down});
     const TensorX x = a.middle.view();
     TensorX output = keep.middle ? take("residual", x.shape()) : std::move(a.middle);
     Keep nothing = kKeepNothing;
@@ -585,7 +585,6 @@ TensorX Gpt::forward_mlp(int layer, BlockActivations& a, const Rows& rows, Keep 
         MlpActivations m;
         forward_mlp_rows(layer, m, chunk, nothing, x.rows_at(first, count), output.rows_at(first, count));
     });
-    w.up.dequantized.drop(), w.down.dequantized.drop();
     return output;
 }
 
@@ -646,10 +645,9 @@ void Gpt::backward_mlp(int layer, BlockGradient<floatX>& g, BlockActivations& a,
     if (!mlp_goes_in_chunks(d_residual.rows()))
         return backward_mlp_rows(layer, g, a.mlp, a.middle, rows, d_residual);
     Block<floatX>& w = weights_.block(layer);
-    dequantize(w.up), dequantize(w.down);
+    const DequantizedScope whole(arena_, stream_, {&w.up, &w.down});
     g.begin_mlp_chunks(arena_, stream_);
     backward_mlp_in_chunks(layer, g, a.middle, rows, d_residual);
-    w.up.dequantized.drop(), w.down.dequantized.drop();
     g.end_mlp_chunks(stream_);
 }
 
@@ -713,17 +711,13 @@ TensorX Gpt::dropout_backward(const TensorX& d_out, const Dropout& d) {
 // The head and the loss, chunk by chunk of rows: each chunk goes forward and at once back, so that only one
 // chunk's logits exist. Returns the gradient of the tokens' rows of m.residual, in their memory.
 TensorX Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, TensorF& loss,
-                           Head<floatX>& g) {
+                           const Head<floatX>& gradients) {
     TensorX residual = embedding_and_head_.without_prompt(std::move(m.residual));
     const int64_t rows = residual.rows(), C = config_.channels;
-    const bool in_chunks = head_rows > 0 && head_rows < rows;
     const LossScale scale = {loss_scale, m.batch.loss_scale.data()};
     TensorF losses = arena_.take<float>("losses", {rows, 1});
-    NormGradient<floatX> d_norm_weights{std::move(g.norm)};
-    d_norm_weights.begin_chunks(arena_, stream_, "d_ln_f_sums");
-    if (g.logits.weight && in_chunks && !m.adds) fill_zero(g.logits.weight, stream_);
-    Tensor<uint8_t> low;
-    if (in_chunks) low = take_low_bits(arena_, stream_, "d_wte_low_bits", g.logits.weight);
+    HeadGradient<floatX> g(gradients, m.adds);
+    g.begin(arena_, stream_, head_rows > 0 && head_rows < rows);
     embedding_and_head_.prefetch_head();
     for_each_chunk(arena_, {}, rows, head_rows, [&](const Rows&, int64_t first, int64_t count) {
         // x is a copy, because the gradient overwrites these rows.
@@ -733,18 +727,16 @@ TensorX Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, T
         TensorF part_losses = losses.rows_at(first, count);
         const Tensor<int> targets = m.batch.targets.view({rows, 1}).rows_at(first, count);
         cross_entropy_forward_backward(a.logits, part_losses, targets, scale, config_.vocabulary, stream_);
-        if (g.logits.weight)
-            add_product(arena_, stream_, g.logits.weight, low, a.logits, a.norm.out, in_chunks || m.adds);
+        g.add(arena_, stream_, a.logits, a.norm.out);
         TensorX d_norm = std::move(a.norm.out);  // its memory: the product above read it last
         embedding_and_head_.logits_backward(d_norm, a.logits);
         a.logits.drop();
         fill_zero(part, stream_);  // the norm's backward adds to it
-        norm_.backward(part, d_norm_weights, d_norm, x, a.norm, weights_.head.norm);
+        norm_.backward(part, g.norm, d_norm, x, a.norm, weights_.head.norm);
     });
     embedding_and_head_.release_head();
     add_losses(loss, losses, scale, stream_);
-    d_norm_weights.end_chunks(stream_);
-    g.norm = std::move(d_norm_weights.view);
+    g.end(stream_);
     return residual;
 }
 
@@ -761,7 +753,7 @@ HeadActivations Gpt::forward_head(const TensorX& x) {
 // read that on the device.
 TensorX Gpt::forward_attention_in_chunks(int layer, BlockActivations& a, const Rows& rows, Keep keep) {
     Block<floatX>& w = weights_.block(layer);
-    dequantize(w.qkv), dequantize(w.attention);
+    const DequantizedScope whole(arena_, stream_, {&w.qkv, &w.attention});
     const TensorX x = a.input.view();
     TensorX sum =
         inputs_.stores_chunks() || !keep.backward ? std::move(a.input) : take("residual", x.shape());
@@ -783,7 +775,6 @@ TensorX Gpt::forward_attention_in_chunks(int layer, BlockActivations& a, const R
         for_each_chunk(arena_, sequence, length, attention_rows_, forward);
     });
     keys.end_block();
-    w.qkv.dequantized.drop(), w.attention.dequantized.drop();
     return sum;
 }
 
@@ -791,13 +782,12 @@ TensorX Gpt::forward_attention_in_chunks(int layer, BlockActivations& a, const R
 void Gpt::add_projection_in_chunks(TensorX& sum, const TensorX& x, const TensorX& attention, int layer,
                                    const Rows& rows) {
     Linear<floatX>& w = weights_.block(layer).attention;
-    dequantize(w);
+    const DequantizedScope whole(arena_, stream_, {&w});
     for_each_chunk(arena_, rows, x.rows(), mlp_rows_, [&](const Rows& chunk, int64_t first, int64_t count) {
         TensorX to = sum.rows_at(first, count);
         residual_forward(to, x.rows_at(first, count),
                          attention_projection(layer, attention.rows_at(first, count), chunk), stream_);
     });
-    w.dequantized.drop();
 }
 
 // Backward of the MLP half chunk by chunk. x is the residual stream before it.
@@ -820,7 +810,7 @@ void Gpt::backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const Te
                                    TensorX& d_residual) {
     Block<floatX>& w = weights_.block(layer);
     SequenceKeys& keys = attention_.keys();
-    for (auto& [matrix, field] : linears(w)) dequantize(*matrix);
+    const DequantizedScope whole(arena_, stream_, {&w.qkv, &w.attention, &w.up, &w.down});
     g.begin_chunks(arena_, stream_);
     keys.begin_block(true);
     const auto input = [&](const Rows& chunk, int64_t count) {
@@ -854,7 +844,6 @@ void Gpt::backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const Te
         for_each_chunk(arena_, sequence, length, attention_rows_, backward, From::Last);
     });
     keys.end_block();
-    for (auto& [matrix, field] : linears(w)) matrix->dequantized.drop();
     g.end_chunks(stream_);
 }
 

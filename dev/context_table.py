@@ -40,7 +40,7 @@ class Planner:
             fail(f"{self.command[0]}: {error.strerror}")
         if result.returncode == 0:
             plan = json.loads(result.stdout)
-            return plan["estimated_seconds"], sum(plan["elsewhere"].values())
+            return plan["estimated_seconds"], sum(plan["outside_device"].values())
         self.refusal = result.stderr.strip()
         ends = "the least that this takes" in self.refusal or "positions" in self.refusal or "tokens in a" in self.refusal
         if result.returncode != 2 or not ends:

@@ -159,7 +159,7 @@ COLUMNS = {"": "---", "planned on the device, MiB": "---:", "pinned host memory,
 def row(label, plan, resident):
     if isinstance(plan, str):
         return [label, "does not fit", *[""] * 6, plan, ""]
-    elsewhere, seconds = plan["elsewhere"], plan["estimated_seconds"]
+    elsewhere, seconds = plan["outside_device"], plan["estimated_seconds"]
     on_disk = sum(elsewhere[kind] for kind in ("on_disk", "offloaded", "working_file"))
     beside = ["does not fit", ""]
     if isinstance(resident, dict):

@@ -43,12 +43,12 @@ struct Waits {
 };
 
 // What one step took, in seconds: the range "step" and, by name, the ranges directly in it; and the bytes
-// that it moved, by Way.
+// that it moved, by Route.
 struct StepTimes {
     std::map<std::string, double> ranges;
     std::map<OperationKey, OperationTime> operations;
     std::vector<Waits> waits = {};  // in the order of the step
-    std::array<double, kWays> moved = {};
+    std::array<double, kRoutes> moved = {};
     Waits& waits_at(const std::string& place) {
         const auto at = std::find_if(waits.rbegin(), waits.rend(), [&](auto& w) { return w.place == place; });
         return at != waits.rend() ? *at : waits.emplace_back(Waits{place});
@@ -92,7 +92,7 @@ class StepWatch : RangeListener, OperationListener, WaitListener {
             if (turns_[i].running)
                 turns_[i].running->seconds += marks_.seconds(turns_[i].mark, turns_[i + 1].mark);
         for (const Wait& w : waits_) times_.waits_at(w.place).seconds[w.of] += marks_.seconds(w.from, w.to);
-        for (size_t route = 0; route < kWays; route++)
+        for (size_t route = 0; route < kRoutes; route++)
             times_.moved[route] = bytes_moved[route] - moved_before_[route];
         moved_before_ = bytes_moved;
         spans_.clear();
@@ -149,7 +149,7 @@ class StepWatch : RangeListener, OperationListener, WaitListener {
     std::vector<Turn> turns_;
     std::vector<OperationTime*> running_;  // the innermost last
     std::vector<Wait> waits_;
-    std::array<double, kWays> moved_before_ = bytes_moved;
+    std::array<double, kRoutes> moved_before_ = bytes_moved;
 };
 
 // ---- the device
@@ -210,7 +210,7 @@ struct BenchReport {
     std::vector<std::pair<const Plan*, int>> plans;  // of a step, and how often each runs in it
     double tokens, flops;                            // of a step
     double matmul_peak, copy_peak;                   // measured: FLOP/s, bytes/s
-    std::array<double, kWays> limits = kNoLimits;    // bytes/s of a link alone, from --rates; else infinite
+    std::array<double, kRoutes> limits = kNoLimits;    // bytes/s of a link alone, from --rates; else infinite
     size_t taken_bytes = 0;
     StepTimes cold = {};
     std::vector<StepTimes> steps = {};
@@ -318,9 +318,9 @@ inline void add_waits(nlohmann::ordered_json& j, const BenchReport& r) {
             line[std::string(Transfer::kNames[of]) + "_ms"] = 1e3 * w.seconds[of];
         j["waits"].push_back(line);
     }
-    for (size_t route = 0; route < kWays; route++)
+    for (size_t route = 0; route < kRoutes; route++)
         if (r.moved(route) > 0) {
-            nlohmann::ordered_json& link = j["links"][kWayNames[route]];
+            nlohmann::ordered_json& link = j["links"][kRouteNames[route]];
             link = {{"bytes", r.moved(route)}, {"bytes_per_second", r.moved(route) / r.seconds()}};
             if (std::isfinite(r.limits[route])) link["limit"] = r.limits[route];
         }
@@ -391,10 +391,10 @@ inline void print_waits(FILE* to, const BenchReport& r) {
         fprintf(to, " %7.2f%%\n", 100 * w.total() / whole);
     }
     fprintf(to, "\n%-20s %10s %10s %10s\n", "link", "MB a step", "GB/s", "limit");
-    for (size_t route = 0; route < kWays; route++)
+    for (size_t route = 0; route < kRoutes; route++)
         if (r.moved(route) > 0) {
             const bool known = std::isfinite(r.limits[route]);
-            fprintf(to, "%-20s %10.1f %10.3f %10s\n", kWayNames[route], r.moved(route) / 1e6,
+            fprintf(to, "%-20s %10.1f %10.3f %10s\n", kRouteNames[route], r.moved(route) / 1e6,
                     r.moved(route) / r.seconds() / 1e9,
                     known ? format("%.3f", r.limits[route] / 1e9).c_str() : "(--rates)");
         }

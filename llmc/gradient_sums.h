@@ -199,3 +199,36 @@ struct BlockGradient {
         end_mlp_chunks(stream);
     }
 };
+
+// Where the gradients of the last norm and of the head's matrix go. Rows of logits add their terms between
+// begin() and end(), in one chunk or several.
+template <class T>
+struct HeadGradient {
+    NormGradient<T> norm;
+    Tensor<T> weight;  // absent if the head is frozen
+    // If false, the first product overwrites the matrix's gradient.
+    bool adds;
+    Tensor<uint8_t> weight_low = {};  // low bits, in several chunks
+
+    // `head` has views of the unit's gradients.
+    HeadGradient(const Head<T>& head, bool adds)
+        : norm{{head.norm.weight.view(), head.norm.bias.view()}},
+          weight(head.logits.weight.view()),
+          adds(adds) {}
+
+    void begin(Arena& arena, Stream stream, bool in_chunks) {
+        norm.begin_chunks(arena, stream, "d_ln_f_sums");
+        if (!in_chunks) return;
+        if (weight && !adds) fill_zero(weight, stream);
+        weight_low = take_low_bits(arena, stream, "d_wte_low_bits", weight);
+        adds = true;
+    }
+    void end(Stream stream) {
+        weight_low = {};
+        norm.end_chunks(stream);
+    }
+    // Adds the terms of the logits' gradient (rows, padded vocabulary) and of x (rows, C), the norm's output.
+    void add(Arena& arena, Stream stream, const Tensor<T>& d_logits, const Tensor<T>& x) {
+        if (weight) add_product(arena, stream, weight, weight_low, d_logits, x, adds);
+    }
+};

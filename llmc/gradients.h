@@ -26,7 +26,7 @@ class Gradients {
 
     void on_complete(OnComplete call) { on_complete_ = std::move(call); }
     // Says where streamed blocks' gradients are, the bytes of each, and how many are prefetched.
-    void stream_blocks_from(BlockSource* source, std::vector<size_t> bytes, int prefetch) {
+    void stream_blocks_from(PieceSource* source, std::vector<size_t> bytes, int prefetch) {
         streamed_.stream_from(route_from(trained_.options.block_gradients), std::move(bytes), prefetch,
                               source);
     }

@@ -17,10 +17,22 @@ inline TensorX weight_of(Arena& arena, Stream stream, const Linear<floatX>& w) {
     return weight;
 }
 
-// Dequantizes a matrix once for several products, until w.dequantized is dropped.
-inline void dequantize_once(Arena& arena, Stream stream, Linear<floatX>& w) {
-    if (!w.quantized.empty()) w.dequantized = weight_of(arena, stream, w);
-}
+// Dequantizes matrices once for the products of several chunks, from here to the end of the scope.
+class DequantizedScope {
+  public:
+    DequantizedScope(Arena& arena, Stream stream, std::initializer_list<Linear<floatX>*> matrices)
+        : matrices_(matrices) {
+        for (Linear<floatX>* const w : matrices_)
+            if (!w->quantized.empty()) w->dequantized = weight_of(arena, stream, *w);
+    }
+    ~DequantizedScope() {
+        for (Linear<floatX>* const w : matrices_) w->dequantized.drop();
+    }
+    DequantizedScope(const DequantizedScope&) = delete;
+
+  private:
+    const std::vector<Linear<floatX>*> matrices_;
+};
 
 // Returns x (.., inputs) W [+ bias] [+ adapter], then GELU if `gelu`: (.., outputs), a tensor called `name`.
 // `rows` says which rows these are.

@@ -19,8 +19,7 @@
 
 #include "llmc/arena.h"
 #include "llmc/disk_reader.h"
-#include "llmc/graph.h"
-#include "llmc/offload_storage.h"
+#include "llmc/offload_buffer.h"
 #include "llmc/work.h"
 
 // ---- streaming blocks in order
@@ -28,26 +27,11 @@
 // A block is what is streamed as a whole: a block, a slice of the head (offload_embeddings.h), or a block's
 // gradients. Blocks are numbered in the order of the model.
 //
-// A BlockSource is a source of blocks. HostBlockSource and DiskBlockSource have the matrices of a frozen
-// model; TrainedBlockSource has blocks that are trained, and stores them again when they have changed. A
-// BlockSource transfers bytes to and from a buffer, and knows nothing of the step. BlockStream takes the
-// buffers, so that the plan contains them, and decides what is fetched when. While a transfer is under way,
-// nothing else may use its buffer, until the program joins the transfer.
+// HostBlockSource and DiskBlockSource have the matrices of a frozen model; StoredPieces has blocks that are
+// trained, or gradients. BlockStream takes the buffers, so that the plan contains them, and decides what is
+// fetched when.
 
 constexpr int kNoBlock = -1;
-
-class BlockSource {
-  public:
-    virtual ~BlockSource() = default;
-    // Starts fetching a block's bytes to `buffer` on the device. Work queued on the stream so far
-    // may still use the buffer. If `changed` is not kNoBlock, the buffer has this block, changed, which is
-    // stored first; then `block` may be kNoBlock. Only TrainedBlockSource can store. Returns a number for
-    // finish(). At most as many transfers may be under way as there are buffers.
-    virtual size_t start(int block, char* buffer, Stream stream, int changed) = 0;
-    // Work queued on the stream from here on runs after this transfer and all that started before it. Fails
-    // if a transfer failed.
-    virtual void finish(size_t number, Stream stream) = 0;
-};
 
 // What is streamed: the kind of its transfers, and the name and the kind of its buffers in the plan.
 struct StreamedKind {
@@ -80,11 +64,12 @@ class BlockStream {
 
     // Sets the transfer direction, the bytes of each block, the prefetch distance, and the source, which may
     // be null in a dry run. Call it before anything else.
-    void stream_from(Route route, std::vector<size_t> bytes, int ahead, BlockSource* source) {
-        route_ = route;
+    void stream_from(Route route, std::vector<size_t> bytes, int ahead, PieceSource* source) {
+        pieces_ = {kind_.of, route, source};
         bytes_ = std::move(bytes);
-        source_ = source;
-        numbers_.assign(buffers_for(ahead, bytes_.size()), 0);
+        slots_.clear();
+        for (size_t i = 0; i < buffers_for(ahead, bytes_.size()); i++)
+            slots_.push_back({OffloadBuffer(arena_, stream_)});
     }
     // True, the default: blocks are fetched with their contents. False: their buffers will be written, and
     // nothing is fetched.
@@ -92,8 +77,8 @@ class BlockStream {
     // Says which blocks will be fetched next, after those expected so far, and starts fetching the first of
     // them. Takes the buffers.
     void expect(const std::vector<int>& blocks) {
-        while (buffers_.size() < numbers_.size())
-            buffers_.push_back({.bytes = arena_.take<uint8_t>(kind_.buffers, {buffer_bytes()}, kind_.kind)});
+        for (Slot& slot : slots_)
+            if (!slot.buffer.is_taken()) slot.buffer.take(kind_.buffers, buffer_bytes(), kind_.kind, pieces_);
         for (const int block : blocks) {
             const int before = expected_.empty() ? held() : expected_.back();
             if (block != before) expected_.push_back(block);
@@ -105,109 +90,82 @@ class BlockStream {
     char* fetch(int block) {
         if (block != held()) {
             assert(!expected_.empty() && block == expected_.front());
-            held_ = kNoBuffer;
+            held_ = kNoSlot;
             fetch_expected();
-            held_ = buffer_of(block);
+            held_ = slot_of(block);
             expected_.pop_front();
-            join(held_);
+            slots_[held_].buffer.join();
         }
-        return at(held_);
+        return slots_[held_].buffer.at();
     }
     // True if this block was fetched last and not given back.
     bool holds(int block) const { return block == held(); }
     // The bytes of the block fetched last, for changing them: they are stored before the buffer is reused.
     char* change() {
-        buffers_[held_].changed = true;
-        return at(held_);
+        slots_[held_].changed = true;
+        return slots_[held_].buffer.at();
     }
     // Stores what was changed, waits for all transfers and releases the buffers.
     void release() {
         expected_.clear();
-        for (size_t i = 0; i < buffers_.size(); i++)
-            if (buffers_[i].changed) fetch(kNoBlock, i);
-        for (size_t i = 0; i < buffers_.size(); i++) join(i);
-        buffers_.clear();
-        held_ = kNoBuffer;
+        for (Slot& slot : slots_)
+            if (slot.changed) fetch(kNoBlock, slot);
+        for (Slot& slot : slots_) slot.buffer.release(), slot.block = kNoBlock;
+        held_ = kNoSlot;
     }
 
   private:
-    static constexpr size_t kNoBuffer = SIZE_MAX;
-    struct Buffer {
+    static constexpr size_t kNoSlot = SIZE_MAX;
+    struct Slot {
+        OffloadBuffer buffer;
         int block = kNoBlock;
-        bool changed = false, under_way = false;
-        int noted = -1;  // the number of its last transfer, in a dry run
-        Tensor<uint8_t> bytes;
+        bool changed = false;
     };
-    int64_t buffer_bytes() const {
-        return static_cast<int64_t>(*std::max_element(bytes_.begin(), bytes_.end()));
+    size_t buffer_bytes() const { return *std::max_element(bytes_.begin(), bytes_.end()); }
+    int held() const { return held_ == kNoSlot ? kNoBlock : slots_[held_].block; }
+    // The number of the slot that has a block, or kNoSlot.
+    size_t slot_of(int block) const {
+        const auto slot = std::ranges::find(slots_, block, &Slot::block);
+        return slot == slots_.end() ? kNoSlot : static_cast<size_t>(slot - slots_.begin());
     }
-    double bytes_of(int block) const { return static_cast<double>(bytes_[static_cast<size_t>(block)]); }
-    char* at(size_t buffer) const { return reinterpret_cast<char*>(buffers_[buffer].bytes.data()); }
-    int held() const { return held_ == kNoBuffer ? kNoBlock : buffers_[held_].block; }
-    // The number of the buffer that has a block, or kNoBuffer.
-    size_t buffer_of(int block) const {
-        const auto buffer =
-            std::find_if(buffers_.begin(), buffers_.end(), [&](const Buffer& r) { return r.block == block; });
-        return buffer == buffers_.end() ? kNoBuffer : static_cast<size_t>(buffer - buffers_.begin());
-    }
-    // The blocks that should be in the buffers now: the one in use, and the next expected ones.
+    // The blocks that should be in the slots now: the one in use, and the next expected ones.
     std::vector<int> wanted() const {
         std::vector<int> blocks;
-        if (held_ != kNoBuffer) blocks.push_back(held());
-        for (auto l = expected_.begin(); l != expected_.end() && blocks.size() < buffers_.size(); ++l)
-            if (std::find(blocks.begin(), blocks.end(), *l) == blocks.end()) blocks.push_back(*l);
+        if (held_ != kNoSlot) blocks.push_back(held());
+        for (auto l = expected_.begin(); l != expected_.end() && blocks.size() < slots_.size(); ++l)
+            if (std::ranges::find(blocks, *l) == blocks.end()) blocks.push_back(*l);
         return blocks;
     }
-    // Starts fetching wanted blocks that are in no buffer, and storing changed ones that are not replaced.
+    // Starts fetching wanted blocks that are in no slot, and storing changed ones that are not replaced.
     void fetch_expected() {
         const std::vector<int> blocks = wanted();
-        const auto is_free = [&](const Buffer& r) {
-            return std::find(blocks.begin(), blocks.end(), r.block) == blocks.end();
+        const auto is_free = [&](const Slot& slot) {
+            return std::ranges::find(blocks, slot.block) == blocks.end();
         };
         for (const int block : blocks)
-            if (buffer_of(block) == kNoBuffer)
-                fetch(block, static_cast<size_t>(std::find_if(buffers_.begin(), buffers_.end(), is_free) -
-                                                 buffers_.begin()));
-        for (size_t i = 0; i < buffers_.size(); i++)
-            if (buffers_[i].changed && is_free(buffers_[i])) fetch(kNoBlock, i);
+            if (slot_of(block) == kNoSlot) fetch(block, *std::ranges::find_if(slots_, is_free));
+        for (Slot& slot : slots_)
+            if (slot.changed && is_free(slot)) fetch(kNoBlock, slot);
     }
-    void fetch(int block, size_t buffer) {
-        join(buffer);
-        Buffer& r = buffers_[buffer];
-        const int changed = std::exchange(r.changed, false) ? r.block : kNoBlock;
-        r.block = block;
-        const int comes = contents_ ? block : kNoBlock;
-        if (changed == kNoBlock && comes == kNoBlock) return;
-        r.under_way = true;
-        if (!arena_.rehearsing())
-            return host_act([this, comes, changed, buffer, to = at(buffer)] {
-                numbers_[buffer] = source_->start(comes, to, stream_, changed);
-            });
-        if (changed != kNoBlock)
-            r.noted = note_transfer({kind_.of, false, route_back(route_), bytes_of(changed)});
-        if (comes != kNoBlock) r.noted = note_transfer({kind_.of, false, route_, bytes_of(comes)});
-    }
-    void join(size_t buffer) {
-        Buffer& r = buffers_[buffer];
-        if (!std::exchange(r.under_way, false)) return;
-        if (arena_.rehearsing()) return note_wait(kind_.of, r.noted);
-        host_act([this, buffer] {
-            const Waiting waiting(kind_.of);
-            source_->finish(numbers_[buffer], stream_);
-        });
+    void fetch(int block, Slot& slot) {
+        const auto piece = [this](int number) -> std::optional<OffloadBuffer::Piece> {
+            if (number == kNoBlock) return std::nullopt;
+            return {{number, bytes_[static_cast<size_t>(number)]}};
+        };
+        const int changed = std::exchange(slot.changed, false) ? slot.block : kNoBlock;
+        slot.block = block;
+        slot.buffer.exchange(piece(changed), piece(contents_ ? block : kNoBlock));
     }
 
     Arena& arena_;
     const Stream& stream_;
     const StreamedKind kind_;
-    BlockSource* source_ = nullptr;
-    Route route_ = Route::DiskRead;
+    Pieces pieces_ = {};
     std::vector<size_t> bytes_;
     bool contents_ = true;
-    std::vector<Buffer> buffers_;
-    size_t held_ = kNoBuffer;      // the buffer in use
-    std::deque<int> expected_;     // never the same block twice in a row
-    std::vector<size_t> numbers_;  // by buffer: its last transfer; each replay of a recording sets it anew
+    std::vector<Slot> slots_;
+    size_t held_ = kNoSlot;     // the slot in use
+    std::deque<int> expected_;  // never the same block twice in a row
 };
 
 // ---- from host memory
@@ -215,15 +173,16 @@ class BlockStream {
 // Streams a frozen model's blocks from pinned host memory beside a GPU: each is copied to the device, on a
 // separate stream, whenever it is needed.
 
-class HostBlockSource : public BlockSource {
+class HostBlockSource : public PieceSource {
   public:
     // For `buffers` buffers. bytes_of(block) returns a block's bytes in pinned memory.
     HostBlockSource(size_t buffers, std::function<std::span<const char>(int block)> bytes_of)
         : bytes_of_(std::move(bytes_of)), arrived_(buffers) {}
 
-    size_t start(int block, char* buffer, Stream stream, [[maybe_unused]] int changed) override {
-        assert(changed == kNoBlock);
-        const std::span<const char> from = bytes_of_(block);
+    size_t start(char* buffer, [[maybe_unused]] std::optional<int> to, std::optional<int> block,
+                 Stream stream) override {
+        assert(!to && block);
+        const std::span<const char> from = bytes_of_(*block);
         free_.record(stream);
         free_.block(copies_.get());
         move_async(Route::FromHost, buffer, from.data(), from.size(), copies_.get());
@@ -246,7 +205,7 @@ class HostBlockSource : public BlockSource {
 // whenever it is needed. On a CPU it is read into its buffer; beside a GPU it is read into pinned memory and
 // copied from there on a separate stream.
 
-class DiskBlockSource : public BlockSource {
+class DiskBlockSource : public PieceSource {
   public:
     // The bytes that it takes for `buffers` buffers: on a CPU of the device's memory, beside a GPU of pinned
     // host memory.
@@ -274,9 +233,10 @@ class DiskBlockSource : public BlockSource {
         return *opened;
     }
 
-    size_t start(int block, char* buffer, Stream stream, [[maybe_unused]] int changed) override {
-        assert(changed == kNoBlock);
-        return start(blocks_[static_cast<size_t>(block)], buffer, stream);
+    size_t start(char* buffer, [[maybe_unused]] std::optional<int> to, std::optional<int> block,
+                 Stream stream) override {
+        assert(!to && block);
+        return start(blocks_[static_cast<size_t>(*block)], buffer, stream);
     }
     // Reads something else to `buffer`, at most as many bytes as the largest block. Work queued on
     // the stream from here on finds it there. No block may be under way.
@@ -345,32 +305,4 @@ class DiskBlockSource : public BlockSource {
     size_t begun_ = 0, finished_ = 0;
     Memory memory_;
     DiskQueue queue_;  // declared last, so that it ends before the memory does
-};
-
-// ---- blocks that are trained, and gradients
-//
-// Streams blocks of a model that is trained, or their gradients, from memory outside the device
-// (offload_storage.h): a block that was changed is stored there before its buffer is reused.
-
-class TrainedBlockSource : public BlockSource {
-  public:
-    // The bytes of a buffer for a block, including what aligning it takes.
-    static size_t buffer_bytes(size_t block_bytes) { return block_bytes + kStorageAlignment; }
-
-    // The blocks are in `place`, one after another.
-    TrainedBlockSource(OffloadStorage& place, size_t block_bytes)
-        : place_(place), block_bytes_(block_bytes) {}
-
-    size_t start(int block, char* buffer, Stream stream, int changed) override {
-        const auto at = [&](int number) -> std::optional<uint64_t> {
-            if (number == kNoBlock) return std::nullopt;
-            return static_cast<uint64_t>(number) * block_bytes_;
-        };
-        return place_.exchange(aligned_buffer(buffer), block_bytes_, at(changed), at(block), stream);
-    }
-    void finish(size_t number, Stream stream) override { place_.join(number, stream); }
-
-  private:
-    OffloadStorage& place_;
-    const size_t block_bytes_;
 };

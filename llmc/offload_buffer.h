@@ -1,6 +1,7 @@
-// offload_buffer.h - a buffer in the arena whose contents are offloaded and fetched again, piece by piece
-// (offload_inputs.h, offload_keys.h). One exchange is under way at a time; until it is joined, the buffer
-// must not be used.
+// offload_buffer.h - a buffer in the arena whose contents are stored outside the device and fetched again,
+// piece by piece. Everything that a step streams goes through such buffers: blocks and their gradients
+// (offload_blocks.h), blocks' inputs (offload_inputs.h), keys and values (offload_keys.h), and optimizer
+// state (offload_optimizer.h). These headers differ in the order in which they use their buffers.
 #pragma once
 
 #include <optional>
@@ -11,67 +12,125 @@
 #include "llmc/offload_storage.h"
 #include "llmc/work.h"
 
+// Pieces outside the device, by number. A source transfers bytes to and from a buffer, and knows nothing of
+// the step.
+class PieceSource {
+  public:
+    virtual ~PieceSource() = default;
+    // Starts storing the bytes of `buffer` as piece `to`, and after that fetching piece `from` into it;
+    // either may be absent. Both run after the work queued on the stream so far. Returns a number for
+    // finish(). At most as many transfers may be under way as there are buffers.
+    virtual size_t start(char* buffer, std::optional<int> to, std::optional<int> from, Stream stream) = 0;
+    // Work queued on the stream from here on runs after this transfer and all that started before it. Fails
+    // if a transfer failed.
+    virtual void finish(size_t number, Stream stream) = 0;
+};
+
+// Pieces of the same size in working memory, one after another.
+class StoredPieces : public PieceSource {
+  public:
+    // The bytes of a buffer for a piece, including what aligning it takes.
+    static size_t buffer_bytes(size_t piece_bytes) { return piece_bytes + kStorageAlignment; }
+
+    StoredPieces(OffloadStorage& storage, size_t piece_bytes) : storage_(storage), bytes_(piece_bytes) {}
+
+    size_t start(char* buffer, std::optional<int> to, std::optional<int> from, Stream stream) override {
+        const auto at = [this](std::optional<int> piece) {
+            return piece ? std::optional(static_cast<uint64_t>(*piece) * bytes_) : std::nullopt;
+        };
+        return storage_.exchange(aligned_buffer(buffer), bytes_, at(to), at(from), stream);
+    }
+    void finish(size_t number, Stream stream) override { storage_.join(number, stream); }
+
+  private:
+    OffloadStorage& storage_;
+    const size_t bytes_;
+};
+
 // Where offloaded activations are stored: in host memory beside a GPU, on a CPU in a file.
 constexpr Placement kActivationPlacement = kHostIsDevice ? Placement::Disk : Placement::Host;
 
+// The kind of a buffer's transfers, and where its pieces are. `source` may be null in a dry run.
+struct Pieces {
+    Transfer::Of of;
+    Route route;  // of fetches
+    PieceSource* source;
+};
+
+// One exchange is under way at a time. Until it is joined, the buffer must not be used.
 class OffloadBuffer {
   public:
-    OffloadBuffer(Arena& arena, const Stream& stream, Transfer::Of of)
-        : arena_(arena), stream_(stream), of_(of) {}
+    // A piece, by its number, and what is transferred of it.
+    struct Piece {
+        int number;
+        size_t bytes;
+    };
+    // In a dry run, which of the transfers of its kind join() waits for. In loops over chunks, of which a dry
+    // run executes one turn, numbers of transfers mean nothing: there it is the latest one.
+    enum class WaitsFor { ItsOwn, Latest };
 
-    // The bytes that a piece of `bytes` bytes takes where it is stored, and in the buffer.
-    static size_t piece_bytes(size_t bytes) { return whole_sectors(bytes); }
-    // Takes the buffer, until release(), for pieces of `bytes` bytes that are stored in `place`, which may
-    // be null in a dry run.
-    void take(const char* name, size_t bytes, OffloadStorage* place, const char* kind = "activation") {
-        bytes_ = piece_bytes(bytes);
-        place_ = place;
-        memory_ = arena_.take<uint8_t>(name, {static_cast<int64_t>(bytes_ + kStorageAlignment)}, kind);
+    OffloadBuffer(Arena& arena, const Stream& stream, WaitsFor waits_for = WaitsFor::ItsOwn)
+        : arena_(arena), stream_(stream), waits_for_(waits_for) {}
+
+    // Takes the buffer, until release().
+    void take(const char* name, size_t bytes, const char* kind, const Pieces& pieces) {
+        pieces_ = pieces;
+        memory_ = arena_.take<uint8_t>(name, {static_cast<int64_t>(bytes)}, kind);
+        at_ = reinterpret_cast<char*>(memory_.data());
     }
     void release() {
         join();
         memory_ = {};
     }
+    bool is_taken() const { return static_cast<bool>(memory_); }
+    // The buffer's address, which stays known after release() for replays of a recording. Null in a dry run.
+    char* at() const { return at_; }
+    // The part of the buffer that StoredPieces transfers.
     template <class T>
-    T* data() const {
-        return reinterpret_cast<T*>(aligned_buffer(memory_.data()));
+    T* aligned() const {
+        return reinterpret_cast<T*>(aligned_buffer(at_));
     }
+
     // Starts storing the buffer as piece `to`, and then fetching piece `from` into it; either may be absent.
-    void exchange(std::optional<int64_t> to, std::optional<int64_t> from) {
+    // An exchange of the buffer that is under way is joined first.
+    void exchange(std::optional<Piece> to, std::optional<Piece> from) {
         join();
+        if (!to && !from) return;
         under_way_ = true;
         if (arena_.rehearsing()) {
-            const auto bytes = static_cast<double>(bytes_);
-            if (to) note_transfer({of_, false, route_back(kRoute), bytes});
-            if (from) note_transfer({of_, false, kRoute, bytes});
+            if (to) note(route_back(pieces_.route), to->bytes);
+            if (from) note(pieces_.route, from->bytes);
             return;
         }
-        const auto at = [this](std::optional<int64_t> piece) {
-            return piece ? std::optional(static_cast<uint64_t>(*piece) * bytes_) : std::nullopt;
+        const auto number = [](std::optional<Piece> piece) {
+            return piece ? std::optional(piece->number) : std::nullopt;
         };
-        host_act([this, to = at(to), from = at(from), bytes = bytes_, buffer = data<char>()] {
-            exchange_ = place_->exchange(buffer, bytes, to, from, stream_);
+        host_act([this, source = pieces_.source, to = number(to), from = number(from), buffer = at_] {
+            exchange_ = source->start(buffer, to, from, stream_);
         });
     }
     // Work queued on the stream from here on runs after the exchange, if one is under way.
     void join() {
         if (!std::exchange(under_way_, false)) return;
-        if (arena_.rehearsing()) return note_wait(of_);
-        host_act([this] {
-            const Waiting waiting(of_);
-            place_->join(exchange_, stream_);
+        if (arena_.rehearsing()) return note_wait(pieces_.of, waits_for_ == WaitsFor::ItsOwn ? noted_ : -1);
+        host_act([this, source = pieces_.source, of = pieces_.of] {
+            const Waiting waiting(of);
+            source->finish(exchange_, stream_);
         });
     }
 
   private:
-    static constexpr Route kRoute = route_from(kActivationPlacement);
+    void note(Route route, size_t bytes) {
+        noted_ = note_transfer({pieces_.of, false, route, static_cast<double>(bytes)});
+    }
 
     Arena& arena_;
     const Stream& stream_;
-    const Transfer::Of of_;
-    OffloadStorage* place_ = nullptr;
+    const WaitsFor waits_for_;
+    Pieces pieces_ = {};
     Tensor<uint8_t> memory_ = {};
-    size_t bytes_ = 0;
+    char* at_ = nullptr;
     bool under_way_ = false;
-    size_t exchange_ = 0;  // its number
+    size_t exchange_ = 0;  // the number of its latest exchange; each replay of a recording sets it anew
+    int noted_ = -1;       // the number of its latest transfer, in a dry run
 };

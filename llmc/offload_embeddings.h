@@ -85,7 +85,7 @@ class OffloadedEmbeddings {
         }
     }
     // The source of streamed slices; null before allocate().
-    BlockSource* source() const { return source_.get(); }
+    PieceSource* source() const { return source_.get(); }
 
     // Finds the matrices in a model's files, or loads them from there into host memory. Adds the tensors that
     // it used to `used`.
@@ -175,5 +175,5 @@ class OffloadedEmbeddings {
     std::vector<Matrix> matrices_;  // the last is the head's
     size_t bytes_ = 0;
     std::unique_ptr<PinnedBuffer> host_;
-    std::unique_ptr<BlockSource> source_;
+    std::unique_ptr<PieceSource> source_;
 };

@@ -23,15 +23,15 @@ class OffloadedInputs {
     OffloadedInputs(Arena& arena, const Stream& stream)
         : arena_(arena),
           stream_(stream),
-          slots_{{.buffer = {arena, stream, Transfer::Offloaded}},
-                 {.buffer = {arena, stream, Transfer::Offloaded}}} {}
+          slots_{{.buffer = {arena, stream, OffloadBuffer::WaitsFor::Latest}},
+                 {.buffer = {arena, stream, OffloadBuffer::WaitsFor::Latest}}} {}
     OffloadedInputs(const OffloadedInputs&) = delete;
 
-    // Offloads the inputs of the first `layers` layers to `place`, which may be null in a dry run: in chunks
+    // Offloads the inputs of the first `layers` layers to `store`, which may be null in a dry run: in chunks
     // of chunk_rows rows of a sequence, or whole (0). `micro_batches` go through a layer before any goes
     // through the next.
-    void use(OffloadStorage* place, int layers, int micro_batches, int64_t chunk_rows) {
-        place_ = place, layers_ = layers, micro_batches_ = micro_batches, chunk_rows_ = chunk_rows;
+    void use(PieceSource* store, int layers, int micro_batches, int64_t chunk_rows) {
+        store_ = store, layers_ = layers, micro_batches_ = micro_batches, chunk_rows_ = chunk_rows;
     }
     bool offloads(int layer) const { return layer < layers_; }
 
@@ -40,22 +40,24 @@ class OffloadedInputs {
         return micro_batches > 1 ? layers * micro_batches : std::max(0, layers - 2);
     }
     static size_t stored_bytes(Shape input) {
-        return OffloadBuffer::piece_bytes(static_cast<size_t>(input.size()) * sizeof(T));
+        return whole_sectors(static_cast<size_t>(input.size()) * sizeof(T));
     }
     // The number of chunks of an input (B, T, C), and the bytes of one.
     static int64_t chunks(Shape input, int64_t rows) { return input.dims[0] * ceil_div(input.dims[1], rows); }
     static size_t chunk_bytes(Shape input, int64_t rows) {
-        return OffloadBuffer::piece_bytes(static_cast<size_t>(rows * input.dims[2]) * sizeof(T));
+        return whole_sectors(static_cast<size_t>(rows * input.dims[2]) * sizeof(T));
     }
 
     // Takes the slots, until release(), for inputs of this shape (B, T, C).
     void take(Shape shape) {
         if (layers_ == 0) return;
         shape_ = shape;
+        piece_bytes_ = in_chunks() ? chunk_bytes(shape, chunk_rows_) : stored_bytes(shape);
         for (Slot& slot : slots_) {
             slot.buffer.take(in_chunks() ? "offloaded_input_rows" : "offloaded_input",
-                             in_chunks() ? chunk_bytes(shape, chunk_rows_) : stored_bytes(shape), place_);
-            if (!in_chunks()) slot.input = Tensor<T>(slot.buffer.template data<T>(), shape);
+                             StoredPieces::buffer_bytes(piece_bytes_), "activation",
+                             {Transfer::Offloaded, route_from(kActivationPlacement), store_});
+            if (!in_chunks()) slot.input = Tensor<T>(slot.buffer.template aligned<T>(), shape);
         }
         if (in_chunks())
             chunks_of_sequence_ = ceil_div(shape.dims[1], chunk_rows_),
@@ -85,8 +87,8 @@ class OffloadedInputs {
     void store(const Tensor<T>& chunk) {
         OffloadBuffer& buffer = slots_[next_ % 2].buffer;
         buffer.join();
-        copy(buffer.data<T>(), chunk);
-        buffer.exchange(first_ + next_, {});
+        copy(buffer.template aligned<T>(), chunk);
+        buffer.exchange(piece(first_ + next_), {});
         next_++;
     }
 
@@ -111,7 +113,7 @@ class OffloadedInputs {
         buffer.join();
         next_++;
         if (next_ < end_ || arena_.rehearsing()) load_chunk();
-        return Tensor<T>(buffer.data<T>(), {1, rows, shape_.dims[2]});
+        return Tensor<T>(buffer.template aligned<T>(), {1, rows, shape_.dims[2]});
     }
 
   private:
@@ -122,6 +124,7 @@ class OffloadedInputs {
         Tensor<T> input = {};  // a view of the slot, for whole inputs
     };
     bool in_chunks() const { return chunk_rows_ > 0; }
+    OffloadBuffer::Piece piece(int64_t number) const { return {static_cast<int>(number), piece_bytes_}; }
     int number_of(int layer, int k) const { return layer * micro_batches_ + k; }
     void copy(T* to, const Tensor<T>& rows) {
         const int64_t C = rows.columns();
@@ -135,7 +138,7 @@ class OffloadedInputs {
         copy(slot.input.data(), input);
         slot.number = number_of(layer, k);
         input = slot.input.view();
-        if (slot.number < stored(layers_, micro_batches_)) slot.buffer.exchange(slot.number, {});
+        if (slot.number < stored(layers_, micro_batches_)) slot.buffer.exchange(piece(slot.number), {});
     }
     // Also starts fetching the next input: the next micro-batch's, or that of the layer below.
     void fetch_whole(int layer, int k, Tensor<T>& input) {
@@ -156,7 +159,7 @@ class OffloadedInputs {
         if (slot.number == number) return;
         join();
         slot.number = number;
-        slot.buffer.exchange({}, number);
+        slot.buffer.exchange({}, piece(number));
     }
     // Waits for the exchange under way. With whole inputs at most one slot has one.
     void join() {
@@ -167,7 +170,7 @@ class OffloadedInputs {
         first_ = number_of(layer, k) * chunks_of_input_;
         next_ = 0, end_ = end;
     }
-    void load_chunk() { slots_[next_ % 2].buffer.exchange({}, first_ + chunk_of(next_)); }
+    void load_chunk() { slots_[next_ % 2].buffer.exchange({}, piece(first_ + chunk_of(next_))); }
     // The chunk of the input that backward reads in this turn.
     int64_t chunk_of(int64_t turn) const {
         const int64_t sequence = turn / (sweeps_ * chunks_of_sequence_), back = turn % chunks_of_sequence_;
@@ -176,7 +179,8 @@ class OffloadedInputs {
 
     Arena& arena_;
     const Stream& stream_;
-    OffloadStorage* place_ = nullptr;
+    PieceSource* store_ = nullptr;
+    size_t piece_bytes_ = 0;
     int layers_ = 0, micro_batches_ = 1;
     int64_t chunk_rows_ = 0;
     Shape shape_ = {};

@@ -75,7 +75,7 @@ class OffloadedMemory {
         return matrices_ ? matrices_->streamed_bytes() : std::vector<size_t>();
     }
     std::vector<size_t> streamed_gradient_bytes() const {
-        return std::vector<size_t>(layers(), TrainedBlockSource::buffer_bytes(model_.block_bytes()));
+        return std::vector<size_t>(layers(), StoredPieces::buffer_bytes(model_.block_bytes()));
     }
     // How many layers' inputs are offloaded; and how many rows of a sequence at a time, as attention takes
     // them (0: all).
@@ -91,21 +91,22 @@ class OffloadedMemory {
     void make();
     // The sources of streamed blocks and gradients, and the other memory; null before make(), and if there is
     // none.
-    BlockSource* blocks() const { return blocks_.get(); }
-    BlockSource* gradients() const { return gradients_.get(); }
-    DiskBlockSource* blocks_in_files() const { return dynamic_cast<DiskBlockSource*>(blocks()); }
-    OffloadStorage* updated_state() const { return updated_state_.get(); }
-    OffloadStorage* inputs() const { return inputs_.get(); }
-    OffloadStorage* keys() const { return keys_.get(); }
-    OffloadStorage* key_sums() const { return key_sums_.get(); }
-    bool any() const { return blocks_ || gradients_ || updated_state_ || inputs_ || keys_; }
+    PieceSource* blocks() const { return matrices_ ? frozen_blocks_.get() : trained_blocks_.pieces.get(); }
+    PieceSource* gradients() const { return block_gradients_.pieces.get(); }
+    DiskBlockSource* blocks_in_files() const { return dynamic_cast<DiskBlockSource*>(frozen_blocks_.get()); }
+    PieceSource* state_chunks() const { return updated_state_.pieces.get(); }
+    OffloadStorage* updated_state() const { return updated_state_.storage.get(); }
+    PieceSource* inputs() const { return inputs_.pieces.get(); }
+    PieceSource* keys() const { return keys_.pieces.get(); }
+    PieceSource* key_sums() const { return key_sums_.pieces.get(); }
+    bool any() const { return blocks() || gradients() || state_chunks() || inputs() || keys(); }
     // Where the weights or the gradients of a unit are. `on_device` is their address if they are on the
     // device. `with_host`: blocks' gradients are used in host memory, and not fetched to the device.
     UnitMemory<T> weights_of(int unit, T* on_device) const {
-        return memory_of(unit, on_device, streams_trained(), trained_blocks_.get());
+        return memory_of(unit, on_device, streams_trained(), trained_blocks_.storage.get());
     }
     UnitMemory<const T> gradients_of(int unit, const T* on_device, bool with_host) const {
-        return memory_of(unit, on_device, with_host, block_gradients_.get());
+        return memory_of(unit, on_device, with_host, block_gradients_.storage.get());
     }
     // Adds the memory that they take outside the device.
     void add_to(MemoryReport& report) const;
@@ -164,9 +165,18 @@ class OffloadedMemory {
     const State<T>& model_;
     State<T>& trained_;
     const QuantizedWeights* const matrices_;  // of a frozen model, if streamed, or null
-    std::unique_ptr<OffloadStorage> trained_blocks_, block_gradients_, updated_state_, inputs_, keys_,
-        key_sums_;
-    std::unique_ptr<BlockSource> blocks_, gradients_;
+    // A memory and its pieces; both null if there is none.
+    struct Stored {
+        std::unique_ptr<OffloadStorage> storage;
+        std::unique_ptr<StoredPieces> pieces;
+    };
+    static Stored stored_in(const Place& place) {
+        Stored s{place.make(), nullptr};
+        if (s.storage) s.pieces = std::make_unique<StoredPieces>(*s.storage, place.buffer_bytes);
+        return s;
+    }
+    Stored trained_blocks_, block_gradients_, updated_state_, inputs_, keys_, key_sums_;
+    std::unique_ptr<PieceSource> frozen_blocks_;
 };
 
 template <class T>
@@ -184,21 +194,19 @@ Place OffloadedMemory<T>::place_of_inputs() const {
 
 template <class T>
 void OffloadedMemory<T>::make() {
-    trained_blocks_ = place_of_trained_blocks().make();
-    block_gradients_ = place_of_block_gradients().make();
-    updated_state_ = place_of_updated_state().make();
-    inputs_ = place_of_inputs().make();
-    keys_ = place_of_keys().make();
-    key_sums_ = place_of_key_sums().make();
-    trained_.lie_in(trained_blocks_.get(), block_gradients_.get(), updated_state_.get());
-    const size_t block_bytes = model_.block_bytes();
-    if (trained_blocks_) blocks_ = std::make_unique<TrainedBlockSource>(*trained_blocks_, block_bytes);
-    if (block_gradients_) gradients_ = std::make_unique<TrainedBlockSource>(*block_gradients_, block_bytes);
+    trained_blocks_ = stored_in(place_of_trained_blocks());
+    block_gradients_ = stored_in(place_of_block_gradients());
+    updated_state_ = stored_in(place_of_updated_state());
+    inputs_ = stored_in(place_of_inputs());
+    keys_ = stored_in(place_of_keys());
+    key_sums_ = stored_in(place_of_key_sums());
+    trained_.lie_in(trained_blocks_.storage.get(), block_gradients_.storage.get(), updated_state());
     if (matrices_ && matrices_->placement() == Placement::Disk)
-        blocks_ = std::make_unique<DiskBlockSource>(matrices_->largest_streamed(), buffers_of_matrices());
+        frozen_blocks_ =
+            std::make_unique<DiskBlockSource>(matrices_->largest_streamed(), buffers_of_matrices());
     else if (matrices_)
-        blocks_ = std::make_unique<HostBlockSource>(buffers_of_matrices(),
-                                                    [m = matrices_](int block) { return m->block(block); });
+        frozen_blocks_ = std::make_unique<HostBlockSource>(
+            buffers_of_matrices(), [m = matrices_](int block) { return m->block(block); });
 }
 
 template <class T>

@@ -13,6 +13,7 @@
 
 #include "llmc/arena.h"
 #include "llmc/graph.h"
+#include "llmc/offload_buffer.h"
 #include "llmc/offload_storage.h"
 #include "llmc/optimizer.cuh"
 #include "llmc/state.h"
@@ -28,7 +29,7 @@ class StateRing {
     StateRing(Arena& arena, const Stream& stream) : arena_(arena), stream_(stream) {}
 
     // Sets where the chunks are; null in a dry run.
-    void use(OffloadStorage* place) { place_ = place; }
+    void use(PieceSource* chunks) { chunks_ = chunks; }
 
     // The most buffers that there can be if `wanted` are asked for; negative: as many as a block has chunks.
     template <class T>
@@ -41,92 +42,66 @@ class StateRing {
     // fetching the first chunks.
     template <class T>
     void take(const State<T>& state, const std::vector<int>& units, int wanted) {
-        const auto pass =
-            std::make_shared<Pass>(Pass{route_from(state.options.updated), state.chunk_bytes()});
+        const auto pass = std::make_shared<Pass>(Pass{state.chunk_bytes()});
         for (const int unit : units) {
             const auto of_unit = state.chunks_of(unit);
             for (size_t c = of_unit.first; c < of_unit.end; c++) pass->order.push_back(c);
         }
-        const auto buffer_bytes = static_cast<int64_t>(pass->bytes + kStorageAlignment);
-        for (size_t i = 0; i < std::min(most_buffers(state, wanted), pass->order.size()); i++) {
-            memory_.push_back(arena_.take<uint8_t>("state_room", {buffer_bytes}, "optimizer_state"));
-            pass->buffers.push_back({aligned_buffer(memory_.back().data()), 0});
-        }
+        const Pieces pieces = {Transfer::State, route_from(state.options.updated), chunks_};
+        for (size_t i = 0; i < std::min(most_buffers(state, wanted), pass->order.size()); i++)
+            pass->buffers.emplace_back(arena_, stream_)
+                .take("streamed_state", StoredPieces::buffer_bytes(pass->bytes), "optimizer_state", pieces);
         pass_ = pass;
         if (pass->buffers.empty()) return;
-        host_act([this, pass] {
+        host_act([pass] {
             pass->next = 0;
-            for (size_t i = 0; i < pass->buffers.size(); i++) exchange(*pass, pass->buffers[i], {}, i);
+            for (size_t i = 0; i < pass->buffers.size(); i++) pass->buffers[i].exchange({}, pass->piece(i));
         });
     }
     // Calls update(chunk, buffer) for each chunk of `unit`, the next one in that order. Starts storing each
     // chunk then, and fetching the next one into its buffer.
     template <class T, class Update>
     void update(const State<T>& state, int unit, Update update) {
-        host_act([this, &state, unit, pass = pass_, update = std::move(update)] {
+        host_act([&state, unit, pass = pass_, update = std::move(update)] {
             const size_t end = pass->next + state.chunks_of(unit).count();
             for (size_t& i = pass->next; i < end; i++) {
                 const StateChunk& chunk = state.chunks()[pass->order[i]];
                 assert(chunk.unit == unit);
-                Buffer& buffer = pass->buffers[i % pass->buffers.size()];
-                join(buffer);
-                update(chunk, buffer.at);
-                exchange(*pass, buffer, i, i + pass->buffers.size());
+                OffloadBuffer& buffer = pass->buffers[i % pass->buffers.size()];
+                buffer.join();
+                update(chunk, buffer.aligned<char>());
+                buffer.exchange(pass->piece(i), pass->piece(i + pass->buffers.size()));
             }
         });
     }
     // Waits for all transfers and releases the buffers.
     void release() {
-        if (!memory_.empty())
-            host_act([this, pass = pass_] {
-                for (const Buffer& buffer : pass->buffers) join(buffer);
-            });
-        memory_.clear();
+        if (!pass_ || pass_->buffers.empty() || !pass_->buffers[0].is_taken()) return;
+        host_act([pass = pass_] {
+            for (OffloadBuffer& buffer : pass->buffers) buffer.join();
+        });
+        for (OffloadBuffer& buffer : pass_->buffers) buffer.release();
     }
 
   private:
-    struct Buffer {
-        char* at;
-        size_t number;   // of its exchange,
-        int noted = -1;  // and of the last transfer of that, in a dry run
-    };
-    // An update of units, from take() to release().
+    // An update of units, from take() to release(). A recording keeps its own.
     struct Pass {
-        Route route;                     // of fetches
         size_t bytes;                    // of a chunk
         std::vector<size_t> order = {};  // of the chunks
-        std::vector<Buffer> buffers = {};
+        std::vector<OffloadBuffer> buffers = {};
         size_t next = 0;  // position in the order of the chunk to be updated next
-    };
-    // Starts storing the chunk at position `out` of the order from a buffer, and then fetching the one at
-    // position `in` into it, if they exist.
-    void exchange(Pass& pass, Buffer& buffer, std::optional<size_t> out, size_t in) {
-        if (arena_.rehearsing()) {
-            const auto note = [&](Route route) {
-                buffer.noted =
-                    note_transfer({Transfer::State, false, route, static_cast<double>(pass.bytes)});
-            };
-            if (out) note(route_back(pass.route));
-            if (in < pass.order.size()) note(pass.route);
-            return;
+
+        // The chunk at position i of the order, if there is one.
+        std::optional<OffloadBuffer::Piece> piece(size_t i) const {
+            if (i >= order.size()) return std::nullopt;
+            return {{static_cast<int>(order[i]), bytes}};
         }
-        const auto at = [&](size_t i) { return uint64_t{pass.order[i]} * pass.bytes; };
-        std::optional<uint64_t> to, from;
-        if (out) to = at(*out);
-        if (in < pass.order.size()) from = at(in);
-        buffer.number = place_->exchange(buffer.at, pass.bytes, to, from, stream_);
-    }
-    void join(const Buffer& buffer) {
-        if (arena_.rehearsing()) return note_wait(Transfer::State, buffer.noted);
-        const Waiting waiting(Transfer::State);
-        place_->join(buffer.number, stream_);
-    }
+    };
 
     Arena& arena_;
     const Stream& stream_;
-    OffloadStorage* place_ = nullptr;
-    std::vector<Tensor<uint8_t>> memory_;  // of the buffers
-    std::shared_ptr<Pass> pass_;           // the latest; a recording keeps its own
+    PieceSource* chunks_ = nullptr;
+    std::shared_ptr<Pass> pass_;  // the latest
 };
 
 // ---- updates by the host's cores

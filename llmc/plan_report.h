@@ -205,7 +205,7 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r) {
     totals["process"] = r.process;
     if (r.reading > 0) totals["reading"] = r.reading;
     totals["total"] = r.total();
-    j["elsewhere"] = {{"pinned_host", r.pinned},
+    j["outside_device"] = {{"pinned_host", r.pinned},
                       {"on_disk", r.on_disk},
                       {"offloaded", r.offloaded},
                       {"working_file", r.working}};

@@ -77,7 +77,7 @@ inline std::string_view block_range(std::string_view path) {
 inline double moving_seconds(const Plan& plan, const std::vector<Segment>& segments, const std::string& phase,
                              const Rates& rates) {
     const auto is_of = [&](std::string_view range) { return range.starts_with(phase); };
-    std::array<double, kWays> sums = {};
+    std::array<double, kRoutes> sums = {};
     for (const Transfer& t : plan.transfers)
         if (!t.waits && is_of(t.range)) sums[static_cast<size_t>(t.route)] += rates.seconds(t);
     const auto of = [&](Route route) { return sums[static_cast<size_t>(route)]; };

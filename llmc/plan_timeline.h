@@ -166,7 +166,7 @@ inline nlohmann::ordered_json bar_json(const TimelineBar& bar) {
     const Transfer& t = bar.transfer;
     nlohmann::ordered_json j = {{"range", bar.range},
                                 {"of", Transfer::kNames[t.of]},
-                                {"way", kWayNames[static_cast<size_t>(t.route)]},
+                                {"way", kRouteNames[static_cast<size_t>(t.route)]},
                                 {"bytes", static_cast<int64_t>(t.bytes)},
                                 {"begins", bar.begins},
                                 {"ends", bar.ends}};

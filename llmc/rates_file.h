@@ -70,10 +70,10 @@ inline void write_rates(const std::string& path, const Rates& rates, const char*
         j["operations"][name] = {{"sizes", rounded(c.sizes)}, {"per_second", rounded(c.rates)}};
     for (size_t route = 0; route < rates.transfers.size(); route++)
         if (std::isfinite(rates.transfers[route]))
-            j["transfers"][kWayNames[route]] = rounded({rates.transfers[route]})[0];
+            j["transfers"][kRouteNames[route]] = rounded({rates.transfers[route]})[0];
     for (size_t route = 0; route < rates.beside.size(); route++)
         if (kHostIsDevice && is_disks(static_cast<Route>(route)))
-            j["computing_beside"][kWayNames[route]] = rounded({rates.beside[route]})[0];
+            j["computing_beside"][kRouteNames[route]] = rounded({rates.beside[route]})[0];
     FileWriter writer(beside(path));
     writer.write(j.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
     writer.finish();
@@ -143,13 +143,13 @@ class RatesReader {
         return x;
     }
     // Reads a number for each direction that exists: on a CPU the disk's alone.
-    void by_route(const nlohmann::json& file, const char* name, std::array<double, kWays>& to,
+    void by_route(const nlohmann::json& file, const char* name, std::array<double, kRoutes>& to,
                   double most = kLargest) const {
         const nlohmann::json& from = object(file, name);
         for (size_t route = 0; route < to.size(); route++) {
             if (kHostIsDevice && !is_disks(static_cast<Route>(route))) continue;
-            if (!from.contains(kWayNames[route])) wrong(name, kWayNames[route]);
-            to[route] = number(from[kWayNames[route]], name, most);
+            if (!from.contains(kRouteNames[route])) wrong(name, kRouteNames[route]);
+            to[route] = number(from[kRouteNames[route]], name, most);
         }
     }
     std::vector<double> positive(const nlohmann::json& in, const char* name, const std::string& where) const {

@@ -67,9 +67,7 @@ class SequenceKeys {
 
     // Says where keys and values, and the sums of their gradients, are offloaded to, in pieces of `rows`
     // rows; 0: they stay on the device.
-    void offload_to(OffloadStorage* keys, OffloadStorage* sums, int64_t rows) {
-        offloaded_.use(rows, keys, sums);
-    }
+    void offload_to(PieceSource* keys, PieceSource* sums, int64_t rows) { offloaded_.use(rows, keys, sums); }
 
     // The columns of a packed qkv where the keys and the values begin.
     int64_t keys_at() const { return family_.heads_together ? config_.head_size : config_.query_width(); }

@@ -57,7 +57,7 @@ class Updates {
     void allocate() {
         memory_ = DeviceBuffer(sizeof(UpdateFactors), "the step's factors");
         factors_ = reinterpret_cast<UpdateFactors*>(memory_.data());
-        ring_.use(places_.updated_state());
+        ring_.use(places_.state_chunks());
         if (places_.updates_on_host()) on_host_.allocate(trained_, *places_.updated_state());
     }
 

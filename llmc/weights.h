@@ -61,7 +61,7 @@ class Weights {
         if (is_frozen()) bind_adapter();
     }
     // Says where streamed blocks come from, the bytes of each, and how many are prefetched.
-    void stream_blocks_from(BlockSource* source, Route route, std::vector<size_t> bytes, int prefetch) {
+    void stream_blocks_from(PieceSource* source, Route route, std::vector<size_t> bytes, int prefetch) {
         streamed_.stream_from(route, std::move(bytes), prefetch, source);
     }
 

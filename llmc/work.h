@@ -76,8 +76,8 @@ inline constexpr const char* kPlacementNames[] = {"device", "host", "disk"};
 // offload_inputs.h). A HostUpdate is no transfer: a host's cores update weights meanwhile
 // (offload_optimizer.h), and its bytes are an update's.
 enum class Route { DiskRead, DiskWrite, FromHost, ToHost, HostUpdate };
-constexpr size_t kWays = 5;
-inline constexpr const char* kWayNames[kWays] = {"disk_read", "disk_write", "from_host", "to_host",
+constexpr size_t kRoutes = 5;
+inline constexpr const char* kRouteNames[kRoutes] = {"disk_read", "disk_write", "from_host", "to_host",
                                                  "host_update"};
 
 constexpr bool is_disks(Route route) { return route == Route::DiskRead || route == Route::DiskWrite; }
@@ -162,15 +162,15 @@ inline void note_wait(Transfer::Of of, int number = -1) {
                                     .after = work_ledger->size()});
 }
 
-// The bytes of all transfers that have begun so far, by Way.
-inline std::array<double, kWays> bytes_moved = {};
+// The bytes of all transfers that have begun so far, by Route.
+inline std::array<double, kRoutes> bytes_moved = {};
 
 inline void count_moved(Route route, size_t bytes) {
     bytes_moved[static_cast<size_t>(route)] += static_cast<double>(bytes);
 }
 // An asynchronous copy between pinned memory and the device, beside the step.
 inline void move_async(Route route, void* to, const void* from, size_t bytes, Stream stream) {
-    const EnqueuedRange range(kWayNames[static_cast<size_t>(route)]);
+    const EnqueuedRange range(kRouteNames[static_cast<size_t>(route)]);
     count_moved(route, bytes);
     copy_async(to, from, bytes, stream);
 }

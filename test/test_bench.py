@@ -171,7 +171,7 @@ def test_waits_and_links(train, tmp_path):
     figures = bench(train, "--bench", "--grad-accum", 2, *where, model="llama:d4")
     plan = train.plan("--model", "llama:d4", *SHAPE, "--grad-accum", 2, *where, "--sample", "tokens=0", "--data", gpt2_tokens(tmp_path))
     room = next(b["bytes"] for b in plan["buffers"] if b["name"] == "streamed_block")
-    block, held = room - 4096, plan["elsewhere"]
+    block, held = room - 4096, plan["outside_device"]
     in_all = held["working_file"] + held["pinned_host"] + held["offloaded"]
     parked = 2 * 2 * 48 * 256 * (2 if train.precision == "bf16" else 4)  # two of four inputs leave the device
     state = in_all - 2 * 4 * block - parked

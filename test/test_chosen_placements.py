@@ -40,13 +40,13 @@ def test_a_budget_below_what_is_resident_moves_it(train, wide4, tmp_path, kind):
         chosen = json.loads(train(*options, *budget, "--plan", "json", cwd=work).stdout)
         moved = chosen["choice"][0]["placements"]
         assert "disk" in moved or "inputs=" in moved
-        assert any(chosen["elsewhere"].values()) and chosen["choice"][0]["bytes"] == chosen["totals"]["total"]
+        assert any(chosen["outside_device"].values()) and chosen["choice"][0]["bytes"] == chosen["totals"]["total"]
         said = train(*options, *budget, "--out", f"out{i}", cwd=work).stdout.decode()
         taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", said).groups())
         assert moved in said and taken <= planned <= float(budget[1][:-3]) + 0.05
         assert saved_bytes(work / f"out{i}") == saved_bytes(work / "resident")
     roomy = json.loads(train(*options, "--memory", f"{resident + 0.1:.1f}MiB", "--plan", "json", cwd=work).stdout)
-    assert roomy["choice"][0]["placements"] == "" and not any(roomy["elsewhere"].values())
+    assert roomy["choice"][0]["placements"] == "" and not any(roomy["outside_device"].values())
 
 
 def test_memory_chooses_how_far_ahead_blocks_come(train, wide, tmp_path):
@@ -82,7 +82,7 @@ def test_the_state_may_have_other_rooms(train, wide4, tmp_path):
         train(*options, "--offload", f"state=disk:{rooms}", "--out", f"out{rooms}", "--sample", "tokens=0", cwd=work)
         plans[rooms] = json.loads(train(*options, "--offload", f"state=disk:{rooms}", "--plan", "json", cwd=work).stdout)
         assert saved_bytes(work / f"out{rooms}") == saved_bytes(work / "out32"), rooms
-    count = {rooms: sum(b["name"] == "state_room" for b in plan["buffers"]) for rooms, plan in plans.items()}
+    count = {rooms: sum(b["name"] == "streamed_state" for b in plan["buffers"]) for rooms, plan in plans.items()}
     block = (4 + 3 * 3) * 512 * 512 + 2 * 512
     assert count == {32: 32, 1: 1, 5: 5, "block": -(-block // (1 << 18))} and count["block"] != 32
     error = train(*ONE, "--steps", 2, "--offload", "state=device:5", cwd=work, code=2).stderr.decode()
@@ -131,9 +131,9 @@ def test_a_resumed_run_has_what_was_chosen(train, wide4, tmp_path, kind):
     saved = json.loads((work / "out" / "trainer_state.json").read_text())["options"]
     assert "--memory" not in saved and saved["--offload.weights"] == ["disk"]
     resumed = json.loads(train("--resume", "out", "--steps", 4, "--plan", "json", cwd=work).stdout)
-    assert resumed["elsewhere"] == chosen["elsewhere"] and resumed["totals"] == chosen["totals"]
+    assert resumed["outside_device"] == chosen["outside_device"] and resumed["totals"] == chosen["totals"]
     anew = json.loads(train("--resume", "out", "--steps", 4, "--memory", "8GiB", "--plan", "json", cwd=work).stdout)
-    assert not any(anew["elsewhere"].values())
+    assert not any(anew["outside_device"].values())
     train("--resume", "out", "--steps", 4, cwd=work)
     assert saved_bytes(work / "out") == saved_bytes(work / "whole")
     assert b"validation loss" in train("--resume", "out", "--steps", 0, "--val-data", "data.bin", cwd=work).stdout

@@ -142,7 +142,7 @@ def test_table(train, llama, capsys):
     assert cells[:2] == ["model", "none"] and re.fullmatch(r"4,992 \(all it can\), [\d.e+-]+ s", cells[4])
     for memory, cell in zip(budgets, cells[2:4]):
         plan = train.plan("--model", llama / "model", "--memory", memory, "--seq-len", "auto", *LORA)
-        beside = sum(plan["elsewhere"].values()) / 2**30
+        beside = sum(plan["outside_device"].values()) / 2**30
         assert cell == f"{plan['seq_len']:,}, {plan['estimated_seconds']:.3g} s" + (f", {beside:.1f} GiB" if beside else "")
 
 

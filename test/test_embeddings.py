@@ -159,7 +159,7 @@ def test_two_slices_are_in_memory_and_rows_that_are_used(train, wide, tmp_path):
     memory, disk = plan(train, work), plan(train, work, *ELSEWHERE)
     row, width = 512 * 2, 512 * (4 if train.precision == "fp32" else 2)
     assert [b["bytes"] for b in disk["buffers"] if b["name"] == "streamed_vocabulary"] == 2 * [SLICE * row]
-    assert disk["elsewhere"]["on_disk"] == 2 * VOCAB * row
+    assert disk["outside_device"]["on_disk"] == 2 * VOCAB * row
     padded = -(-VOCAB // 128) * 128  # rows of a matrix that is both, or of the embedding
     weights = [next(b["bytes"] for b in report["buffers"] if b["name"] == "weights") for report in (memory, disk)]
     assert 2 * VOCAB * width <= weights[0] - weights[1] <= 2 * (padded + 1) * width
@@ -187,7 +187,7 @@ def test_memory_moves_them_where_that_is_needed(train, wide, tmp_path):
     least = float(re.search(r"the least that this takes is ([\d.]+) MiB", error).group(1))
     budget = f"{least + 1:.1f}MiB"
     chosen = plan(train, work, "--memory", budget)
-    assert "embeddings=disk" in chosen["choice"][0]["placements"] and chosen["elsewhere"]["on_disk"] >= 2 * VOCAB * 512 * 2
+    assert "embeddings=disk" in chosen["choice"][0]["placements"] and chosen["outside_device"]["on_disk"] >= 2 * VOCAB * 512 * 2
     said = train(*LORA, "--steps", 2, "--memory", budget, "--sample", "tokens=0", "--out", "out", cwd=work).stdout.decode()
     taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", said).groups())
     assert taken <= planned <= least + 1.05

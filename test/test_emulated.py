@@ -242,7 +242,7 @@ def test_host_memory_that_is_not_there(tmp_path):
     write_text(tmp_path / "text", 2 << 20)
     options = ("--model", "d48", "--data", tmp_path / "text", "--batch", 1500, "--seq-len", 1024, "--steps", 1, "--recompute", "block",
                "--offload", "inputs=auto", "--sample", "tokens=0")
-    pinned = played("bf16").plan(*options)["elsewhere"]["pinned_host"]
+    pinned = played("bf16").plan(*options)["outside_device"]["pinned_host"]
     if os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") > pinned:
         pytest.skip("this machine has as much")
     error = played("bf16")(*options, cwd=tmp_path, code=2).stderr.decode()
@@ -321,8 +321,8 @@ def test_what_is_pinned_is_what_is_planned(tmp_path, where):
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
     options = (*DATA, "--steps", 2, *where)
     planned = played("bf16").plan(*(tmp_path / part if part in ("model", "data.bin") else part for part in options))
-    pinned, in_files = planned["host"]["pinned"], planned["elsewhere"]["working_file"] + planned["elsewhere"]["offloaded"]
-    assert pinned > planned["elsewhere"]["pinned_host"]  # also batches, and the results of steps
+    pinned, in_files = planned["host"]["pinned"], planned["outside_device"]["working_file"] + planned["outside_device"]["offloaded"]
+    assert pinned > planned["outside_device"]["pinned_host"]  # also batches, and the results of steps
     said = played("bf16", GPU_PINNED=str(pinned))(*options, cwd=tmp_path).stdout.decode()
     for what, size in (("pinned in host memory", pinned), ("taken in files", in_files)):
         line = f"{what}: {size / 2**20:.1f} MiB; planned: {size / 2**20:.1f} MiB\n"
@@ -516,7 +516,7 @@ def test_memory_chooses_what_waits_in_host_memory():
                                 (700, 400, " --offload weights=host,gradients=disk,state=disk"), (2400, 100, " --offload inputs=host")):
         plan = train.plan(*options, f"{memory}MiB", "--memory", f"host={host}MiB")
         assert moved in plan["choice"][0]["placements"]
-        assert plan["totals"]["total"] <= memory << 20 and 0 < plan["elsewhere"]["pinned_host"] <= host << 20
+        assert plan["totals"]["total"] <= memory << 20 and 0 < plan["outside_device"]["pinned_host"] <= host << 20
         assert plan["gpu"] == "A100" and plan["rates"] == "nominal"
     there = train.plan(*options, "1500MiB", "--memory", "host=4GiB", "--offload", "updates=device")
     assert there["choice"][0]["placements"] == " --offload state=host"
@@ -526,7 +526,7 @@ def test_memory_chooses_what_waits_in_host_memory():
     assert "gradients=disk" in little[1] and "updates=device" in little[1]
     assert there["estimated_seconds"] > 1.2 * train.plan(*options, "1500MiB", "--memory", "host=4GiB")["estimated_seconds"]
     resident = train.plan(*options, "2400MiB")
-    assert not any(resident["elsewhere"].values()) and resident["estimated_seconds"] > plan["estimated_seconds"]
+    assert not any(resident["outside_device"].values()) and resident["estimated_seconds"] > plan["estimated_seconds"]
     for more, named in (((), "less with host=SIZE in --memory"), (("--memory", "host=10MiB"), "a larger host= in --memory, or a TMPDIR"),
                         (("--memory", "host=lots"), "--memory host= 'lots'")):
         error = train(*options, "1500MiB", *more, "--plan", code=2).stderr.decode()

@@ -31,7 +31,7 @@ def test_parking_keeps_two_inputs(train, wide, tmp_path):
     one = 8 * 64 * 512 * (4 if train.precision == "fp32" else 2)
     assert one % 4096 == 0  # otherwise a sector would be partly used
     assert kept["totals"]["activations"] - parked["totals"]["activations"] == (12 - 2) * one - 2 * 4096
-    assert parked["elsewhere"]["offloaded"] == (12 - 2) * one
+    assert parked["outside_device"]["offloaded"] == (12 - 2) * one
 
 
 def test_parking_needs_room(train, wide, tmp_path):

@@ -142,7 +142,7 @@ def test_keys_accumulate(train):
     whole = train(*options, "--offload", "weights=disk,gradients=disk,state=disk:8", "--chunk-rows", "head=16,mlp=8").stdout
     parts = train(*options, "--chunk-rows", "head=16", "--offload", "weights=disk", "--offload", "gradients=device,state=disk:8",
                   "--chunk-rows", "mlp=8", "--offload", "gradients=disk").stdout
-    assert whole == parts and any(json.loads(whole)["elsewhere"].values())
+    assert whole == parts and any(json.loads(whole)["outside_device"].values())
     automatic = train.plan(*options[:-2], "--chunk-rows", "auto")
     assert automatic == train.plan(*options[:-2], "--chunk-rows", "head=auto,mlp=auto,attention=auto")
 

@@ -36,10 +36,10 @@ def peak(buffers):
 def test_schema(train):
     plan = train.plan("--model", "d2", "--batch", 3, "--seq-len", 40, "--recompute", "norm")
     assert list(plan) == ["model", "parameters", "trained", "vocabulary", "device", "precision", "batch", "seq_len", "grad_accum",
-                          "head_rows", "mlp_rows", "attention_rows", "recompute", "totals", "elsewhere", "host", "activations_lower_bound",
+                          "head_rows", "mlp_rows", "attention_rows", "recompute", "totals", "outside_device", "host", "activations_lower_bound",
                           "peak_at", "estimated_seconds", "tokens_per_second", "rates", *(["gpu"] if plan["device"] == "cuda" else []),
                           "phases", "operations", "buffers"]
-    assert list(plan["elsewhere"].values()) == [0, 0, 0, 0] and list(plan["host"]) == ["pinned", "unpinned"]
+    assert list(plan["outside_device"].values()) == [0, 0, 0, 0] and list(plan["host"]) == ["pinned", "unpinned"]
     for kind in ("pinned", "unpinned"):  # on a CPU both are in the totals
         assert (plan["host"][kind] > 0) == (plan["device"] == "cuda")
     assert (plan["model"], plan["batch"], plan["seq_len"], plan["recompute"]) == ("d2", 3, 40, "norm")

@@ -43,7 +43,7 @@ def test_rows(train, llama, tmp_path, capsys):
                       "block")
     fastest = train.plan("--model", llama, *STEP, "--sample", "tokens=0", "--memory", "1000GiB")
     parked = "offloaded" if train.device == "cpu" else "pinned_host"
-    assert plan["elsewhere"]["on_disk"] > 0 and plan["elsewhere"][parked] > 0
+    assert plan["outside_device"]["on_disk"] > 0 and plan["outside_device"][parked] > 0
     assert disk["planned on the device, MiB"] == f"{plan['totals']['total'] / 2**20:,.0f}"
     assert disk["a step, s"] == f"{plan['estimated_seconds']:.3g}"
     assert disk["tokens/s"] == f"{2 * 64 / plan['estimated_seconds']:,.0f}"

@@ -98,7 +98,7 @@ def test_streaming_is_bound_by_the_disk(train, tmp_path):
     options = ("--model", tmp_path / "model", "--train", "lora", "--offload", "weights=disk", "--batch", 2, "--seq-len", 32,
                "--threads", THREADS, "--rates")
     slow = train.plan(*options, write(tmp_path / "slow.json", rates_of(train, transfers=1e6)))
-    block = slow["elsewhere"]["on_disk"] / 6
+    block = slow["outside_device"]["on_disk"] / 6
     for name, blocks in (("forward", 6), ("backward", 5)):  # the last one is still there
         phase = phases_of(slow)[name]
         assert phase["bound_by"] == "disk" and phase["seconds"] == pytest.approx(blocks * block / 1e6, rel=0.3)
@@ -108,7 +108,7 @@ def test_streaming_is_bound_by_the_disk(train, tmp_path):
     # The first slots are filled, and the rest is read and written at the disk's rate.
     update = phases_of(state)["update"]
     assert update["bound_by"] == "disk"
-    assert update["seconds"] == pytest.approx(2 * sum(state["elsewhere"].values()) / 1e6, rel=0.2)
+    assert update["seconds"] == pytest.approx(2 * sum(state["outside_device"].values()) / 1e6, rel=0.2)
     text = train(*options, tmp_path / "slow.json", "--plan").stdout.decode()
     assert re.search(r"forward, bound by disk; .*lost to the disk", text), text
 
@@ -124,7 +124,7 @@ def test_a_disk_takes_time_from_computing(train, tmp_path):
                           64, "--threads", THREADS, "--rates", write(tmp_path / "rates.json", rates_of(train, **rates)))
 
     alone, beside = planned(transfers=2e10), planned(transfers=2e10, beside=0.5)
-    reads = (2 * 6 - 2) * alone["elsewhere"]["on_disk"] / 6 / 2e10  # two are still there when backward begins
+    reads = (2 * 6 - 2) * alone["outside_device"]["on_disk"] / 6 / 2e10  # two are still there when backward begins
     hidden = reads - spent(alone, "disk")
     assert hidden > 0.7 * reads
     assert spent(beside, "disk") - spent(alone, "disk") == pytest.approx(hidden / 2, rel=0.02)
@@ -161,7 +161,7 @@ def test_moving_takes_time_by_nominal_rates_too(train):
     plan = train.plan(*MODEL, "--offload", "state=disk")
     update = phases_of(plan)["update"]
     assert update["bound_by"] == "disk"
-    assert update["seconds"] == pytest.approx(2 * plan["elsewhere"]["working_file"] / 1e9, rel=0.2)
+    assert update["seconds"] == pytest.approx(2 * plan["outside_device"]["working_file"] / 1e9, rel=0.2)
 
 
 def test_choices_are_by_the_file(train, tmp_path):

@@ -53,7 +53,7 @@ def test_two_blocks_have_gradients_in_memory(train, wide, tmp_path):
     sectors = (block + 4095) // 4096 * 4096
     assert [b["bytes"] for b in disk["buffers"] if b["name"] == "streamed_gradients"] == 2 * [sectors + 4096]
     assert device["totals"]["gradients"] - disk["totals"]["gradients"] == 12 * block
-    assert disk["elsewhere"]["working_file"] == 12 * sectors
+    assert disk["outside_device"]["working_file"] == 12 * sectors
     for options, named in ((("--update-in-backward", "--clip", 0), "--update-in-backward"), (("--train", "lora"), "trained whole")):
         error = train(*DATA, "--steps", 1, *GRADIENTS, *options, "--plan", cwd=work, code=2).stderr.decode()
         assert error.startswith("train: --offload gradients=disk: ") and named in error and error.count("\n") == 1
@@ -103,9 +103,9 @@ def test_two_blocks_and_a_ring_are_in_memory(train, wide, tmp_path):
     assert device["totals"]["weights"] - disk["totals"]["weights"] == 12 * parameters * width
     chunk = (1 << 18) * (8 if train.precision == "fp32" else 12)
     in_backward = full_plan(train, work, *ELSEWHERE[2], "--update-in-backward")
-    ring = [b["bytes"] for b in in_backward["buffers"] if b["name"] == "state_room"]
+    ring = [b["bytes"] for b in in_backward["buffers"] if b["name"] == "streamed_state"]
     assert ring == 32 * [chunk + 4096]
-    working = disk["elsewhere"]["working_file"]
+    working = disk["outside_device"]["working_file"]
     assert working >= 12 * parameters * (width + chunk // (1 << 18))
     said = train(*DATA, "--steps", 2, "--sample", "tokens=0", *ELSEWHERE[2], cwd=work).stdout.decode()
     taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", said).groups())
@@ -116,7 +116,7 @@ def test_two_blocks_and_a_ring_are_in_memory(train, wide, tmp_path):
 def test_the_files_of_a_run_are_those_of_its_plan(train, wide4, tmp_path, where):
     """To the byte, measured from outside; and the run says so."""
     work = linked(tmp_path, wide4)
-    planned = full_plan(train, work, *where)["elsewhere"]
+    planned = full_plan(train, work, *where)["outside_device"]
     planned = planned["working_file"] + planned["offloaded"]
     with running(train, *DATA, "--steps", 10**6, "--sample", "tokens=0", *where, cwd=work, text=True) as process:
         said = wait_for_line(process, "^taken in files")

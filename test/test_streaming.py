@@ -88,7 +88,7 @@ def test_two_blocks_are_in_memory_and_no_page_of_the_files(train, wide, tmp_path
     memory, disk = plan(train, work), plan(train, work, *DISK)
     block = (4 + 3 * 3) * 512 * 512 * 2
     rooms = [b for b in disk["buffers"] if b["name"] == "streamed_block"]
-    matrices = disk["elsewhere"]["on_disk"]
+    matrices = disk["outside_device"]["on_disk"]
     assert [room["bytes"] for room in rooms] == 2 * [block] and matrices == 12 * block
     assert disk["totals"]["weights"] == memory["totals"]["weights"] - matrices * (1 if train.precision == "bf16" else 2)
     said = train(*LORA, "--steps", 2, "--sample", "tokens=0", *DISK, cwd=work).stdout.decode()

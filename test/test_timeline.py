@@ -142,7 +142,7 @@ def test_transfers_in_the_order_of_the_program(train, tmp_path, options):
     assert all(0 <= t["begins"] <= t["ends"] <= end for t in transfers)
     moved = {(of, way): sum(t["bytes"] for t in transfers if (t["of"], t["way"]) == (of, way))
              for of in ("weights", "inputs", "state") for way in ("disk_read", "disk_write")}
-    assert moved["inputs", "disk_read"] == moved["inputs", "disk_write"] == plan["elsewhere"]["offloaded"] > 0
+    assert moved["inputs", "disk_read"] == moved["inputs", "disk_write"] == plan["outside_device"]["offloaded"] > 0
     state = moved["state", "disk_read"]
     assert state == moved["state", "disk_write"] > 0
     room = next(b["bytes"] for b in plan["buffers"] if b["name"] == "streamed_block")

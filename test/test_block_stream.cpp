@@ -1,9 +1,10 @@
-// test_residence.cpp - blocks (streamed data) in any order, with any prefetch distance: each has arrived when
+// test_block_stream.cpp - blocks are streamed in any order, with any prefetch distance: each has arrived when
 // it is fetched, what was changed is stored, and nothing is fetched that is there already.
 
 #include <algorithm>
 #include <deque>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <vector>
 
@@ -14,25 +15,25 @@
 namespace {
 
 // Blocks of one number each. A transfer arrives when it is waited for, and not before.
-class Numbers : public BlockSource {
+class Numbers : public PieceSource {
   public:
     explicit Numbers(int blocks) : values(static_cast<size_t>(blocks)) {
         std::iota(values.begin(), values.end(), 100);
     }
-    size_t start(int block, char* buffer, Stream, int changed) override {
+    size_t start(char* buffer, std::optional<int> to, std::optional<int> from, Stream) override {
         int* const at = reinterpret_cast<int*>(buffer);
-        if (changed != kNoBlock) values[static_cast<size_t>(changed)] = *at, stored++;
+        if (to) values[static_cast<size_t>(*to)] = *at, stored++;
         *at = -1;
-        coming_.push_back({block, at});
-        fetched += block != kNoBlock;
+        coming_.push_back({from, at});
+        fetched += from.has_value();
         most_under_way = std::max(most_under_way, coming_.size());
         return begun_++;
     }
     void finish(size_t number, Stream) override {
         ASSERT_LT(number, begun_);
         for (; begun_ - coming_.size() <= number; coming_.pop_front())
-            if (const auto [block, buffer] = coming_.front(); block != kNoBlock)
-                *buffer = values[static_cast<size_t>(block)];
+            if (const auto [block, buffer] = coming_.front(); block)
+                *buffer = values[static_cast<size_t>(*block)];
     }
 
     std::vector<int> values;
@@ -41,7 +42,7 @@ class Numbers : public BlockSource {
 
   private:
     struct Coming {
-        int block;
+        std::optional<int> block;
         int* buffer;
     };
     std::deque<Coming> coming_;
@@ -51,14 +52,14 @@ class Numbers : public BlockSource {
 constexpr StreamedKind kNumbers = {Transfer::StreamedBlock, "number", "weights"};
 
 // A program that streams numbers: rehearsed, and then run as often as asked for.
-struct Lending {
+struct Streamed {
     Numbers numbers;
     Arena arena;
     const Stream stream = {};
     BlockStream blocks{arena, stream, kNumbers};
     Plan plan;
 
-    Lending(int count, int ahead) : numbers(count) {
+    Streamed(int count, int ahead) : numbers(count) {
         blocks.stream_from(Route::DiskRead, std::vector<size_t>(static_cast<size_t>(count), sizeof(int)),
                            ahead, &numbers);
     }
@@ -77,12 +78,12 @@ struct Lending {
 
 // Forward and backward of a training. Between them, as many blocks stay as there are buffers.
 TEST(BlockStream, ForwardAndBack) {
-    constexpr int kLoans = 7;
+    constexpr int kBlocks = 7;
     for (const int ahead : {0, 1, 2, 5, 6, 40}) {
-        Lending l(kLoans, ahead);
-        const int buffers = std::min(ahead + 1, kLoans);
+        Streamed l(kBlocks, ahead);
+        const int buffers = std::min(ahead + 1, kBlocks);
         const auto pass = [&] {
-            for (const auto& route : {numbers_in_order(kLoans), numbers_in_order(kLoans, true)}) {
+            for (const auto& route : {numbers_in_order(kBlocks), numbers_in_order(kBlocks, true)}) {
                 l.blocks.expect(route);
                 for (const int block : route) {
                     const int* const at = l.fetch(block);
@@ -97,16 +98,16 @@ TEST(BlockStream, ForwardAndBack) {
         l.rehearse(pass);
         EXPECT_EQ(static_cast<int>(l.plan.takes.size()), buffers);
         l.arena.run(l.plan, pass);
-        EXPECT_EQ(l.numbers.fetched, 2 * kLoans - buffers) << ahead;
+        EXPECT_EQ(l.numbers.fetched, 2 * kBlocks - buffers) << ahead;
         EXPECT_EQ(l.noted(Route::DiskRead), l.numbers.fetched);
         EXPECT_EQ(static_cast<int>(l.numbers.most_under_way), buffers);
     }
 }
 
 // While one is used, the next `ahead` ones are being fetched, and no others.
-TEST(BlockStream, ComeSoFarAhead) {
+TEST(BlockStream, FetchesAheadOfUse) {
     for (const int ahead : {0, 1, 3}) {
-        Lending l(10, ahead);
+        Streamed l(10, ahead);
         const auto pass = [&] {
             l.blocks.expect(numbers_in_order(10));
             if (!l.arena.rehearsing()) {
@@ -127,7 +128,7 @@ TEST(BlockStream, ComeSoFarAhead) {
 
 // Blocks that are only written are not fetched first, but are stored.
 TEST(BlockStream, WithoutContents) {
-    Lending l(5, 1);
+    Streamed l(5, 1);
     l.blocks.come_with_contents(false);
     const auto pass = [&] {
         l.blocks.expect(numbers_in_order(5, true));
@@ -160,7 +161,7 @@ TEST(BlockStream, InAnyOrder) {
         std::vector<std::vector<Use>> parts(static_cast<size_t>(1 + below(4)));
         for (std::vector<Use>& part : parts)
             for (int n = below(12); n > 0; n--) part.push_back({below(count), 1 + below(2), below(3) == 0});
-        Lending l(count, ahead);
+        Streamed l(count, ahead);
         std::vector<int> expected = l.numbers.values;
         const auto pass = [&] {
             for (const std::vector<Use>& part : parts) {
@@ -194,7 +195,7 @@ TEST(BlockStream, InAnyOrder) {
 
 // A rehearsal records what each wait is for, not just what was begun last.
 TEST(BlockStream, WaitForTheirOwn) {
-    Lending l(4, 2);
+    Streamed l(4, 2);
     const auto pass = [&] {
         l.blocks.expect(numbers_in_order(4));
         for (const int block : numbers_in_order(4)) l.fetch(block);

@@ -63,13 +63,19 @@ build/commit.cpp: FORCE
 build/commit.o: build/commit.cpp
 	@$(CXX) $(WARNINGS) -c $< -o $@
 
+# The ranks of --devices, over MPI if its headers are installed.
+MPI_FLAGS := $(shell pkg-config --cflags mpi-c 2>/dev/null || pkg-config --cflags mpich 2>/dev/null)
+build/ranks_mpi.o: llmc/ranks_mpi.cpp Makefile
+	@mkdir -p $(@D)
+	$(CXX) -std=c++20 $(WARNINGS) -O2 -I. -MMD -MP $(if $(MPI_FLAGS),-DLLMC_MPI $(MPI_FLAGS:-I%=-isystem %)) -MF $@.d -MT $@ -c $< -o $@
+
 build/cpu-fp32/train.o: DEFINES :=
 build/cpu-bf16/train.o: DEFINES := -DLLMC_BF16
 build/cpu-fp32/train.o build/cpu-bf16/train.o: train_gpt.cu Makefile
 	$(call need_headers,$(CPU_HEADERS),deps)
 	@mkdir -p $(@D)
 	$(CXX) -x c++ $(CXXFLAGS) $(NVTX_INCLUDE) $(DEFINES) -MF $@.d -MT $@ -c $< -o $@
-build/cpu-fp32/train build/cpu-bf16/train: build/cpu-%/train: build/cpu-%/train.o build/commit.o
+build/cpu-fp32/train build/cpu-bf16/train: build/cpu-%/train: build/cpu-%/train.o build/ranks_mpi.o build/commit.o
 	$(CXX) $(WARNINGS) -fopenmp $(filter %.o,$^) -o $@ $(CPU_LIBS)
 
 build/cuda-fp32/train.o: DEFINES :=
@@ -77,11 +83,12 @@ build/cuda-bf16/train.o: DEFINES := -DLLMC_BF16
 build/cuda-fp32/train.o build/cuda-bf16/train.o: train_gpt.cu Makefile $(CUDA_FLAGS)
 	$(call need_headers,$(HEADERS),deps)
 	$(call compile_cuda_object,$(DEFINES),$@)
-build/cuda-fp32/train build/cuda-bf16/train: build/cuda-%/train: build/cuda-%/train.o build/update_on_host-%.o build/commit.o
+build/cuda-fp32/train build/cuda-bf16/train: build/cuda-%/train: build/cuda-%/train.o build/update_on_host-%.o build/ranks_mpi.o build/commit.o
 	$(NVCC) $(filter %.o,$^) -o $@ $(CUDA_LIBS)
 
 # Debian packages for building and training.
-DEPS := g++ make libdnnl-dev libcli11-dev nlohmann-json3-dev libpcre2-dev libutf8proc-dev libsentencepiece-dev liburing-dev
+DEPS := g++ make libdnnl-dev libcli11-dev nlohmann-json3-dev libpcre2-dev libutf8proc-dev libsentencepiece-dev liburing-dev \
+  pkg-config libopenmpi-dev openmpi-bin
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 # $(call install,PACKAGES) installs those that are missing; if it cannot, its last line names them.
 define install

@@ -42,6 +42,7 @@
 #include "llmc/batches.h"             // Batches: feeds the micro-batches of each step
 #include "llmc/bench.h"               // BenchReport
 #include "llmc/data_summary.h"        // print_data()
+#include "llmc/exchange.h"            // Exchange: between the ranks of several devices
 #include "llmc/graph.h"               // StepGraphs: CUDA graphs of steps
 #include "llmc/learning_rate.h"       // learning_rate()
 #include "llmc/loss_by_position.cuh"  // LossByPosition, add_position_losses()
@@ -55,6 +56,7 @@
 #include "llmc/plan_free_memory.h"    // require_memory(), remark_shortage()
 #include "llmc/plan_report.h"         // MemoryReport
 #include "llmc/plan_timeline.h"       // write_timeline()
+#include "llmc/ranks_launch.h"        // launch_ranks(), open_rank_streams()
 #include "llmc/rates_calibrate.h"     // calibrate()
 #include "llmc/rates_file.h"          // rates_of(): how fast the device is
 #include "llmc/rates_device.h"        // device_peak_flops(), measured_matmul_flops()
@@ -242,6 +244,8 @@ class Trainer {
     // Allocates nothing on the device yet.
     Trainer(const Options& options, RunInputs& inputs, Choices choices = {});
 
+    // Connects this rank of several to the others. Without it, steps can only be rehearsed.
+    void connect(RankEngine* engine) { exchange_.connect(engine); }
     void run();
     void bench();
     void print_plan() const;
@@ -258,7 +262,7 @@ class Trainer {
     // The loop and the step.
     void train();
     bool train_step();
-    void micro_batch(float loss_scale);
+    void micro_batch(float loss_scale, bool is_last);
     template <class Operations>
     void run_step(Plan& plan, Operations&& operations);
 
@@ -285,6 +289,7 @@ class Trainer {
     void print_start() const;
     void forward_step();
 
+    bool stopping();
     bool is_time(int64_t every) const { return every > 0 && step_ > 0 && step_ % every == 0; }
     bool trains() const { return o_.steps > 0 && o_.bench.empty(); }
     // How many micro-batches go through the model together.
@@ -308,6 +313,8 @@ class Trainer {
     Batches batches_;
     MicroBatchOptions micro_;
     const SquareSums square_sums_;  // the layout of the sums from which the norm is computed
+    const Slices slices_;           // what each of several ranks has of a unit
+    Exchange exchange_;             // between them
     Metrics metrics_;
     RunSaves saves_;
     DeviceBuffer positions_memory_;
@@ -339,20 +346,26 @@ void Trainer::run() {
     try {
         train();
     } catch (const RecoverableError&) {  // what was trained until then is good
-        if (saves_.wanted() && step_ > first_step_ && !saves_.has(step_)) save();
+        if (exchange_.is_alone() && saves_.wanted() && step_ > first_step_ && !saves_.has(step_)) save();
         throw;
     }
     metrics_.finish();
-    interrupted ? stop() : finish();
+    stopping() ? stop() : finish();
     check_logs();
+}
+
+// True if a signal has asked the run, or any of its ranks, to stop. All ranks must ask at the same points.
+bool Trainer::stopping() {
+    if (!exchange_.is_alone()) interrupted = exchange_.agree(interrupted);
+    return interrupted;
 }
 
 void Trainer::train() {
     const int settled = replays() ? 2 : 1;  // steps until graphs are recorded
-    for (step_ = first_step_; step_ < o_.steps && !interrupted; step_++, evaluated_ = false) {
+    for (step_ = first_step_; step_ < o_.steps && !stopping(); step_++, evaluated_ = false) {
         save_if_asked();
         if (!evaluated_) validate_and_sample_if_due();
-        if (interrupted) break;
+        if (stopping()) break;
         if (is_time(o_.save_every) && step_ > first_step_ && !saves_.has(step_)) save();
         check_logs();
         if (!train_step()) break;
@@ -384,12 +397,14 @@ bool Trainer::train_step() {
                          .seed = o_.seed});
     fill_zero(metrics_.loss(), stream_);
     // Packed batches bring a loss scale of their own; for others loss_scale is the same in all steps.
-    for (int first = 0; first < o_.grad_accum; first += together()) {
-        if (first > 0 && interrupted) return false;
+    const int own = o_.own_micro_batches();
+    for (int first = 0; first < own; first += together()) {
+        if (first > 0 && stopping()) return false;
         if (first > 0) save_if_asked();
         for (int k = first; k < first + together(); k++) batches_.feed(step_, k, loss_scale);
         micro_.adds = first > 0;
-        run_step(micro_.adds ? plans_.add : plans_.train, [&] { micro_batch(loss_scale); });
+        run_step(micro_.adds ? plans_.add : plans_.train,
+                 [&] { micro_batch(loss_scale, first + together() >= own); });
     }
     if (!o_.update_in_backward) run_step(plans_.update, [&] { updates_.update_all(); });
     metrics_.step_ends(step_, rate, stream_);
@@ -398,11 +413,11 @@ bool Trainer::train_step() {
 
 // Forward and backward of one micro-batch, or of all with --by-block; also the update, with
 // --update-in-backward.
-void Trainer::micro_batch(float loss_scale) {
+void Trainer::micro_batch(float loss_scale, bool is_last) {
     // All micro-batches after the first share one plan and one graph, so each of them computes what only the
     // last one must: the sums for the norm.
-    const bool may_be_last = o_.grad_accum == together() || micro_.adds;
-    updates_.begin_backward(may_be_last);
+    const bool may_be_last = o_.own_micro_batches() == together() || micro_.adds;
+    updates_.begin_backward(may_be_last, is_last);
     gpt_.forward_backward(batches_.on_device(), micro_, loss_scale, metrics_.loss());
     updates_.end_backward();
 }
@@ -902,7 +917,7 @@ std::optional<double> Trainer::validate() {
     const float scale = batches_.validation_loss_scale();
     const auto batch = static_cast<uint64_t>(o_.batch);
     for (uint64_t first = 0; first < batches_.validation_sequences(); first += batch) {
-        if (interrupted) return std::nullopt;
+        if (stopping()) return std::nullopt;
         batches_.feed_validation(first, scale, loss_by_position_);
         run_step(plans_.evaluate, [&] {
             gpt_.evaluate(batches_.first_on_device(), micro_, scale, metrics_.loss(),
@@ -937,7 +952,7 @@ void Trainer::validate_and_log() {
 // The validation and the sample that are due before the next step.
 void Trainer::validate_and_sample_if_due() {
     if (batches_.validation() && is_time(o_.eval_every)) validate_and_log();
-    if (!interrupted && is_time(o_.sample_every) && in_.samples()) sample();
+    if (o_.rank.is_first() && !interrupted && is_time(o_.sample_every) && in_.samples()) sample();
     evaluated_ = !interrupted;
 }
 
@@ -967,7 +982,9 @@ void Trainer::sample() {
 // Saves the last complete step if a signal has asked for it. Before the first step of a run is complete there
 // is nothing to save, and the request waits.
 void Trainer::save_if_asked() {
-    if (!asked_to_save || !saves_.wanted() || step_ == first_step_) return;
+    if (!saves_.wanted() || step_ == first_step_) return;
+    if (!exchange_.is_alone()) asked_to_save = exchange_.agree(asked_to_save);
+    if (!asked_to_save) return;
     asked_to_save = 0;
     if (!saves_.has(step_)) save();
 }
@@ -1002,6 +1019,7 @@ void Trainer::finish() {
     evaluated_ = true;
     if (saves_.wanted() && !is_resumed_save) save();
     if (batches_.validation()) validate_and_log();
+    if (!o_.rank.is_first()) return;
     if (!interrupted && in_.samples()) sample();
     if (!o_.merge.empty() && !interrupted) merge();
 }
@@ -1025,15 +1043,17 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
       gpt_(arena_, stream_, model_.state, model_.outside(), model_.trained(), o_.attention != "common"),
       batches_(o_, in_, stream_),
       square_sums_(square_sums_of(model_.trained().layout)),
+      slices_{o_.rank.number, o_.devices, square_sums_.stretch},
+      exchange_(arena_, stream_, slices_),
       metrics_(static_cast<int64_t>(model_.state.layout.units().size()), o_.clip_per_block,
-               o_.steps == 0 || o_.clip_per_block ? 0 : square_sums_.first.back()),
-      saves_(o_, in_, model_, metrics_),
+               o_.steps == 0 ? 0 : square_sums_.first.back()),
+      saves_(o_, in_, model_, metrics_, exchange_),
       loss_by_position_(o_.loss_by_position.empty() ? 0 : o_.seq_len),
       choices_(std::move(choices)),
       rates_(rates_of<floatX>(o_.rates)),
       offloaded_(o_, in_.adapter.prompt_tokens, model_.state, model_.trained(), pointer_to(model_.quantized)),
       updates_(o_, arena_, stream_, model_.trained(), gpt_.weights(), gpt_.gradients(), offloaded_,
-               square_sums_, metrics_),
+               square_sums_, metrics_, exchange_),
       replays_(o_.graph == "on") {
     check_attention<floatX>(o_, config_);
     metrics_.explain = [this] { model_.check_streamed_finite(); };
@@ -1069,7 +1089,7 @@ void Trainer::connect_placements() {
 
 Plan Trainer::rehearse_training(bool adds, bool placed) {
     micro_.adds = adds;
-    return arena_.rehearse([&] { micro_batch(1); }, placed);
+    return arena_.rehearse([&] { micro_batch(1, true); }, placed);
 }
 
 Plan Trainer::rehearse_validation(bool placed) {
@@ -1084,7 +1104,7 @@ const MemoryReport& Trainer::rehearse(bool placed) {
     if (o_.steps > 0) {
         plans_.train = rehearse_training(false, placed);
         // It takes the same tensors as `train`, but its products add.
-        plans_.add = o_.grad_accum > together() ? rehearse_training(true, placed) : Plan();
+        plans_.add = o_.own_micro_batches() > together() ? rehearse_training(true, placed) : Plan();
         // The report shows `train` alone.
         plans_.train.workspace = std::max(plans_.train.workspace, plans_.add.workspace);
         if (!o_.update_in_backward) plans_.update = arena_.rehearse([&] { updates_.update_all(); });
@@ -1121,7 +1141,8 @@ void Trainer::describe() {
     const std::vector<Feeder>* feeders = batches_.feeders();
     report_.staged = metrics_.pinned_bytes();
     if (feeders) report_.staged += feeders->size() * feeders->front().pinned_bytes();
-    if (model_.quantized) add_stored<floatX>(report_, *model_.quantized, plans_, o_.grad_accum, rates_);
+    if (model_.quantized)
+        add_stored<floatX>(report_, *model_.quantized, plans_, o_.own_micro_batches(), rates_);
     report_.parameters = model_.whole.count();
     report_.trained = model_.trained_count();
     report_.vocabulary = config_.vocabulary;
@@ -1170,7 +1191,7 @@ void Trainer::prepare() {
     batches_.open();
     if (trains())
         metrics_.print_to(StepLines(stdout, first_step_, o_.steps, o_.print_every,
-                                    {batches_.tokens_of_step(), step_flops(), peak.flops}));
+                                    {batches_.tokens_of_step(), step_flops(), peak.flops * o_.devices}));
     metrics_.log().open(o_.log, !o_.resume.empty());
     loss_by_position_.open(o_.loss_by_position, !o_.resume.empty());
     if (batches_.training() && trains())
@@ -1272,7 +1293,7 @@ void Trainer::print_start() const {
 void Trainer::forward_step() {
     Range range("step");
     fill_zero(metrics_.loss(), stream_);
-    for (int k = 0; k < o_.grad_accum; k++) {
+    for (int k = 0; k < o_.own_micro_batches(); k++) {
         batches_.feed(step_, k * together(), 1);  // all through the first feeder
         Range forward("forward");
         run_step(plans_.evaluate,
@@ -1297,9 +1318,9 @@ void Trainer::bench() {
                      .copy_peak = measured_copy_bandwidth(stream_),
                      .limits = rates_.measured() ? rates_.transfers : kNoLimits};
     if (forward_only)
-        r.plans = {{&plans_.evaluate, o_.grad_accum}};
+        r.plans = {{&plans_.evaluate, o_.own_micro_batches()}};
     else
-        r.plans = {{&plans_.train, 1}, {&plans_.add, o_.grad_accum - 1}, {&plans_.update, 1}};
+        r.plans = {{&plans_.train, 1}, {&plans_.add, o_.own_micro_batches() - 1}, {&plans_.update, 1}};
     prepare();
     r.flops = step_flops(forward_only);
     const auto run_one = [&](int64_t step) {
@@ -1325,50 +1346,76 @@ void Trainer::bench() {
 
 // ---- the program
 
+// Leaves to the first of several ranks what only one may write.
+void write_on_first_rank(Options& o) {
+    o.saves_with_others = o.saves();
+    if (o.rank.is_first()) return;
+    for (std::string* path : {&o.out, &o.log, &o.loss_by_position, &o.merge, &o.save_base, &o.timeline})
+        path->clear();
+}
+
+int run(int argc, char** argv, RankEngine* engine) {
+    std::optional<HeldSave> resumed;
+    const auto parse = [&] {
+        resumed.reset();
+        return parse_options(argc, argv, [&](const std::string& folder) {
+            return saved_options(resumed.emplace(folder).path());
+        });
+    };
+    Options options = parse();
+    if (options.devices > 1 && options.rank.is_alone() && !options.plan)
+        return launch_ranks(options.devices, argv);
+    write_on_first_rank(options);
+    std::optional<HeldFolder> lock;  // of --out
+    if (options.plan && !options.out.empty()) check_writable(options.out);
+    if (options.saves()) {
+        lock.emplace(options.out);
+        if (options.has("--resume")) {  // the run that held it may have saved since
+            options = parse();
+            write_on_first_rank(options);
+        }
+    }
+    start_threads(options.threads, options.rank);
+    tf32_products = options.tf32;
+    if (!options.calibrate.empty()) {
+        check_device(options);
+        calibrate<floatX>(options.calibrate);
+        return 0;
+    }
+    Choices choices;
+    options = with_chosen_context<Trainer>(options, choices);
+    RunInputs inputs(options, std::move(resumed));
+    malloc_trim(0);  // what reading and tokenizing let go of is the run's again
+    const Options chosen = with_chosen_setting<Trainer>(options, inputs, choices);
+    Trainer trainer(chosen, inputs, std::move(choices));
+    trainer.connect(engine);
+    trainer.rehearse();
+    if (options.plan)
+        trainer.print_plan();
+    else if (!options.bench.empty())
+        trainer.bench();
+    else
+        trainer.run();
+    if (interrupted) return 128 + interrupted;
+    if (fflush(stdout) != 0 || ferror(stdout)) fail("what was printed could not all be written");
+    return 0;
+}
+
 int main(int argc, char** argv) {
     open_standard_streams();
     set_openmp_environment(argv);
     prepare_signals();
+    const Rank rank = rank_of_environment();
+    FILE* const errors = rank.is_alone() ? stderr : open_rank_streams(rank);
     setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);  // a line is there when it is printed, in a file too
+    std::unique_ptr<RankEngine> engine;
     try {
-        std::optional<HeldSave> resumed;
-        const auto parse = [&] {
-            resumed.reset();
-            return parse_options(argc, argv, [&](const std::string& folder) {
-                return saved_options(resumed.emplace(folder).path());
-            });
-        };
-        Options options = parse();
-        std::optional<HeldFolder> lock;  // of --out
-        if (options.plan && !options.out.empty()) check_writable(options.out);
-        if (options.saves()) {
-            lock.emplace(options.out);
-            if (options.has("--resume")) options = parse();  // the run that held it may have saved since
-        }
-        start_threads(options.threads);
-        tf32_products = options.tf32;
-        if (!options.calibrate.empty()) {
-            check_device(options);
-            calibrate<floatX>(options.calibrate);
-            return 0;
-        }
-        Choices choices;
-        options = with_chosen_context<Trainer>(options, choices);
-        RunInputs inputs(options, std::move(resumed));
-        malloc_trim(0);  // what reading and tokenizing let go of is the run's again
-        const Options chosen = with_chosen_setting<Trainer>(options, inputs, choices);
-        Trainer trainer(chosen, inputs, std::move(choices));
-        trainer.rehearse();
-        if (options.plan)
-            trainer.print_plan();
-        else if (!options.bench.empty())
-            trainer.bench();
-        else
-            trainer.run();
-        if (interrupted) return 128 + interrupted;
-        if (fflush(stdout) != 0 || ferror(stdout)) fail("what was printed could not all be written");
+        if (!rank.is_alone()) engine = connect_ranks(rank);
+        return run(argc, argv, engine.get());
     } catch (...) {
-        return report_error();
+        if (!rank.is_first()) usleep(300000);  // if the first rank has the same error, it prints it
+        const int code = report_error(errors, rank.is_first() ? "train" : "train: " + rank.text());
+        if (engine) engine->end_all(code);
+        return code;
     }
-    return 0;
 }

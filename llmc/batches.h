@@ -82,11 +82,12 @@ class Batches {
     // How many tokens a token attends to, as FLOPs are counted.
     double attended() const { return loader_ ? loader_->attended() : static_cast<double>(o_.seq_len); }
 
-    // Sends micro-batch k of a step: sequences of the data, or random tokens if a bench has none. Also sets
-    // its dropout key. Each loss weighs loss_scale.
+    // Sends this rank's micro-batch k of a step: sequences of the data, or random tokens if a bench has none.
+    // Also sets its dropout key. Each loss weighs loss_scale. Each rank has a run of micro-batches, so that
+    // the ranks' gradients, added in their order, are those of one device.
     void feed(int64_t step, int k, float loss_scale) {
         const int together = o_.micro_batches_together();
-        const uint64_t first = first_of(step, k);
+        const uint64_t first = first_of(step, o_.rank.number * o_.own_micro_batches() + k);
         Feeder& feeder = feeders_[static_cast<size_t>(k % together)];
         const Feeder::Slot slot = feeder.slot();
         if (loader_)

@@ -210,7 +210,7 @@ struct BenchReport {
     std::vector<std::pair<const Plan*, int>> plans;  // of a step, and how often each runs in it
     double tokens, flops;                            // of a step
     double matmul_peak, copy_peak;                   // measured: FLOP/s, bytes/s
-    std::array<double, kRoutes> limits = kNoLimits;    // bytes/s of a link alone, from --rates; else infinite
+    std::array<double, kRoutes> limits = kNoLimits;  // bytes/s of a link alone, from --rates; else infinite
     size_t taken_bytes = 0;
     StepTimes cold = {};
     std::vector<StepTimes> steps = {};

@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <filesystem>
+#include <functional>
 #include <set>
 #include <string>
 #include <system_error>
@@ -297,21 +298,33 @@ void for_each_chunk(const StateBuffer& b, const SavedTensor& t, Use&& use) {
                    [&](int64_t first, int64_t count) { use(t.at + first, count, b.bytes_of(count)); });
 }
 
+// Reads what stores `count` elements of the model, from element `at` on, from a buffer to the host. A run on
+// several devices gathers what the ranks have (exchange.h).
+using ReadBuffer = std::function<void(const StateBuffer& b, int64_t at, int64_t count, void* host)>;
+inline const ReadBuffer kReadBuffer = [](const StateBuffer& b, int64_t at, int64_t count, void* host) {
+    b.read(at, count, host);
+};
+
+// Calls use(bytes, count) with the bytes of one chunk after another of the buffers' tensors.
+template <class Use>
+void read_all(const Layout& layout, const Buffers& buffers, const ReadBuffer& read, Use&& use) {
+    std::vector<char> host;
+    for (const StateBuffer* b : buffers)
+        for (const SavedTensor& t : saved_tensors(*b, layout))
+            for_each_chunk(*b, t, [&](int64_t first, int64_t count, size_t bytes) {
+                host.resize(bytes);
+                read(*b, first, count, host.data());
+                use(host.data(), bytes);
+            });
+}
+
 // Writes the buffers' tensors as they are in memory, without their padding.
-inline void write_tensors(const std::string& path, const Layout& layout, const Buffers& buffers) {
+inline void write_tensors(const std::string& path, const Layout& layout, const Buffers& buffers,
+                          const ReadBuffer& read = kReadBuffer) {
     SafetensorsWriter file(path);
     for (const StateBuffer* b : buffers)
         for (const SavedTensor& t : saved_tensors(*b, layout)) file.declare(t.name, file_type(*b), t.shape);
-    std::vector<char> host;
-    for (const StateBuffer* b : buffers) {
-        for (const SavedTensor& t : saved_tensors(*b, layout)) {
-            for_each_chunk(*b, t, [&](int64_t first, int64_t count, size_t bytes) {
-                host.resize(bytes);
-                b->read(first, count, host.data());
-                file.append(host.data(), bytes);
-            });
-        }
-    }
+    read_all(layout, buffers, read, [&](const char* bytes, size_t count) { file.append(bytes, count); });
     file.finish();
 }
 
@@ -386,7 +399,8 @@ void write_adapter(const std::string& folder, const State<T>& state, const Adapt
 // Writes and syncs all files of a save into a new folder.
 template <class T>
 void write_save(const std::string& folder, const State<T>& state, const Progress& progress,
-                const TokenizerSource& tokenizer, bool with_training_state, const AdapterConfig& adapter) {
+                const TokenizerSource& tokenizer, bool with_training_state, const AdapterConfig& adapter,
+                const ReadBuffer& read) {
     check_call(mkdir(folder.c_str(), 0777) == 0, folder, "make the folder");
     if (adapter) {
         write_adapter(folder, state, adapter, tokenizer);
@@ -395,7 +409,7 @@ void write_save(const std::string& folder, const State<T>& state, const Progress
         write_tensors(folder + "/model.safetensors", state.layout, weight_buffers(state));
     }
     if (with_training_state) {
-        write_tensors(folder + "/trainer_state.safetensors", state.layout, training_buffers(state));
+        write_tensors(folder + "/trainer_state.safetensors", state.layout, training_buffers(state), read);
         write_json(
             folder + "/trainer_state.json",
             {{"step", progress.step},
@@ -420,7 +434,7 @@ void write_save(const std::string& folder, const State<T>& state, const Progress
 template <class T>
 void save_checkpoint(const SaveFolder& folder, const State<T>& state, const Progress& progress,
                      const TokenizerSource& tokenizer, bool with_training_state,
-                     const AdapterConfig& adapter = {}) {
+                     const AdapterConfig& adapter = {}, const ReadBuffer& read = kReadBuffer) {
     assert(progress.step >= 0 && folder.keep >= 0);
     const std::string& out = folder.path;
     make_folders(out);
@@ -430,7 +444,7 @@ void save_checkpoint(const SaveFolder& folder, const State<T>& state, const Prog
     remove_folder(temporary);
     try {
         write_save(temporary, state, progress, removed ? TokenizerSource(out + "/latest") : tokenizer,
-                   with_training_state, adapter);
+                   with_training_state, adapter, read);
         replace_folder(temporary, path);
     } catch (...) {
         std::error_code ignored;

@@ -71,7 +71,10 @@ __global__ void __launch_bounds__(kBlockThreads)
     float sum = 0.f;
     for (int i = threadIdx.x; i < rows; i += blockDim.x) sum += losses[i];
     sum = block_sum(sum);
-    if (threadIdx.x == 0) *total += scale.get() * sum;
+    if (threadIdx.x != 0) return;
+    // The term is rounded before it is added, so that ranks can compute it apart (exchange.h).
+    const volatile float term = scale.get() * sum;
+    *total += term;
 }
 
 // losses[row] = -log softmax(logits[row])[target] over the first V columns. logits (rows, padded V) are

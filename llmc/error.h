@@ -70,19 +70,19 @@ template <class... A>
 }
 
 // Call it in a catch block: prints the exception in one line and returns the exit code.
-inline int report_error() {
+inline int report_error(FILE* to = stderr, const std::string& who = "train") {
     try {
         throw;
     } catch (const UserError& e) {
         std::string line = e.what();
         std::replace(line.begin(), line.end(), '\n', ' ');  // names of files may contain newlines
-        fprintf(stderr, "train: %s\n", line.c_str());
+        fprintf(to, "%s: %s\n", who.c_str(), line.c_str());
         return 2;
     } catch (const std::bad_alloc&) {
-        fprintf(stderr, "train: out of host memory\n");
+        fprintf(to, "%s: out of host memory\n", who.c_str());
         return 2;
     } catch (const std::exception& e) {
-        fprintf(stderr, "train: this is a bug: %s\n", e.what());
+        fprintf(to, "%s: this is a bug: %s\n", who.c_str(), e.what());
         return 1;
     }
 }

@@ -6,10 +6,9 @@
 #include <vector>
 
 #include "llmc/simt_vector.h"
+#include "llmc/slices.h"
 #include "llmc/tensor.h"
 #include "llmc/work.h"
-
-constexpr int kNormBlocks = 1024;  // partial sums of the global norm
 
 // Each block sums the squares of one contiguous stretch.
 template <class T>
@@ -38,23 +37,16 @@ __global__ void __launch_bounds__(kBlockThreads) norm_kernel(float* norm, const 
     if (threadIdx.x == 0) *norm = sqrtf(sum);
 }
 
-// Elements in a stretch when n elements are cut into kNormBlocks stretches, or fewer.
-template <class T>
-int64_t norm_stretch(int64_t n) {
-    return ceil_div(std::max<int64_t>(n, 1), kVectorSize<T> * int64_t{kNormBlocks}) * kVectorSize<T>;
-}
-
 // Partial sums of squares of a whole that is measured unit by unit. All stretches have the same length; unit
 // u has the sums first[u] ... first[u + 1] - 1.
 struct SquareSums {
     int64_t stretch;
     std::vector<int64_t> first = {0};
 };
-template <class T>
-SquareSums square_sums(const std::vector<int64_t>& sizes) {
+inline SquareSums square_sums(const std::vector<int64_t>& sizes) {
     int64_t all = 0;
     for (const int64_t n : sizes) all += n;
-    SquareSums sums{norm_stretch<T>(all)};
+    SquareSums sums{norm_stretch(all)};
     for (const int64_t n : sizes) sums.first.push_back(sums.first.back() + ceil_div(n, sums.stretch));
     return sums;
 }
@@ -78,7 +70,7 @@ inline void norm_of_sums(Tensor<float>& norm, const Tensor<float>& sums, Stream 
 template <class T>
 void global_norm(Tensor<float>& norm, Tensor<float>& scratch, const T* x, int64_t n, Stream stream) {
     assert(scratch.size() == kNormBlocks);
-    const int64_t stretch = norm_stretch<T>(n);
+    const int64_t stretch = norm_stretch(n);
     const Tensor<float> sums(scratch.data(), {std::max<int64_t>(ceil_div(n, stretch), 1)});
     sum_squares(sums, x, n, stretch, stream);
     norm_of_sums(norm, sums, stream);

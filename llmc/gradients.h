@@ -14,7 +14,7 @@
 class Gradients {
   public:
     // Called with the number of a unit and its gradients, as soon as these are complete.
-    using OnComplete = std::function<void(int unit, const floatX* gradients)>;
+    using OnComplete = std::function<void(int unit, floatX* gradients)>;
     // A unit's gradients `all`. If they are in the arena, `buffer` owns their memory.
     struct OfUnit {
         TensorX buffer, all;

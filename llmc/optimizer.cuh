@@ -362,13 +362,15 @@ void optimizer_update(const UpdateFactors* factors, const UpdateArrays<T>& a, co
                                 norm.data());
 }
 
-// The arrays of a unit of the model (model.h). Its weights and gradients (unit.size) may be anywhere.
+// The arrays of a unit of the model (model.h), or of the slice of it whose state this rank has. Its weights
+// and gradients (unit.size) may be anywhere.
 template <class T>
 UpdateArrays<T> arrays_of_unit(const State<T>& state, const Unit& unit, T* weights, const T* gradients) {
-    const int64_t at = unit.offset;
+    const Slice own = state.own_slice(unit);
+    const int64_t at = unit.offset + own.first;
     const StateOptions& s = state.options;
-    return {.weights = weights,
-            .gradients = gradients,
+    return {.weights = weights ? weights + own.first : nullptr,
+            .gradients = gradients ? gradients + own.first : nullptr,
             .optimizer = s.optimizer,
             .master_format = s.master,
             .master = state.template data<void>(StatePart::Master, at),
@@ -376,8 +378,8 @@ UpdateArrays<T> arrays_of_unit(const State<T>& state, const Unit& unit, T* weigh
                   state.template data<float>(StatePart::MScale, at)},
             .v = {s.v, state.template data<void>(StatePart::V, at),
                   state.template data<float>(StatePart::VScale, at)},
-            .decayed = unit.decayed,
-            .n = unit.size,
+            .decayed = unit.decayed - own.first,
+            .n = own.count,
             .first = at};
 }
 

@@ -17,6 +17,7 @@
 #include "llmc/adapter.h"
 #include "llmc/device.h"
 #include "llmc/file.h"
+#include "llmc/ranks.h"
 
 constexpr int64_t kMostTokens = 1 << 30;  // in a micro-batch
 
@@ -44,6 +45,8 @@ struct Options {
     int positions = 0;  // 0: the model's
     int batch = 8,      // 0: auto
         seq_len = 128, grad_accum = 1;
+    int devices = 1;
+    std::string zero = "auto";
     std::string context;          // "auto" with --seq-len auto, else empty
     bool chose_length = false;    // not an option: --seq-len auto tries lengths, or has chosen one
     bool plans_examples = false;  // not an option: a plan without data is for examples that share sequences
@@ -103,12 +106,19 @@ struct Options {
     const char* first(const std::string& name) const { return given.at(name).at(0).c_str(); }
     // A setting that was given, as on a command line: "--lr 3", "--offload weights=disk".
     std::string spelled(const std::string& name) const { return spelled_setting(name, first(name)); }
-    // True if the run saves in --out.
+    Rank rank = {};  // this process among the ranks of --devices
+    // True if the run saves in --out. Of several ranks the first one writes, and the others send it what it
+    // lacks.
     bool saves() const { return !out.empty() && !plan && bench.empty(); }
+    bool saves_with_others = false;  // not an option: the first rank saves
+    // The micro-batches of a step that this rank computes.
+    int own_micro_batches() const { return grad_accum / devices; }
+    // True if each rank keeps only its slice of the optimizer's state (--zero 1), and not a copy of all.
+    bool slices_state() const { return devices > 1 && zero != "0"; }
     // Where messages go: without training, stdout is for generated text.
     FILE* notes() const { return steps > 0 ? stdout : stderr; }
     // The number of micro-batches that go through the model together.
-    int micro_batches_together() const { return by_block ? grad_accum : 1; }
+    int micro_batches_together() const { return by_block ? own_micro_batches() : 1; }
     bool trains_adapter() const { return train != "all" || !adapter.empty(); }
 };
 

@@ -135,9 +135,28 @@ inline void check_build(const Options& o) {
             fail("%s is AdamW's, and --optimizer sgd keeps no moments", o.spelled(of_adamw).c_str());
 }
 
+// Fails if several devices cannot share this run.
+inline void check_devices(const Options& o) {
+    if (o.devices == 1) {
+        if (o.has("--zero") && o.zero != "auto")
+            fail("--zero %s: is for several devices: add --devices N", o.zero.c_str());
+        return;
+    }
+    if (!kHostIsDevice) fail("--devices %d: this build does not train on several GPUs yet", o.devices);
+    if (o.steps == 0) fail("--devices %d: is for training, and --steps is 0", o.devices);
+    if (o.grad_accum % o.devices) {
+        const int less = o.grad_accum / o.devices * o.devices, more = less + o.devices;
+        fail("--grad-accum %d: the %d devices share the micro-batches of a step equally: give %s%d",
+             o.grad_accum, o.devices, less > 0 ? (std::to_string(less) + " or ").c_str() : "", more);
+    }
+    if (o.batch == 0 || o.has("--memory"))
+        fail("--devices %d: %s does not choose for several devices yet: give numbers", o.devices,
+             o.batch == 0 ? "--batch auto" : "--memory");
+}
+
 // Fails if gradients would be needed in backward that are not complete yet.
 inline void check_update_in_backward(const Options& o) {
-    if (o.update_in_backward && o.grad_accum > 1 && !o.by_block)
+    if (o.update_in_backward && o.own_micro_batches() > 1 && !o.by_block)
         fail(
             "--update-in-backward consumes gradients at once: with --grad-accum %d it needs --by-block, so "
             "that a block's are complete",

@@ -165,7 +165,18 @@ inline void declare_training_options(CLI::App& app, Options& o) {
              "Sequences in a micro-batch. auto takes the most that fit --memory, or 95% of what is free, but "
              "at most 64 Ki tokens or a tenth of the data.")
         ->transform(whole_or("auto", "0", 1, kMostCount));
-    group.add("--grad-accum", o.grad_accum, "N", "Micro-batches in a step.")->transform(whole(1, kMostCount));
+    group.add("--grad-accum", o.grad_accum, "N", "Micro-batches in a step. With --devices, N by default.")
+        ->transform(whole(1, kMostCount));
+    group
+        .add("--devices", o.devices, "N",
+             "Trains on N devices, which share the micro-batches of each step: N processes on this machine. "
+             "On several machines, start ./train with mpirun or srun.")
+        ->transform(whole(1, 4096));
+    group
+        .add("--zero", o.zero, "auto|0|1",
+             "What each of several devices keeps: 0: a copy of everything; 1: its slice of the optimizer's "
+             "state. auto: 1.")
+        ->check(one_of({"auto", "0", "1"}));
     group
         .add("--steps", o.steps, "N",
              "Training steps. 0 only validates, merges or generates, as a run with --prompt and no --data "

@@ -116,8 +116,22 @@ inline void open_adapter_as_model(Options& o) {
     if (!wrong.empty()) fail("%s: %s: %s", folder.c_str(), kAdapterBaseFile, wrong.c_str());
 }
 
+// A rank learns from what started it how many there are. By default each computes one micro-batch of a step.
+inline void complete_devices(Options& o) {
+    if (!o.rank.is_alone()) {
+        if (o.has("--devices") && o.devices != o.rank.count)
+            fail("--devices %d: %d ranks were started: leave it out, or start as many", o.devices,
+                 o.rank.count);
+        o.devices = o.rank.count;
+    }
+    if (o.devices == 1 || o.has("--grad-accum")) return;
+    o.grad_accum = o.devices;
+    o.given["--grad-accum"] = {std::to_string(o.grad_accum)};  // so that a resume on other devices keeps it
+}
+
 // Fills in what depends on other options.
 inline void complete_options(Options& o) {
+    complete_devices(o);
     if (o.seq_len == 0) o.context = "auto", o.seq_len = Options().seq_len;
     if (!o.has("--lr"))
         o.lr = o.train == "prompt"        ? kPromptRate
@@ -137,6 +151,7 @@ inline void complete_options(Options& o) {
 template <class Saved>
 Options parse_options(int argc, char** argv, Saved&& saved) {
     Options o;
+    o.rank = rank_of_environment();
     CLI::App app;
     declare_options(app, o);
     set_given(app, o, argc, argv);

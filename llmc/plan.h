@@ -142,11 +142,12 @@ MemoryReport make_report(const Options& o, const Plans& plans, const InputBytes&
           std::pair{"merging", &plans.merge}, std::pair{"loading", &plans.load},
           std::pair{"a soft prompt's begin", &plans.first_prompt}})
         if (!plan->takes.empty()) r.others.emplace_back(name, plan);
-    r.phases = phases_of(plans, o.grad_accum, rates);
+    r.phases = phases_of(plans, o.own_micro_batches(), rates);
     for (const Plan* plan : {r.train, r.update}) add_costs(r.operations, plan->work, rates);
     r.update_seconds = seconds_of(plans.update.work, rates);
-    r.seconds = seconds_of(plans.train.work, rates) + (o.grad_accum - 1) * seconds_of(plans.add.work, rates) +
-                r.update_seconds + seconds_waited(r.phases);
+    r.seconds = seconds_of(plans.train.work, rates) +
+                (o.own_micro_batches() - 1) * seconds_of(plans.add.work, rates) + r.update_seconds +
+                seconds_waited(r.phases);
     r.rates = o.rates;
     if (o.rates.empty() && !kHostIsDevice) r.gpu = nominal_gpu().called;
     if (!o.memory.empty()) r.budget = describe_budget(o.memory, budget_of(o.memory));

@@ -206,9 +206,9 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r) {
     if (r.reading > 0) totals["reading"] = r.reading;
     totals["total"] = r.total();
     j["outside_device"] = {{"pinned_host", r.pinned},
-                      {"on_disk", r.on_disk},
-                      {"offloaded", r.offloaded},
-                      {"working_file", r.working}};
+                           {"on_disk", r.on_disk},
+                           {"offloaded", r.offloaded},
+                           {"working_file", r.working}};
     j["host"] = {{"pinned", r.all_pinned()}, {"unpinned", r.unpinned}};
     if (r.narrower > 0) j["stored"] = {{"saved_bytes", r.narrower}, {"widening_seconds", r.widening_seconds}};
     j["activations_lower_bound"] = r.train->lower_bound;

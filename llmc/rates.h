@@ -144,16 +144,16 @@ inline constexpr const char* kCopyRate = "copy";
 
 // Bytes/s by Route if transfers take no time.
 constexpr double kFree = std::numeric_limits<double>::infinity();
-constexpr std::array<double, kRoutes> kNoLimits = {kFree, kFree, kFree, kFree, kFree};
+constexpr std::array<double, kRoutes> kNoLimits = {kFree, kFree, kFree, kFree, kFree, kFree};
 // The share of its speed that computing keeps, by Route, if transfers do not slow it down.
-constexpr std::array<double, kRoutes> kUndisturbed = {1, 1, 1, 1, 1};
+constexpr std::array<double, kRoutes> kUndisturbed = {1, 1, 1, 1, 1, 1};
 
 struct Rates {
     DeviceRates nominal;
     std::map<std::string, ProductRates> products = {};  // by product_form()
     std::map<std::string, RateCurve> operations = {};   // by rate_name(): FLOP/s of attention, else bytes/s
-    std::array<double, kRoutes> transfers = kNoLimits;    // bytes/s, by Route
-    std::array<double, kRoutes> beside = kUndisturbed;    // share of its speed that computing keeps meanwhile
+    std::array<double, kRoutes> transfers = kNoLimits;  // bytes/s, by Route
+    std::array<double, kRoutes> beside = kUndisturbed;  // share of its speed that computing keeps meanwhile
 
     Rates(const DeviceRates& nominal) : nominal(nominal) {}
     bool measured() const { return !operations.empty(); }
@@ -304,7 +304,7 @@ class Media {
     }
 
     const Rates& rates_;
-    std::array<double, kRoutes> free_ = {};               // when each is free
+    std::array<double, kRoutes> free_ = {};             // when each is free
     std::array<double, Transfer::kKinds> stored_ = {};  // when the stores of a kind are done
     std::vector<Disturbs> disturbs_;
     size_t disturbing_ = 0;  // index of the first of those that is not over

@@ -111,14 +111,15 @@ DeviceRates nominal_rates(double threads = omp_get_max_threads()) {
     return {threads * (std::is_same_v<T, float> ? 100e9 : 180e9), threads * 12e9, 5e-6};
 }
 
-// The nominal rates of transfers beside the operations, in bytes/s by Route. A disk beside a GPU is assumed to
-// be an NVMe drive on four lanes of PCI Express 4, which reads 7 GB/s and writes some 5. A CPU's is the
+// The nominal rates of transfers beside the operations, in bytes/s by Route. A disk beside a GPU is assumed
+// to be an NVMe drive on four lanes of PCI Express 4, which reads 7 GB/s and writes some 5. A CPU's is the
 // virtual disk that dev/results/streaming.md was measured on. An update by a GPU's host is assumed to reach
-// half of its memory's rate.
+// half of its memory's rate. Ranks on one machine exchange some 2 GB/s each through its memory.
+constexpr double kNominalRanks = 2e9;
 inline std::array<double, kRoutes> nominal_transfers() {
-    if (kHostIsDevice) return {1e9, 1e9, kFree, kFree, kFree};
+    if (kHostIsDevice) return {1e9, 1e9, kFree, kFree, kFree, kNominalRanks};
     const double link = nominal_gpu().link * 0.8;
-    return {7e9, 5e9, link, link, nominal_gpu().host / 2};
+    return {7e9, 5e9, link, link, nominal_gpu().host / 2, kNominalRanks};
 }
 
 // The side of a large square product whose three matrices fit `space` bytes: on a GPU a multiple of 256, on a

@@ -36,7 +36,8 @@ StateOptions state_options(const Options& o) {
         .v = named<Moment>(kMomentNames, o.adam_v),
         .blocks = Placement::Device,
         .block_gradients = o.steps > 0 ? named<Placement>(kPlacementNames, o.gradients) : Placement::Device,
-        .updated = o.steps > 0 ? named<Placement>(kPlacementNames, o.state) : Placement::Device};
+        .updated = o.steps > 0 ? named<Placement>(kPlacementNames, o.state) : Placement::Device,
+        .slices = o.slices_state() && o.steps > 0 ? Slices{o.rank.number, o.devices} : Slices()};
 }
 
 // What an optional contains, or null.

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "llmc/exchange.h"
 #include "llmc/metrics.h"
 #include "llmc/outputs.h"
 #include "llmc/plan_settings.h"
@@ -15,17 +16,18 @@
 
 class RunSaves {
   public:
-    RunSaves(const Options& o, RunInputs& in, RunModel& model, Metrics& metrics)
-        : o_(o), in_(in), model_(model), metrics_(metrics) {}
+    RunSaves(const Options& o, RunInputs& in, RunModel& model, Metrics& metrics, Exchange& exchange)
+        : o_(o), in_(in), model_(model), metrics_(metrics), exchange_(exchange) {}
     RunSaves(const RunSaves&) = delete;
 
     // True if the run saves.
-    bool wanted() const { return o_.saves(); }
+    bool wanted() const { return o_.saves() || o_.saves_with_others; }
     // True if the state after `step` steps was saved last.
     bool has(int64_t step) const { return saved_step_ == step; }
 
     // Opens the folder of saves, which the run has locked.
     void open() {
+        if (!o_.rank.is_first()) return;
         folder_ = open_save_folder(o_.out, o_.keep, in_.resumed);
         remove_unfinished(o_.out);
         if (!folder_.others.empty())
@@ -37,6 +39,7 @@ class RunSaves {
     // Fails if what the run will save cannot be written beside what is there. If all saves are kept, they
     // need not all fit: somebody may move them.
     void check_room() const {
+        if (!o_.rank.is_first()) return;
         std::vector<Written> all;
         if (wanted()) {
             const WrittenFiles save = bytes_of_save(model_.trained(), o_.steps > 0);
@@ -53,9 +56,17 @@ class RunSaves {
     }
 
     // Saves the state after `step` steps, which have read `sequences` sequences. `evaluated`: the validation
-    // and the sample that are due at this step are done.
+    // and the sample that are due at this step are done. The first rank writes what all ranks send it.
     void save(int64_t step, int64_t sequences, bool evaluated) {
         metrics_.finish();
+        const ReadBuffer read = [this](const StateBuffer& b, int64_t at, int64_t count, void* host) {
+            read_slices(b, at, count, host);
+        };
+        if (!o_.rank.is_first()) {
+            saved_step_ = step;
+            const State<floatX>& state = model_.trained();
+            return read_all(state.layout, training_buffers(state), read, [](const char*, size_t) {});
+        }
         folder_.others.erase(step);
         const bool good = metrics_.is_good();
         if (good) folder_.good = step;
@@ -67,8 +78,8 @@ class RunSaves {
                           .last_good = folder_.good,
                           .data = in_.facts};
         remember_options(o_, progress);
-        save_checkpoint(folder_, model_.trained(), progress, in_.saved_tokenizer(), o_.steps > 0,
-                        in_.adapter);
+        save_checkpoint(folder_, model_.trained(), progress, in_.saved_tokenizer(), o_.steps > 0, in_.adapter,
+                        read);
         if (good) metrics_.last_save = o_.out + "/" + step_name(step);
         saved_step_ = step;
         fprintf(o_.notes(), "saved step %lld in %s\n", static_cast<long long>(step), o_.out.c_str());
@@ -93,6 +104,24 @@ class RunSaves {
     }
 
   private:
+    // Reads elements of a unit of which each rank has its own slice.
+    void read_slices(const StateBuffer& b, int64_t at, int64_t count, void* host) {
+        b.read(at, count, host);
+        if (b.slices.empty()) return;
+        const State<floatX>& state = model_.trained();
+        const auto& units = state.layout.units();
+        const Unit& unit =
+            *(std::upper_bound(units.begin(), units.end(), at,
+                               [](int64_t element, const Unit& u) { return element < u.offset; }) -
+              1);
+        exchange_.gather_on_first([&](int rank) {
+            const Slice s = state.options.slices.of(unit.size, rank);
+            const int64_t first = std::max(at, unit.offset + s.first),
+                          end = std::min(at + count, unit.offset + s.first + s.count);
+            if (first >= end) return Part{};
+            return Part{static_cast<char*>(host) + b.bytes_of(first - at), b.bytes_of(end - first)};
+        });
+    }
     // The number of saves that the run will make.
     int64_t planned() const {
         const int64_t steps = std::max<int64_t>(0, o_.steps - (in_.progress ? in_.progress->step : 0));
@@ -125,6 +154,7 @@ class RunSaves {
     RunInputs& in_;
     RunModel& model_;
     Metrics& metrics_;
+    Exchange& exchange_;
     SaveFolder folder_;
     int64_t saved_step_ = -1;
 };

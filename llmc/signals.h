@@ -6,8 +6,12 @@
 
 #include <cerrno>
 #include <csignal>
+#include <cstdlib>
 #include <cstring>
 #include <initializer_list>
+
+// Set for the ranks of --devices: the id of the process that started them.
+constexpr const char* kLauncherVariable = "LLMC_LAUNCHER";
 
 inline volatile std::sig_atomic_t interrupted = 0;  // the signal that asked the run to stop
 inline volatile std::sig_atomic_t asked_to_save = 0;
@@ -56,4 +60,6 @@ inline void stop_on_signals(bool saves) {
                              : "stopping after this micro-batch; Ctrl-C again: at once\n";
     when_asked_to_save = saves ? "" : "SIGUSR1 asks for a save, and there is no --out: going on without\n";
     for (int signal : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) handle_signal(signal, on_interrupt);
+    // What started the ranks of --devices passes on Ctrl-C as another signal (ranks_launch.h).
+    if (getenv(kLauncherVariable)) handle_signal(SIGUSR2, [](int) { on_interrupt(SIGINT); });
 }

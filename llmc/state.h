@@ -14,6 +14,7 @@
 #include "llmc/device.h"
 #include "llmc/model.h"
 #include "llmc/offload_storage.h"
+#include "llmc/slices.h"
 #include "llmc/state_formats.h"
 #include "llmc/work.h"
 
@@ -49,6 +50,7 @@ struct StateOptions {
     Placement blocks = Placement::Device;           // placement of the blocks' weights,
     Placement block_gradients = Placement::Device;  // of their gradients,
     Placement updated = Placement::Device;          // and of what only updates need: moments, master
+    Slices slices = {};  // of several ranks: what only updates need is there for this rank's slices alone
 
     // Whether blocks' weights, or their gradients, are streamed to the device.
     bool streams_blocks() const { return blocks != Placement::Device; }
@@ -91,6 +93,14 @@ struct StateChunk {
 constexpr int64_t kStateChunk = int64_t{1} << 18;  // maximum number of elements in a chunk
 static_assert(kStateChunk % kParameterAlignment == 0);
 
+// Elements of a buffer that has only some of them: the model's elements from `first` on, which begin at byte
+// `at` of the buffer.
+struct StateSlice {
+    int64_t first, count;
+    uint64_t at;
+    int64_t end() const { return first + count; }
+};
+
 // A row of the table: one buffer.
 struct StateBuffer {
     StatePart part;
@@ -104,6 +114,8 @@ struct StateBuffer {
     DeviceBuffer memory = {};             // empty before allocate()
     std::vector<StatePiece> pieces = {};  // elements that are not on the device, in order without gaps
     OffloadStorage* place = nullptr;      // where the pieces are
+    // A slice of each unit, if these are all that the buffer has, and where they are in `memory`.
+    std::vector<StateSlice> slices = {};
 
     size_t bytes() const { return static_cast<size_t>(elements) * width; }
     size_t bytes_of(int64_t count) const {
@@ -115,25 +127,57 @@ struct StateBuffer {
     // The address of what stores element `at` of the model; null if that is not on the device.
     char* at(int64_t at) const {
         if (!memory.data() || !is_on_device(at)) return nullptr;
+        if (!slices.empty()) {
+            const StateSlice& s = slice_of(at);
+            return at < s.end() ? memory.data() + s.at + bytes_of(at - s.first) : nullptr;
+        }
         if (!pieces.empty() && at >= offloaded_end()) at -= offloaded_end() - pieces.front().first;
         return memory.data() + static_cast<size_t>(at / span) * width;
     }
     // Copies what stores `count` elements of the model to or from the host, wherever it is. All of them must
-    // be in one unit.
+    // be in one unit. Of elements that the buffer does not have, nothing is copied.
     void read(int64_t at, int64_t count, void* host) const {
+        if (!slices.empty())
+            return for_own(at, count, [&](int64_t first, int64_t n) {
+                read_own(first, n, static_cast<char*>(host) + bytes_of(first - at));
+            });
+        read_own(at, count, host);
+    }
+    void write(int64_t at, int64_t count, const void* host) const {
+        if (!slices.empty())
+            return for_own(at, count, [&](int64_t first, int64_t n) {
+                write_own(first, n, static_cast<const char*>(host) + bytes_of(first - at));
+            });
+        write_own(at, count, host);
+    }
+
+  private:
+    // The slice of the unit that has this element.
+    const StateSlice& slice_of(int64_t at) const {
+        return *(std::upper_bound(slices.begin(), slices.end(), at,
+                                  [](int64_t element, const StateSlice& s) { return element < s.first; }) -
+                 1);
+    }
+    // Calls f(first, n) with those of these elements that the buffer has.
+    template <class F>
+    void for_own(int64_t at, int64_t count, F&& f) const {
+        for (const StateSlice& s : slices) {
+            const int64_t first = std::max(at, s.first), end = std::min(at + count, s.end());
+            if (first < end) f(first, end - first);
+        }
+    }
+    void read_own(int64_t at, int64_t count, void* host) const {
         if (is_on_device(at)) return copy_to_host(host, this->at(at), bytes_of(count), {});
         for_each_piece(at, count, [&](uint64_t from, size_t first, size_t bytes) {
             place->read(from, bytes, static_cast<char*>(host) + first);
         });
     }
-    void write(int64_t at, int64_t count, const void* host) const {
+    void write_own(int64_t at, int64_t count, const void* host) const {
         if (is_on_device(at)) return copy_to_device(this->at(at), host, bytes_of(count), {});
         for_each_piece(at, count, [&](uint64_t to, size_t first, size_t bytes) {
             place->write(to, bytes, static_cast<const char*>(host) + first);
         });
     }
-
-  private:
     int64_t offloaded_end() const { return pieces.back().first + pieces.back().count; }
     // Calls f(at, first, bytes) for each piece's part of these elements; that part begins `first` bytes after
     // the first element.
@@ -177,8 +221,14 @@ class State {
         }
         place_blocks(StatePart::Weights, options.blocks);
         place_blocks(StatePart::Gradients, options.block_gradients);
+        int64_t elements = 0;
+        for (const Unit& u : layout.units()) elements += u.size;
+        options.slices.stretch = norm_stretch(elements);
+        if (options.slices.ranks > 1) keep_slices();
         place_chunks();
     }
+    // The elements of a unit whose state this rank updates, counted from the unit's first.
+    Slice own_slice(const Unit& unit) const { return options.slices.own(unit.size); }
     // Sets where the parts that are not on the device are stored. `blocks` and `block_gradients` have the
     // weights and gradients of one block after another, block_bytes() each; `chunks` has the chunks,
     // chunk_bytes() each.
@@ -264,6 +314,22 @@ class State {
             }
         }
     }
+    static bool only_updates_need(const StateBuffer& b) {
+        return b.part != StatePart::Weights && b.part != StatePart::Gradients;
+    }
+    // Leaves this rank's slices of what only updates need.
+    void keep_slices() {
+        for (StateBuffer& b : buffers_) {
+            if (!only_updates_need(b)) continue;
+            size_t bytes = 0;
+            for (const Unit& u : layout.units()) {
+                const Slice s = own_slice(u);
+                b.slices.push_back({u.offset + s.first, s.count, bytes});
+                bytes += b.bytes_of(ceil_div(s.count, int64_t{kParameterAlignment}) * kParameterAlignment);
+            }
+            b.elements = static_cast<int64_t>(bytes / b.width);
+        }
+    }
     // Moves all that only updates need off the device, in chunks, if the options say so.
     void place_chunks() {
         chunks_.clear();
@@ -272,14 +338,15 @@ class State {
         if (options.updated == Placement::Device) return;
         for (size_t u = 0; u < layout.units().size(); u++) {
             const Unit& unit = layout.units()[u];
-            for (int64_t first = 0; first < unit.size; first += kStateChunk)
-                chunks_.push_back(
-                    {static_cast<int>(u), unit.offset + first, std::min(kStateChunk, unit.size - first)});
+            const Slice own = own_slice(unit);
+            for (int64_t first = 0; first < own.count; first += kStateChunk)
+                chunks_.push_back({static_cast<int>(u), unit.offset + own.first + first,
+                                   std::min(kStateChunk, own.count - first)});
             first_chunks_.push_back(chunks_.size());
         }
         std::vector<StateBuffer*> moved;
         for (StateBuffer& b : buffers_)
-            if (b.part != StatePart::Weights && b.part != StatePart::Gradients) moved.push_back(&b);
+            if (only_updates_need(b)) moved.push_back(&b);
         std::vector<size_t> starts;
         for (const StateBuffer* b : moved) {
             starts.push_back(chunk_bytes_);

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "llmc/free_memory.h"
+#include "llmc/ranks.h"
 
 // Stack size of OpenMP's threads. It is less than the usual 8 MiB, which would count if address space is
 // limited, and more than oneDNN's deepest calls need, which crash below about 24 KiB.
@@ -81,10 +82,13 @@ inline void keep_heaps_small(size_t threads) {
     mallopt(M_TRIM_THRESHOLD, 16 << 20);
 }
 
-// Starts OpenMP's threads: `asked`, or OpenMP's own choice if that is 0. If OpenMP gives fewer, prints that.
+// Starts OpenMP's threads: `asked`; if that is 0, as OpenMP chooses or, for a
+// rank, its share of the machine's cores. If OpenMP gives fewer, prints that.
 // From then on, a parallel region gets omp_get_max_threads() threads. Fails if the system cannot start them.
-inline void start_threads(int asked) {
+inline void start_threads(int asked, const Rank& rank) {
     omp_set_dynamic(0);
+    if (asked == 0 && !rank.is_alone() && !getenv("OMP_NUM_THREADS"))
+        asked = std::max(1, omp_get_num_procs() / rank.on_this_machine);
     if (asked > 0) omp_set_num_threads(asked);
     const int most = std::min(omp_get_max_threads(), omp_get_thread_limit());
     keep_heaps_small(static_cast<size_t>(most));

@@ -9,6 +9,7 @@
 
 #include <vector>
 
+#include "llmc/exchange.h"
 #include "llmc/global_norm.cuh"
 #include "llmc/gradients.h"
 #include "llmc/metrics.h"
@@ -21,7 +22,7 @@
 inline SquareSums square_sums_of(const Layout& layout) {
     std::vector<int64_t> sizes;
     for (const Unit& u : layout.units()) sizes.push_back(u.size);
-    return square_sums<floatX>(sizes);
+    return square_sums(sizes);
 }
 
 class Updates {
@@ -29,7 +30,7 @@ class Updates {
     // `sums`: square_sums_of() for what is trained. Norms and sums are written to `metrics`.
     Updates(const Options& o, Arena& arena, const Stream& stream, const State<floatX>& trained,
             Weights& weights, Gradients& gradients, const OffloadedMemory<floatX>& places,
-            const SquareSums& sums, Metrics& metrics)
+            const SquareSums& sums, Metrics& metrics, Exchange& exchange)
         : o_(o),
           arena_(arena),
           stream_(stream),
@@ -39,16 +40,17 @@ class Updates {
           places_(places),
           sums_(sums),
           metrics_(metrics),
+          exchange_(exchange),
           ring_(arena, stream),
           on_host_(arena, stream) {
         if (o_.update_in_backward)
-            gradients_.on_complete([this](int unit, const floatX* g) {
-                if (!norm_of_each()) sum_squares_of(unit, g);
+            gradients_.on_complete([this](int unit, floatX* g) {
+                complete_sums(unit, g);
                 update(unit, g);
             });
-        else if (gradients_.streams_blocks() && !norm_of_each())  // on the device now, but not later
-            gradients_.on_complete([this](int unit, const floatX* g) {
-                if (may_be_last_) sum_squares_of(unit, g);
+        else if (gradients_.streams_blocks())  // on the device now, but not later
+            gradients_.on_complete([this](int unit, floatX* g) {
+                if (exchange_.is_alone() ? may_be_last_ : is_last_) complete_sums(unit, g);
             });
     }
     Updates(const Updates&) = delete;
@@ -66,25 +68,24 @@ class Updates {
         set_factors(factors_, step, stream_);
         on_host_.use(step);
     }
-    // Call around a backward pass. `may_be_last`: this may be the step's last pass, which completes the
-    // gradients; then their squares are summed.
-    void begin_backward(bool may_be_last) {
-        may_be_last_ = may_be_last;
+    // Call around a backward pass. `is_last`: it is the step's last pass, which completes the gradients.
+    // `may_be_last` is also true of passes that share a plan with the last one: for streamed blocks these sum
+    // the squares of their gradients too.
+    void begin_backward(bool may_be_last, bool is_last) {
+        may_be_last_ = may_be_last, is_last_ = is_last;
         if (o_.update_in_backward) fetch_state(units_in_order(true));
     }
     void end_backward() {
-        if (o_.update_in_backward && !norm_of_each()) sum_norm();
+        if (o_.update_in_backward) sum_norm(), sum_loss();
         finish();
     }
     // Updates all units, after the last backward pass.
     void update_all() {
         Range range("update");
         const std::vector<int> units = units_in_order();
-        if (!norm_of_each()) {
-            for (const int unit : units)
-                if (!gradients_.streams_blocks()) sum_squares_of(unit, gradients_.of(unit).data());
-            sum_norm();
-        }
+        for (const int unit : units)
+            if (!gradients_.streams_blocks()) complete_sums(unit, gradients_.of(unit).data());
+        sum_norm(), sum_loss();
         const bool weights_come = weights_.streams_trained_blocks() && !places_.updates_on_host();
         fetch_state(units);
         if (weights_come) weights_.expect_blocks();
@@ -123,19 +124,44 @@ class Updates {
         on_host_.release();
     }
 
-    // Computes a unit's partial sums of squares for the norm.
-    void sum_squares_of(int unit, const floatX* gradients) {
+    // A unit's gradients of the step are complete on this rank: sums them over the ranks, and computes the
+    // unit's partial sums of squares. With --zero 1 both are of the rank's own slice.
+    void complete_sums(int unit, floatX* gradients) {
+        const int64_t size = trained_.layout.units()[static_cast<size_t>(unit)].size;
+        if (size == 0) return;
+        if (!exchange_.is_alone()) {
+            exchange_.sum_slices(gradients, size);
+            if (!o_.slices_state()) exchange_.gather_slices(gradients, size);
+        }
+        TensorF all = sums_of(unit);
+        const Slice own = trained_.options.slices.own(size);
+        if (own.count < size) fill_zero(all, stream_);  // the other ranks have the others
+        if (own.count > 0) {
+            const TensorF sums = all.rows_at(own.first / sums_.stretch, ceil_div(own.count, sums_.stretch));
+            sum_squares(sums, gradients + own.first, own.count, sums_.stretch, stream_);
+        }
+        if (norm_of_each()) norm_of_unit(unit);
+    }
+    TensorF sums_of(int unit) const {
         const auto u = static_cast<size_t>(unit);
-        const int64_t first = sums_.first[u], count = sums_.first[u + 1] - first;
-        if (count > 0)
-            sum_squares(metrics_.sums().rows_at(first, count), gradients, trained_.layout.units()[u].size,
-                        sums_.stretch, stream_);
+        return metrics_.sums().rows_at(sums_.first[u], sums_.first[u + 1] - sums_.first[u]);
     }
     // Computes the norm of the whole gradient. The partial sums are always added in the same order, in
     // whatever order the units were updated.
     void sum_norm() {
+        if (norm_of_each()) return;
+        if (o_.slices_state()) exchange_.sum(metrics_.sums().view());
         TensorF norm = metrics_.norms().rows_at(0, 1);
         norm_of_sums(norm, metrics_.sums(), stream_);
+    }
+    // Each rank has the losses of its own micro-batches.
+    void sum_loss() {
+        if (!exchange_.is_alone()) exchange_.sum(metrics_.loss());
+    }
+    void norm_of_unit(int unit) {
+        if (o_.slices_state()) exchange_.sum(sums_of(unit));
+        TensorF norm = metrics_.norms().rows_at(unit, 1);
+        norm_of_sums(norm, sums_of(unit), stream_);
     }
     // Updates a unit's weights. With --update-in-backward and without clipping, the norm that it reads is
     // still that of the step before; it has no effect then.
@@ -143,17 +169,19 @@ class Updates {
         Range range("update", unit);
         const Unit& u = trained_.layout.units()[static_cast<size_t>(unit)];
         if (u.size == 0) return;
-        TensorF norm = metrics_.norms().rows_at(norm_of_each() ? unit : 0, 1);
-        if (norm_of_each()) {
-            TensorF scratch = arena_.take<float>("norm_partials", {kNormBlocks});
-            global_norm(norm, scratch, gradients, u.size, stream_);
-        }
+        const TensorF norm = metrics_.norms().rows_at(norm_of_each() ? unit : 0, 1);
         if (places_.updates_on_host()) {
             floatX* const on_device = trained_.template data<floatX>(StatePart::Weights, u.offset);
             return on_host_.update(trained_, unit, places_.weights_of(unit, on_device),
                                    places_.gradients_of(unit, gradients, gradients_stay_with_host()), norm);
         }
         floatX* const weights = weights_.to_update(unit);
+        update_own(unit, u, weights, gradients, norm);
+        if (o_.slices_state()) exchange_.gather_slices(weights, u.size);
+    }
+    // Updates the elements whose state this rank has.
+    void update_own(int unit, const Unit& u, floatX* weights, const floatX* gradients, const TensorF& norm) {
+        if (trained_.own_slice(u).count == 0) return;
         if (trained_.chunks().empty())
             return optimizer_update(factors_, arrays_of_unit(trained_, u, weights, gradients), norm, stream_);
         ring_.update(trained_, unit,
@@ -172,9 +200,10 @@ class Updates {
     const OffloadedMemory<floatX>& places_;
     const SquareSums& sums_;
     Metrics& metrics_;
+    Exchange& exchange_;
     StateRing ring_;
     HostUpdates<floatX> on_host_;
     DeviceBuffer memory_;
-    UpdateFactors* factors_ = nullptr;  // on the device: of the current step
-    bool may_be_last_ = true;           // of the current backward pass
+    UpdateFactors* factors_ = nullptr;          // on the device: of the current step
+    bool may_be_last_ = true, is_last_ = true;  // of the current backward pass
 };

@@ -74,11 +74,12 @@ inline constexpr const char* kPlacementNames[] = {"device", "host", "disk"};
 
 // Transfer directions, between the device and other placements, while operations run (offload_blocks.h,
 // offload_inputs.h). A HostUpdate is no transfer: a host's cores update weights meanwhile
-// (offload_optimizer.h), and its bytes are an update's.
-enum class Route { DiskRead, DiskWrite, FromHost, ToHost, HostUpdate };
-constexpr size_t kRoutes = 5;
-inline constexpr const char* kRouteNames[kRoutes] = {"disk_read", "disk_write", "from_host", "to_host",
-                                                 "host_update"};
+// (offload_optimizer.h), and its bytes are an update's. ToRanks is what a rank sends to the others while it
+// receives as much (exchange.h).
+enum class Route { DiskRead, DiskWrite, FromHost, ToHost, HostUpdate, ToRanks };
+constexpr size_t kRoutes = 6;
+inline constexpr const char* kRouteNames[kRoutes] = {"disk_read", "disk_write",  "from_host",
+                                                     "to_host",   "host_update", "to_ranks"};
 
 constexpr bool is_disks(Route route) { return route == Route::DiskRead || route == Route::DiskWrite; }
 constexpr Route route_back(Route route) {
@@ -94,10 +95,10 @@ constexpr Route route_from(Placement placement) {
 
 // The beginning of a transfer, or a wait for one. A wait is also for all earlier ones of its kind.
 struct Transfer {
-    enum Of { StreamedBlock, Vocabulary, Offloaded, State, Gradients, Keys } of;
-    static constexpr size_t kKinds = 6;
-    static constexpr const char* kNames[kKinds] = {"weights", "vocabulary", "inputs",
-                                                   "state",   "gradients",  "keys"};
+    enum Of { StreamedBlock, Vocabulary, Offloaded, State, Gradients, Keys, Ranks } of;
+    static constexpr size_t kKinds = 7;
+    static constexpr const char* kNames[kKinds] = {"weights",   "vocabulary", "inputs", "state",
+                                                   "gradients", "keys",       "ranks"};
     bool waits;
     Route route = Route::DiskRead;
     double bytes = 0;

@@ -1,0 +1,86 @@
+// ranks.h - the processes of a run on several devices: each device has one, its rank. MPI starts them
+// (ranks_launch.h) and carries what they send each other; what they send in a step is in exchange.h. A run on
+// one device has one rank, and needs none of this.
+#pragma once
+
+#include <unistd.h>
+
+#include <cstddef>
+#include <cstdlib>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "llmc/error.h"
+
+// One process of a run.
+struct Rank {
+    int number = 0, count = 1;
+    int on_this_machine = 1;  // how many of them run on this machine
+
+    bool is_first() const { return number == 0; }
+    bool is_alone() const { return count == 1; }
+    // "rank 3 (host b)", for messages.
+    std::string text() const {
+        char host[256] = "";
+        gethostname(host, sizeof host - 1);
+        return format("rank %d (host %s)", number, host);
+    }
+};
+
+// A whole number in an environment variable; nothing if there is none.
+inline std::optional<int> number_in_environment(const char* name) {
+    const char* const text = getenv(name);
+    if (!text || !*text) return std::nullopt;
+    char* end = nullptr;
+    const long value = strtol(text, &end, 10);
+    return *end ? std::nullopt : std::optional(static_cast<int>(value));
+}
+
+// The rank of this process, as what started it says in the environment: OpenMPI's mpirun, MPICH's, or Slurm's
+// srun with PMIx or PMI-2. A process that none of these started is alone.
+inline Rank rank_of_environment() {
+    struct Names {
+        const char *number, *count, *on_this_machine;
+    };
+    for (const Names& names :
+         {Names{"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"},
+          Names{"PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"},
+          Names{"PMIX_RANK", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"}}) {
+        const auto number = number_in_environment(names.number), count = number_in_environment(names.count);
+        if (!number || !count || *number < 0 || *count < 1) continue;
+        return {*number, *count, number_in_environment(names.on_this_machine).value_or(*count)};
+    }
+    return {};
+}
+
+// Bytes of this process that go to another rank, or come from it.
+struct Part {
+    void* at = nullptr;
+    size_t bytes = 0;
+};
+
+// Moves bytes between the ranks. All ranks make the same calls in the same order.
+class RankEngine {
+  public:
+    virtual ~RankEngine() = default;
+    // Sends send[r] to rank r and receives receive[r] from it, for every r, this rank included. What rank a
+    // sends to b must have as many bytes as b receives from a; at most kMostBytes each.
+    virtual void exchange(std::span<const Part> send, std::span<const Part> receive) = 0;
+    // Ends all ranks at once, with this exit code.
+    virtual void end_all(int code) = 0;
+
+    static constexpr size_t kMostBytes = size_t{1} << 30;
+};
+
+// Connects this process to the other ranks. Fails with the reason if this build, or this machine, has no MPI.
+std::unique_ptr<RankEngine> connect_ranks(const Rank& rank);
+// A command that starts ranks on this machine: the names that MPI's launcher may have, and its arguments,
+// which the program and the program's arguments follow.
+struct RankLauncher {
+    std::vector<std::string> names, arguments;
+};
+// Fails as connect_ranks() does.
+RankLauncher rank_launcher(int count);

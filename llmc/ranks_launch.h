@@ -1,0 +1,137 @@
+// ranks_launch.h - starts the ranks of --devices on this machine with MPI's launcher, waits for them, and
+// makes the program that a user started behave as one process: signals reach all ranks, the first rank's
+// output is its output, and whatever ends a rank is one line and one exit code.
+#pragma once
+
+#include <fcntl.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "llmc/error.h"
+#include "llmc/ranks.h"
+#include "llmc/signals.h"
+
+// Ranks write to the launching process's stdout and stderr themselves, so that MPI's launcher can neither
+// delay nor mix what they print, and its own messages can be told from theirs.
+
+// The signal by which the launching process asks all ranks to stop after their micro-batch. MPI's launchers
+// pass it on, and end all ranks if they get SIGINT or SIGTERM themselves.
+constexpr int kStopRanks = SIGUSR2;
+
+// In a rank: connects stdout and stderr to those of the launching process, if there is one. Only the first
+// rank prints; of the others only errors are shown, which go to the stream that this returns.
+inline FILE* open_rank_streams(const Rank& rank) {
+    if (const char* const launcher = getenv(kLauncherVariable))
+        for (const int fd : {STDOUT_FILENO, STDERR_FILENO}) {
+            const std::string path = format("/proc/%s/fd/%d", launcher, fd);
+            const int opened = open(path.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC);
+            if (opened < 0) continue;  // it stays connected to MPI's launcher, which passes it on
+            dup2(opened, fd);
+            close(opened);
+        }
+    if (rank.is_first()) return stderr;
+    FILE* const errors = fdopen(dup(STDERR_FILENO), "w");
+    const int nowhere = open("/dev/null", O_WRONLY | O_CLOEXEC);
+    for (const int fd : {STDOUT_FILENO, STDERR_FILENO}) dup2(nowhere, fd);
+    close(nowhere);
+    return errors ? errors : stderr;
+}
+
+inline volatile std::sig_atomic_t launched_process = 0;  // MPI's launcher
+
+// The first Ctrl-C or SIGTERM stops the ranks after their micro-batch, so that they can save; the second
+// ends them.
+inline void pass_on_signal(int signal) {
+    static volatile std::sig_atomic_t is_stopping = 0;
+    const int before = errno;
+    if (signal == SIGUSR1) {
+        kill(launched_process, SIGUSR1);
+    } else {
+        kill(launched_process, is_stopping ? SIGTERM : kStopRanks);
+        is_stopping = 1;
+    }
+    errno = before;
+}
+
+// What MPI's launcher said about a rank that ended without a message of its own, in one line.
+inline std::string why_ranks_ended(const std::string& said) {
+    const size_t at = said.find("exited on signal");
+    if (at == said.npos) {
+        for (size_t begin = 0; begin < said.size();) {
+            const size_t end = std::min(said.find('\n', begin), said.size());
+            const std::string line = said.substr(begin, end - begin);
+            if (line.find_first_not_of("- \t") != line.npos) return "MPI's launcher: " + line;
+            begin = end + 1;
+        }
+        return "the ranks ended without saying why";
+    }
+    int rank = -1, signal = 0;
+    if (const size_t name = said.rfind("rank ", at); name != said.npos)
+        sscanf(said.c_str() + name, "rank %d", &rank);
+    sscanf(said.c_str() + at, "exited on signal %d", &signal);
+    return format("rank %d was ended by signal %d (%s), so the others were stopped", rank, signal,
+                  strsignal(signal));
+}
+
+// Starts `count` ranks of this program with the same arguments, and returns its exit code when all have
+// ended. Fails if they cannot be started, or if one of them ended without a message.
+inline int launch_ranks(int count, char** argv) {
+    const RankLauncher launcher = rank_launcher(count);
+    setenv(kLauncherVariable, std::to_string(getpid()).c_str(), 1);
+    int to_us[2];
+    if (pipe2(to_us, O_CLOEXEC) != 0) fail("--devices: no pipe: %s", strerror(errno));
+    const pid_t child = fork();
+    if (child < 0) fail("--devices: no process: %s", strerror(errno));
+    if (child == 0) {
+        setpgid(0, 0);  // Ctrl-C reaches this process alone, which passes it on
+        prctl(PR_SET_PDEATHSIG, SIGTERM);
+        dup2(to_us[1], STDOUT_FILENO);
+        dup2(to_us[1], STDERR_FILENO);
+        for (const std::string& name : launcher.names) {
+            std::vector<const char*> words = {name.c_str()};
+            for (const std::string& word : launcher.arguments) words.push_back(word.c_str());
+            words.push_back("/proc/self/exe");
+            std::array<char, 4096> program{};
+            if (readlink("/proc/self/exe", program.data(), program.size() - 1) > 0)
+                words.back() = program.data();
+            for (char** word = argv + 1; *word; word++) words.push_back(*word);
+            words.push_back(nullptr);
+            execvp(name.c_str(), const_cast<char**>(words.data()));
+        }
+        _exit(127);
+    }
+    close(to_us[1]);
+    launched_process = child;
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGUSR1}) {
+        struct sigaction action = {};
+        action.sa_handler = pass_on_signal;
+        action.sa_flags = SA_RESTART;
+        struct sigaction before = {};
+        sigaction(signal, &action, &before);
+        if (before.sa_handler == SIG_IGN) sigaction(signal, &before, nullptr);
+    }
+    std::string said;
+    char buffer[4096];
+    for (ssize_t n; (n = read(to_us[0], buffer, sizeof buffer)) > 0 || (n < 0 && errno == EINTR);)
+        if (n > 0 && said.size() < 65536) said.append(buffer, static_cast<size_t>(n));
+    int status = 0;
+    while (waitpid(child, &status, 0) < 0 && errno == EINTR) continue;
+    if (WIFSIGNALED(status)) return 128 + WTERMSIG(status);
+    const int code = WEXITSTATUS(status);
+    if (code == 127 && said.empty())
+        fail("--devices: there is no %s: make deps installs it (openmpi-bin)", launcher.names.back().c_str());
+    const bool told = code == 0 || said.find("MPI_ABORT was invoked") != said.npos ||
+                      said.find("exited with non-zero") != said.npos || said.find("Exit code") != said.npos;
+    if (!told) fail("--devices %d: %s", count, why_ranks_ended(said).c_str());
+    return code;
+}

@@ -1,0 +1,119 @@
+// ranks_mpi.cpp - the ranks' engine over MPI (ranks.h). It has a file of its own because only it includes
+// mpi.h, which a build may lack. The library is loaded when ranks are connected, so that a run on one device
+// neither needs it nor has its memory.
+#include "llmc/ranks.h"
+
+#ifdef LLMC_MPI
+
+#define OMPI_SKIP_MPICXX 1
+#define MPICH_SKIP_MPICXX 1
+#include <dlfcn.h>
+#include <mpi.h>
+
+#include <cstring>
+
+namespace {
+
+#ifdef OPEN_MPI
+constexpr const char* kLibraries[] = {"libmpi.so.40", "libmpi.so"};
+#else
+constexpr const char* kLibraries[] = {"libmpich.so.12", "libmpi.so.12", "libmpich.so", "libmpi.so"};
+#endif
+
+class MpiEngine : public RankEngine {
+  public:
+    explicit MpiEngine(const Rank& rank) : rank_(rank) {
+        for (const char* name : kLibraries)
+            if (!library_) library_ = dlopen(name, RTLD_NOW | RTLD_GLOBAL);
+        if (!library_) fail("--devices: MPI cannot be loaded: %s", dlerror());
+        const auto init = function<decltype(&MPI_Init)>("MPI_Init");
+        isend_ = function<decltype(&MPI_Isend)>("MPI_Isend");
+        irecv_ = function<decltype(&MPI_Irecv)>("MPI_Irecv");
+        wait_all_ = function<decltype(&MPI_Waitall)>("MPI_Waitall");
+        abort_ = function<decltype(&MPI_Abort)>("MPI_Abort");
+        finalize_ = function<decltype(&MPI_Finalize)>("MPI_Finalize");
+#ifdef OPEN_MPI  // its handles are addresses in the library
+        world_ = reinterpret_cast<MPI_Comm>(dlsym(library_, "ompi_mpi_comm_world"));
+        byte_ = reinterpret_cast<MPI_Datatype>(dlsym(library_, "ompi_mpi_byte"));
+#else
+        world_ = MPI_COMM_WORLD;
+        byte_ = MPI_BYTE;
+#endif
+        if (init(nullptr, nullptr) != MPI_SUCCESS) fail("--devices: MPI does not start");
+        int number = -1, count = 0;
+        function<decltype(&MPI_Comm_rank)>("MPI_Comm_rank")(world_, &number);
+        function<decltype(&MPI_Comm_size)>("MPI_Comm_size")(world_, &count);
+        if (number != rank.number || count != rank.count)
+            fail(
+                "--devices: MPI calls this rank %d of %d, and the environment %d of %d: was this built with "
+                "another MPI than the one that started it?",
+                number, count, rank.number, rank.count);
+    }
+    MpiEngine(const MpiEngine&) = delete;
+    ~MpiEngine() override { finalize_(); }
+
+    void exchange(std::span<const Part> send, std::span<const Part> receive) override {
+        requests_.clear();
+        const auto call = [&](auto function, const Part& part, int peer) {
+            if (part.bytes == 0) return;
+            function(part.at, static_cast<int>(part.bytes), byte_, peer, 0, world_,
+                     &requests_.emplace_back());
+        };
+        for (int peer = 0; peer < rank_.count; peer++)
+            if (peer != rank_.number) call(irecv_, receive[static_cast<size_t>(peer)], peer);
+        for (int peer = 0; peer < rank_.count; peer++)
+            if (peer != rank_.number) call(isend_, send[static_cast<size_t>(peer)], peer);
+        const auto own = static_cast<size_t>(rank_.number);
+        if (send[own].bytes > 0 && send[own].at != receive[own].at)
+            std::memcpy(receive[own].at, send[own].at, send[own].bytes);
+        wait_all_(static_cast<int>(requests_.size()), requests_.data(), MPI_STATUSES_IGNORE);
+    }
+    void end_all(int code) override { abort_(world_, code); }
+
+  private:
+    template <class Function>
+    Function function(const char* name) const {
+        const auto found = reinterpret_cast<Function>(dlsym(library_, name));
+        if (!found) fail("--devices: MPI lacks %s: %s", name, dlerror());
+        return found;
+    }
+
+    const Rank rank_;
+    void* library_ = nullptr;
+    MPI_Comm world_;
+    MPI_Datatype byte_;
+    std::vector<MPI_Request> requests_;
+    decltype(&MPI_Isend) isend_;
+    decltype(&MPI_Irecv) irecv_;
+    decltype(&MPI_Waitall) wait_all_;
+    decltype(&MPI_Abort) abort_;
+    decltype(&MPI_Finalize) finalize_;
+};
+
+}  // namespace
+
+std::unique_ptr<RankEngine> connect_ranks(const Rank& rank) { return std::make_unique<MpiEngine>(rank); }
+
+RankLauncher rank_launcher(int count) {
+#ifdef OPEN_MPI
+    // In a container the user is root. Ranks may outnumber cores, and each takes the cores that are its
+    // share.
+    setenv("OMPI_ALLOW_RUN_AS_ROOT", "1", 1);
+    setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", 1);
+    return {{"mpirun.openmpi", "mpirun"},
+            {"-n", std::to_string(count), "--oversubscribe", "--bind-to", "none"}};
+#else
+    return {{"mpiexec.hydra", "mpiexec"}, {"-n", std::to_string(count)}};
+#endif
+}
+
+#else
+
+namespace {
+constexpr const char* kNoMpi =
+    "--devices: this build has no MPI: make deps installs it (libopenmpi-dev, openmpi-bin), then make again";
+}
+std::unique_ptr<RankEngine> connect_ranks(const Rank&) { fail(kNoMpi); }
+RankLauncher rank_launcher(int) { fail(kNoMpi); }
+
+#endif

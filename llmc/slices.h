@@ -1,0 +1,39 @@
+// slices.h - how a unit's elements (model.h) are divided among the ranks of a run on several devices: rank r
+// has the r-th slice. Slices consist of whole stretches of the gradient's norm (global_norm.cuh), so that the
+// norm is the sum of the same terms however many ranks there are; a stretch consists of whole blocks of 8-bit
+// optimizer state.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "llmc/state_formats.h"
+
+constexpr int kNormBlocks = 1024;  // partial sums of the global norm
+
+// Elements in a stretch when n elements are cut into kNormBlocks stretches, or fewer.
+inline int64_t norm_stretch(int64_t n) {
+    constexpr int64_t kAll = int64_t{kQuantizedBlock} * kNormBlocks;
+    return (std::max<int64_t>(n, 1) + kAll - 1) / kAll * kQuantizedBlock;
+}
+
+// Elements [first, first + count) of a unit.
+struct Slice {
+    int64_t first = 0, count = 0;
+};
+
+struct Slices {
+    int rank = 0, ranks = 1;
+    int64_t stretch = 1;  // elements
+
+    // The length of a slice of a unit of `size` elements. The last slices may be shorter, or empty.
+    int64_t length(int64_t size) const {
+        const int64_t stretches = (size + stretch - 1) / stretch;
+        return (stretches + ranks - 1) / ranks * stretch;
+    }
+    Slice of(int64_t size, int number) const {
+        const int64_t first = std::min(size, number * length(size));
+        return {first, std::min(size - first, length(size))};
+    }
+    Slice own(int64_t size) const { return ranks == 1 ? Slice{0, size} : of(size, rank); }
+};

@@ -86,7 +86,8 @@ class Tensor {
         data_ = nullptr;
         live_ = false;
     }
-    Tensor view() const { return Tensor(data_, shape_); }
+    // A view, which owns nothing; absent if this is.
+    Tensor view() const { return live_ ? Tensor(data_, shape_) : Tensor(); }
     // The same elements in another shape of the same size.
     Tensor view(Shape shape) const {
         assert(shape.size() == shape_.size());

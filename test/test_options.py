@@ -119,7 +119,9 @@ def test_aliases_and_underscores(train):
     (("--bench", "fast"), "--bench"), (("--by-block=maybe",), "--by-block"), (("--seq-len",), "--seq-len: its value is missing"),
     (("--by-block", "words"), "words: is no option"), (("--lr", 1, 2), "2: is no option"), (("--state-formats", "auto"), "--memory"),
     (("--update-in-backward", "--advanced", "clip=model"), "--advanced clip=model"),
-    (("--chunk-rows", "auto", "--chunk-rows", "mlp=some"), "--chunk-rows mlp")], ids=str)
+    (("--chunk-rows", "auto", "--chunk-rows", "mlp=some"), "--chunk-rows mlp"),
+    (("--grad-accum", 2e10), "is not a number from 1 to 1073741824"), (("--lora-dropout", 1), "is not a number from 0 to 0.99"),
+    (("--optimizer", "beta2=1"), "is not a number from 0 to 0.9999999")], ids=str)
 def test_mistakes(train, arguments, named):
     assert named in refused(train, *SMALL, "--plan", *arguments)
 

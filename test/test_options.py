@@ -202,12 +202,23 @@ def test_config(train, folder, tmp_path):
 
 @pytest.mark.parametrize("line, named", [
     ("learning-rte = 1", "did you mean --learning-rate?"), ("lr = \"fast\"", "--lr: fast is not a number"), ("steps = -1", "--steps: -1"),
-    ("lr = [1, 2]", "takes one value"), ("[offload]\nwieghts = \"disk\"", "did you mean weights=?"), ("[lr]\nx = 1", "has no keys"),
+    ("lr = [1, 2]", "takes one value"), ("offload.wieghts = \"disk\"", "did you mean weights=?"), ("lr.x = 1", "has no keys"),
     ("config = \"other\"", "is no setting"), ("help = true", "is no setting"), ("memory.host = \"1GiB\"", "--memory host=1GiB")], ids=str)
 def test_mistakes_in_a_config(train, tmp_path, line, named):
-    (tmp_path / "run.toml").write_text(line + "\n")
+    """They are named with their line. Whether options go together shows only when all are known."""
+    (tmp_path / "run.toml").write_text(f"# A run.\n\nseed = 3\n{line}\nwarmup = 0\n")
     error = refused(train, *SMALL, "--config", "run.toml", "--plan", cwd=tmp_path)
-    assert named in error and ("--config run.toml: " in error or "host" in named)
+    assert named in error and (error.startswith("run.toml:4: ") or "host" in named)
+
+
+def test_lines_of_mistakes_in_a_config(train, tmp_path):
+    """Sections, arrays of several lines and settings that are given again count as the lines that they are."""
+    for text, said in (("lr = 1\nseed = 2\nlr = \"x\"\n", "run.toml:3: --lr: x "), ("lr = \"x\"\nseed = 2\nlr = 1\n", "run.toml:1: --lr: x "),
+                       ("[offload]\n# where\nwieghts = \"disk\"", "run.toml:3: --offload wieghts: did you mean weights=?"),
+                       ("data = [\"a\",\n\"b\"\n]\n\n[lr]\nx = 1\n", "run.toml:6: --lr: has no keys"), ("-", "--data is missing"), ("", "--data is missing"),
+                       ("stps = 3", "run.toml:1: --stps: did you mean")):
+        (tmp_path / "run.toml").write_text(text)
+        assert said in refused(train, "--model", "d12", "--config", "run.toml", cwd=tmp_path), text
 
 
 def test_no_config(train, tmp_path):

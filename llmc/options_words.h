@@ -151,6 +151,29 @@ inline constexpr Hint kHints[] = {
     {"--chat-template", "write --chat-format"},
 };
 
+// Values that transformers, trl and peft have for a setting, and what they are here.
+struct ValueAlias {
+    const char *setting, *value, *meant;
+};
+inline constexpr ValueAlias kValueAliases[] = {
+    {"--optimizer", "adamw_torch", "adamw"},      {"--optimizer", "adamw_torch_fused", "adamw"},
+    {"--optimizer", "adamw_hf", "adamw"},         {"--schedule", "constant_with_warmup", "constant"},
+    {"--schedule", "warmup_stable_decay", "wsd"}, {"--lora-targets", "all-linear", "all"},
+};
+
+// What to write instead of values of other tools that take more than one option here.
+struct ValueHint {
+    const char *setting, *value, *said;
+};
+inline constexpr ValueHint kValueHints[] = {
+    {"--optimizer", "adamw_8bit", "write --optimizer adamw --state-formats m=8bit,v=8bit"},
+    {"--optimizer", "adamw_bnb_8bit", "write --optimizer adamw --state-formats m=8bit,v=8bit"},
+    {"--optimizer", "paged_adamw_8bit",
+     "write --optimizer adamw --state-formats m=8bit,v=8bit; --memory SIZE offloads what does not fit"},
+    {"--optimizer", "paged_adamw_32bit", "write --optimizer adamw; --memory SIZE offloads what does not fit"},
+    {"--schedule", "cosine_with_min_lr", "write --schedule cosine --min-lr RATE"},
+};
+
 // Reads words into settings that are options of `app`.
 class WordReader {
   public:
@@ -257,6 +280,11 @@ class WordReader {
         std::vector<std::string>& now = settings_[setting];
         if (!now.empty()) replaced_.emplace_back(setting, now);
         now = words;
+        for (const ValueHint& hint : kValueHints)
+            if (setting == hint.setting && words[0] == hint.value)
+                fail("%s %s: %s", hint.setting, hint.value, hint.said);
+        for (const ValueAlias& alias : kValueAliases)
+            if (setting == alias.setting && words[0] == alias.value) now = {alias.meant};
     }
 
     // The option with keys of this name, or null.

@@ -60,6 +60,9 @@ def test_groups(train):
     assert sum(found, []) == options_in(whole)
     assert shown(train).count("\n  ./train ") == 3 and "Exit codes:" in whole
     assert "Memory" in refused(train, "--help", "nonsense")
+    # A word of a group's name, an option, or the begin of one.
+    for word, group in (("data", "model"), ("lora", "adapters"), ("lr", "training"), ("offload", "memory"), ("ADAPTER", "adapters")):
+        assert shown(train, word) == shown(train, group), word
 
 
 def test_every_help_is_a_sentence_with_a_default(train):
@@ -108,6 +111,21 @@ def test_aliases_and_underscores(train):
     for alias in ("--learning-rate", "--batch-size", "--max-steps", "--output-dir", "--gradient-accumulation-steps",
                   "--lora-r", "--seq-length", "--temperature"):
         assert alias in listed
+
+
+def test_values_of_other_tools(train, folder):
+    """Values are understood where they mean one of this program's, and else a message says what to write."""
+    def plan(*arguments):
+        return train("--model", folder / "model", "--data", folder / "text", "--batch", 1, "--seq-len", 8, "--plan", "json", *arguments).stdout
+
+    for option, theirs, ours in (("--optim", "adamw_torch", "adamw"), ("--optimizer", "adamw_hf", "adamw"),
+                                 ("--lr-scheduler-type", "constant_with_warmup", "constant"), ("--schedule", "warmup_stable_decay", "wsd")):
+        assert plan(option, theirs) == plan(option, ours)
+    targets = [plan("--train", "lora", "--lora-target-modules", name) for name in ("all-linear", "all", "attention")]
+    assert targets[0] == targets[1] != targets[2]
+    for option, value, named in (("--optim", "adamw_8bit", "write --optimizer adamw --state-formats m=8bit,v=8bit"),
+                                 ("--optimizer", "paged_adamw_8bit", "--state-formats m=8bit,v=8bit"), ("--lr_scheduler_type", "cosine_with_min_lr", "--min-lr")):
+        assert named in refused(train, *SMALL, option, value)
 
 
 @pytest.mark.parametrize("arguments, named", [

@@ -326,6 +326,7 @@ TABLES = {
     "l.json": (b'[{"text": "a"} {"text": "b"}]', "example 1 (line 1): broken JSON: "),
     "m.json": (b'[{"text": "a"},]', 'line 1: "]" where an example is expected in a JSON list'),
     "n.json": (b'[{"text": "a"}]\n{}', 'line 2: "{" where nothing more is expected in a JSON list'),
+    "pointer.json": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "is a Git LFS pointer and not the file itself: run `git lfs pull`"),
     "o": (b'{"a": 1} is text', "line 1: broken JSON: "),
     "p": (b'[{"a": 1}]', "(the file begins as JSON; to train on it as text, let its name end in .txt)"),
 }
@@ -682,6 +683,7 @@ def test_other_mistakes(train_fp32, work):
              f"--data: long.jsonl: no token of 20 examples is to be learnt in sequences of {LENGTH}"),
             (("--chat-format", "llama3"),
              '--chat-format llama3: the tokenizer of model has no token "<|start_header_id|>"'),
+            (("--model", "d1"), "data.jsonl: line 3: is a conversation, and a new model knows no chat format: give the folder of a trained model, --model DIR"),
             (("--batch", 5000), "--batch 5000: the data fill only ")):
         error = train_fp32(*RUN, *options, "--out", "out", cwd=work, code=2).stderr.decode()
         assert error.startswith("train: " + message) and error.count("\n") == 1, error

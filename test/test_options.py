@@ -124,7 +124,8 @@ def test_values_of_other_tools(train, folder):
     targets = [plan("--train", "lora", "--lora-target-modules", name) for name in ("all-linear", "all", "attention")]
     assert targets[0] == targets[1] != targets[2]
     for option, value, named in (("--optim", "adamw_8bit", "write --optimizer adamw --state-formats m=8bit,v=8bit"),
-                                 ("--optimizer", "paged_adamw_8bit", "--state-formats m=8bit,v=8bit"), ("--lr_scheduler_type", "cosine_with_min_lr", "--min-lr")):
+                                 ("--optimizer", "paged_adamw_8bit", "--state-formats m=8bit,v=8bit"),
+                                 ("--lr_scheduler_type", "cosine_with_min_lr", "--min-lr")):
         assert named in refused(train, *SMALL, option, value)
 
 
@@ -233,7 +234,8 @@ def test_lines_of_mistakes_in_a_config(train, tmp_path):
     """Sections, arrays of several lines and settings that are given again count as the lines that they are."""
     for text, said in (("lr = 1\nseed = 2\nlr = \"x\"\n", "run.toml:3: --lr: x "), ("lr = \"x\"\nseed = 2\nlr = 1\n", "run.toml:1: --lr: x "),
                        ("[offload]\n# where\nwieghts = \"disk\"", "run.toml:3: --offload wieghts: did you mean weights=?"),
-                       ("data = [\"a\",\n\"b\"\n]\n\n[lr]\nx = 1\n", "run.toml:6: --lr: has no keys"), ("-", "--data is missing"), ("", "--data is missing"),
+                       ("data = [\"a\",\n\"b\"\n]\n\n[lr]\nx = 1\n", "run.toml:6: --lr: has no keys"),
+                       ("-", "--data is missing"), ("", "--data is missing"),
                        ("stps = 3", "run.toml:1: --stps: did you mean")):
         (tmp_path / "run.toml").write_text(text)
         assert said in refused(train, "--model", "d12", "--config", "run.toml", cwd=tmp_path), text

@@ -149,11 +149,11 @@ def draw_transfers(axes, t):
 
 def draw_several(axes, timelines, labels):
     """Draws totals as lines. If steps have different lengths, x is the share of the step."""
-    normalise = len({t.whole_length for t in timelines}) > 1
-    scales = [1 / t.whole_length if normalise else 1 for t in timelines]
-    axes.set(xlim=(0, 1 if normalise else timelines[0].whole_length), ylabel="MiB alive",
+    normalize = len({t.whole_length for t in timelines}) > 1
+    scales = [1 / t.whole_length if normalize else 1 for t in timelines]
+    axes.set(xlim=(0, 1 if normalize else timelines[0].whole_length), ylabel="MiB alive",
              ylim=(0, 1.15 * max(t.peak()[0] for t in timelines) / MIB),
-             xlabel="part of the step's operations" if normalise else "operation of the step")
+             xlabel="part of the step's operations" if normalize else "operation of the step")
     for i, (t, label, scale) in enumerate(zip(timelines, labels, scales)):
         totals = t.totals()
         axes.plot([k * scale for k in range(len(totals) + 1)], [size / MIB for size in totals + totals[-1:]],

@@ -159,7 +159,7 @@ class Arena : simt::Source {
         perform(plan, false, step);
     }
 
-    // Takes a tensor, uninitialised, that lives until the returned handle ends.
+    // Takes a tensor, uninitialized, that lives until the returned handle ends.
     template <class T>
     Tensor<T> take(const char* name, Shape shape, const char* kind = "activation") {
         const int index = next_++;

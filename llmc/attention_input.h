@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cassert>
 #include <cmath>
 
 #include "llmc/dropout.cuh"

@@ -15,7 +15,7 @@
 // The tensors of attention's forward.
 struct AttentionActivations {
     TensorX qkv;      // (B, T, qkv_width()), as attention reads it
-    TensorX raw_qkv;  // the product, if heads are normalised after it
+    TensorX raw_qkv;  // the product, if heads are normalized after it
     TensorX out;      // (B, T, query_width()), before the projection
     TensorF lse;      // (B, heads, T), the log of each softmax's denominator
 };
@@ -35,7 +35,7 @@ class AttentionLayer {
     void bind(TensorF position_factors) { position_factors_ = std::move(position_factors); }
     SequenceKeys& keys() { return keys_; }
 
-    // Computes a.qkv: the product of x, its heads normalised and rotated if the family does that. make_x()
+    // Computes a.qkv: the product of x, its heads normalized and rotated if the family does that. make_x()
     // returns x; it is not called if backward recomputes a.qkv from the a.raw_qkv that forward kept. The
     // rows' first position is `first_position`.
     template <class MakeX>

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
-#include <utility>
 #include <vector>
 
 #include "llmc/data_feeder.h"
@@ -17,6 +16,7 @@
 #include "llmc/loss_by_position.cuh"
 #include "llmc/options.h"
 #include "llmc/random.h"
+#include "llmc/rows.h"
 #include "llmc/run_inputs.h"
 
 // 1 / count, or 0 if nothing has a loss.

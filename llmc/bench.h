@@ -16,7 +16,6 @@
 #include <numeric>
 #include <nlohmann/json.hpp>
 #include <string>
-#include <span>
 #include <string_view>
 #include <utility>
 #include <vector>

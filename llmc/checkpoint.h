@@ -22,7 +22,6 @@
 #include <set>
 #include <string>
 #include <system_error>
-#include <utility>
 #include <vector>
 
 #include "llmc/adapter_files.h"

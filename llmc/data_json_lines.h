@@ -76,6 +76,30 @@ inline bool message_counts(const nlohmann::json& message, const std::string& whe
     return weight != 0 && train != false;
 }
 
+// A data format of other tools: the fields of its examples that identify it, and what to write instead.
+struct OtherFormat {
+    std::vector<const char*> fields;
+    const char* said;
+};
+inline const OtherFormat kOtherFormats[] = {
+    {{"chosen", "rejected"},
+     R"(is preference data ("chosen" and "rejected"), which is not trained on; to train on the chosen )"
+     R"(answers alone, rename "chosen" to "messages" if it is a list, and to "completion" after a "prompt")"},
+    {{"conversations"},
+     R"(looks like ShareGPT's format: rename "conversations" to "messages", "from" to "role" and "value" )"
+     R"(to "content", and the roles human to user and gpt to assistant)"},
+    {{"instruction", "output"},
+     R"(looks like Alpaca's format: write {"messages": [{"role": "user", "content": INSTRUCTION and INPUT}, )"
+     R"({"role": "assistant", "content": OUTPUT}]})"},
+};
+
+// Fails with what to write instead if an object has the fields of another format.
+inline void refuse_other_formats(const nlohmann::json& object, const std::string& where) {
+    for (const OtherFormat& other : kOtherFormats)
+        if (std::ranges::all_of(other.fields, [&](const char* field) { return object.contains(field); }))
+            fail("%s: %s", where.c_str(), other.said);
+}
+
 // Reads the messages of a conversation. At least one must be the assistant's.
 inline std::vector<Message> read_messages(const nlohmann::json& list, const std::string& where) {
     if (!list.is_array() || list.empty()) fail("%s: \"messages\" is not a list of messages", where.c_str());
@@ -88,6 +112,11 @@ inline std::vector<Message> read_messages(const nlohmann::json& list, const std:
             item,
             {"tool_calls", "tool_call_id", "function_call", "reasoning_content", "reasoning", "thinking"},
             place);
+        if (item.contains("from") && !item.contains("role"))
+            fail(
+                R"(%s has "from", as in ShareGPT's format: rename "from" to "role" and "value" to "content", )"
+                R"(and the roles human to user and gpt to assistant)",
+                place.c_str());
         const Message message{text_field(item, "role", place), text_field(item, "content", place),
                               message_counts(item, place)};
         const bool assistant = message.role == "assistant";
@@ -122,6 +151,9 @@ inline JsonExample read_example(std::span<char> line, const std::string& where) 
     if (!object.is_object()) fail("%s: is not a JSON object", where.c_str());
     JsonExample example;
     example.bytes = parsed.bytes();
+    const bool has_example =
+        object.contains("messages") || object.contains("completion") || object.contains("text");
+    if (!has_example) refuse_other_formats(object, where);
     const bool is_text =
         !object.contains("messages") && !object.contains("prompt") && !object.contains("completion");
     if (!is_text) {

@@ -78,13 +78,14 @@ inline void refuse_tables(const std::string& path, const std::string& extension,
 // The kind of a file that is not a token shard. A name that ends in .txt means text; .json, .jsonl or .ndjson
 // means examples: a list if the first character is '[', else lines. Any other file is taken as examples if it
 // begins like them, with an object on one line or with a list of objects, and as text otherwise. Fails on
-// tables and archives, and on a .json file that is neither list nor lines.
+// tables, archives and Git LFS pointers, and on a .json file that is neither list nor lines.
 inline DataKind data_kind(const FileReader& file) {
     const std::string& path = file.path();
     const std::string extension = name_extension(path);
     if (extension == "txt" || extension == "text") return DataKind::Text;
     std::string start(std::min<uint64_t>(file.size(), 4096), '\0');
     file.read(0, start.size(), start.data());
+    refuse_lfs_pointer(path, start);
     refuse_tables(path, extension, start);
     std::string_view rest = start;
     if (rest.starts_with("\xef\xbb\xbf")) rest.remove_prefix(3);  // a byte order mark

@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <cstdio>
-#include <optional>
 
 #include "llmc/dataset.h"
 #include "llmc/error.h"

@@ -127,10 +127,12 @@ inline void tokenize_text(Dataset& text, const Tokenizer& tokenizer) {
 // Turns examples in JSON (prompts with completions, conversations, texts) into tokens, and decides which
 // tokens have a loss.
 
-// How to read examples: --loss-on and --chat-format, and the chat template and name of the model.
+// How to read examples: --loss-on and --chat-format, and the chat template and name of the model. A new
+// model, which has no tokenizer with the special tokens of a chat format, cannot read conversations.
 struct ExampleOptions {
     bool loss_on_all;
     std::string chat_format, chat_template, model;
+    bool is_new_model = false;
 };
 
 class ExampleEncoder {
@@ -149,6 +151,11 @@ class ExampleEncoder {
         tokens_.clear();
         if (example.is_text) return encode_text(example.text(), where, put);
         if (!example.messages.empty()) {
+            if (options_.is_new_model)
+                fail(
+                    "%s: is a conversation, and a new model knows no chat format: give the folder of a "
+                    "trained model, --model DIR",
+                    where.c_str());
             if (!chat_)
                 chat_.emplace(options_.chat_format, options_.chat_template, options_.model, tokenizer_);
             for (const std::vector<Piece>& part : chat_->render(example.messages, where))

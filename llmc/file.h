@@ -216,7 +216,20 @@ inline bool file_exists(const std::string& path) { return access(path.c_str(), F
 // The largest file that is read as a whole: several times the size of the largest tokenizers.
 constexpr size_t kLargestText = 128 << 20;
 
-// Reads a whole file. Fails as FileReader does, and if the file has more than kLargestText bytes.
+// Fails if a file, of which this is the start, is what Git has in place of a large file until it is fetched.
+inline void refuse_lfs_pointer(const std::string& path, std::string_view start) {
+    if (start.starts_with("version https://git-lfs.github.com/spec/v1"))
+        fail("%s: is a Git LFS pointer and not the file itself: run `git lfs pull` in its folder",
+             path.c_str());
+}
+inline void refuse_lfs_pointer(const FileReader& file) {
+    std::string start(std::min<size_t>(file.size(), 64), '\0');
+    file.read(0, start.size(), start.data());
+    refuse_lfs_pointer(file.path(), start);
+}
+
+// Reads a whole file. Fails as FileReader does, if it is a Git LFS pointer, and if the file has more than
+// kLargestText bytes.
 inline std::string read_text(const std::string& path) {
     const FileReader file(path);
     if (file.size() > kLargestText)
@@ -224,6 +237,7 @@ inline std::string read_text(const std::string& path) {
              kLargestText >> 20);
     std::string text(file.size(), '\0');
     file.read(0, text.size(), text.data());
+    refuse_lfs_pointer(path, text);
     return text;
 }
 

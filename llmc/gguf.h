@@ -175,6 +175,7 @@ class GgufFile {
         uint64_t tensors, keys;
     };
     Counts read_start() {
+        refuse_lfs_pointer(file_);
         if (file_.size() < 24) refuse("%zu bytes are too few for a GGUF file", file_.size());
         if (std::string_view(take(4), 4) != "GGUF") refuse("is no GGUF file");
         const auto version = number<uint32_t>();

@@ -1,4 +1,4 @@
-// head_norm.cuh - Qwen3's normalisation of queries and keys: RMSNorm over each head of a packed qkv, with one
+// head_norm.cuh - Qwen3's normalization of queries and keys: RMSNorm over each head of a packed qkv, with one
 // weight for all heads of queries and one for all heads of keys.
 //
 // Backward reads qkv, forward's input, and nothing else of forward: it sums the squares of a head again. So
@@ -13,7 +13,7 @@
 #include "llmc/rmsnorm.cuh"
 #include "llmc/warp_rows.h"
 
-// out = qkv with its queries and keys normalised; values are copied, unless out is qkv.
+// out = qkv with its queries and keys normalized; values are copied, unless out is qkv.
 template <class T, int N>
 __global__ void __launch_bounds__(kBlockThreads)
     head_norm_forward_kernel(T* out, const T* qkv, const T* q_weight, const T* k_weight, int rows, int heads,
@@ -110,7 +110,7 @@ inline Shape head_norm_scratch(int64_t rows, int64_t head_size) {
 }
 
 // out = qkv (rows, (heads + 2 kv_heads) * head_size) with each head of the queries and of the keys
-// normalised: x rstd weight, rstd = 1/sqrt(mean(x^2) + epsilon), rounded as in rmsnorm.cuh. q_weight and
+// normalized: x rstd weight, rstd = 1/sqrt(mean(x^2) + epsilon), rounded as in rmsnorm.cuh. q_weight and
 // k_weight: (head_size). out may be qkv if no backward needs qkv.
 template <class T>
 void head_norm_forward(Tensor<T>& out, const Tensor<T>& qkv, const Tensor<T>& q_weight,

@@ -1,4 +1,4 @@
-// layernorm.cuh - layer normalisation over the last dimension (Ba, Kiros, Hinton, arXiv:1607.06450): forward,
+// layernorm.cuh - layer normalization over the last dimension (Ba, Kiros, Hinton, arXiv:1607.06450): forward,
 // forward fused with the residual addition before it, backward, and recomputation from saved statistics.
 #pragma once
 
@@ -24,7 +24,7 @@ SIMT_DEVICE void normalize_row(T* out, const LaneRow<T, N, kKept>& x, float mean
 }
 
 // One warp per row. With kResidual the row is a + b, rounded to T: the rounded row is stored in `sum` and
-// normalised, because it is what backward will see.
+// normalized, because it is what backward will see.
 template <class T, int N, int kKept, bool kResidual>
 __global__ void __launch_bounds__(kBlockThreads)
     layernorm_forward_kernel(T* out, float* mean, float* rstd, T* sum, const T* a, const T* b,

@@ -55,7 +55,7 @@ struct UpdateFactors {
 constexpr uint64_t kRoundingStream = uint64_t{1} << 63;  // counters of random_bits() for rounding
 
 // A lane's elements of a block of 256: on a GPU 8, in registers; on the fast CPU all 256, in loops that
-// vectorise.
+// vectorize.
 constexpr int kLaneElements = kQuantizedBlock / kLanes;
 // A lane's elements are groups of this many neighbours; between two groups are those of the other lanes. So
 // what the lanes of a warp access at a time, 16 bytes each in fp32, is contiguous.

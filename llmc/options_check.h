@@ -2,7 +2,6 @@
 #pragma once
 
 #include <string>
-#include <utility>
 
 #include "llmc/adapter.h"
 #include "llmc/attention_input.h"

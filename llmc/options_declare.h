@@ -18,6 +18,12 @@ constexpr double kNewRate = 1e-3, kFineTuningRate = 5e-5, kLoraRate = 2e-4, kPro
 
 constexpr int kMostCount = 1 << 30;  // of tokens, sequences, saves
 
+// A number for messages; a whole one has all its digits.
+inline std::string number_text(double value) {
+    const bool has_all_digits = value == std::floor(value) && std::abs(value) < 1e20;
+    return format(has_all_digits ? "%.0f" : "%.9g", value);
+}
+
 // Accepts a number from low to high; unlike CLI::Range, it refuses "nan".
 inline CLI::Validator between(double low, double high) {
     return CLI::Validator(
@@ -27,7 +33,8 @@ inline CLI::Validator between(double low, double high) {
             const bool octal = text.size() > 1 && text[0] == '0' && isdigit(text[1]);  // to CLI11
             if (octal) return text + " begins with a zero";
             if (!text.empty() && *end == '\0' && value >= low && value <= high) return "";
-            return format("%s is not a number from %g to %g", text.empty() ? "''" : text.c_str(), low, high);
+            return (text.empty() ? "''" : text) + " is not a number from " + number_text(low) + " to " +
+                   number_text(high);
         },
         "");
 }

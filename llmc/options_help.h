@@ -78,15 +78,21 @@ inline std::string help_of(const CLI::Option& option) {
     return lines;
 }
 
-// The group that a word names, as `memory` does "Memory" and `model` "Model and data"; "" if none.
+// The group that a word names, as `memory` does "Memory", and `model` and `data` "Model and data"; else that
+// of the option of this name, or of the first whose name begins so, as `lora` does --lora-rank; "" if none.
 inline std::string group_named(const CLI::App& app, const std::string& word) {
     const auto lower = [](std::string text) {
         for (char& c : text) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
         return text;
     };
-    for (const std::string& group : app.get_groups())
-        if (lower(group) == lower(word) || lower(group.substr(0, group.find(' '))) == lower(word))
-            return group;
+    const std::string wanted = lower(word), option = "--" + wanted;
+    for (const std::string& group : app.get_groups()) {
+        const std::vector<std::string> words = CLI::detail::split(lower(group), ' ');
+        if (lower(group) == wanted || std::ranges::find(words, wanted) != words.end()) return group;
+    }
+    if (const CLI::Option* named = app.get_option_no_throw(option)) return named->get_group();
+    for (const CLI::Option* other : app.get_options())
+        if (other->get_name().starts_with(option + "-")) return other->get_group();
     return "";
 }
 

@@ -54,9 +54,7 @@ inline void set_given(CLI::App& app, Options& o, int argc, char** argv) {
     if (const auto config = settings.find("--config"); config != settings.end()) {
         const std::string path = config->second[0];
         settings.erase(config);
-        const Settings of_file = reader.config_file(path);
-        naming("--config " + path, [&] {
-            for (const auto& [name, words] : reader.replaced()) set_option(app, o, name, words);
+        reader.config_file(path, [&](const Settings& of_file) {
             for (const auto& [name, words] : of_file)
                 if (!settings.contains(name)) set_option(app, o, name, words);
         });

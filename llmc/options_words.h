@@ -8,8 +8,11 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <map>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -148,6 +151,29 @@ inline constexpr Hint kHints[] = {
     {"--chat-template", "write --chat-format"},
 };
 
+// Values that transformers, trl and peft have for a setting, and what they are here.
+struct ValueAlias {
+    const char *setting, *value, *meant;
+};
+inline constexpr ValueAlias kValueAliases[] = {
+    {"--optimizer", "adamw_torch", "adamw"},      {"--optimizer", "adamw_torch_fused", "adamw"},
+    {"--optimizer", "adamw_hf", "adamw"},         {"--schedule", "constant_with_warmup", "constant"},
+    {"--schedule", "warmup_stable_decay", "wsd"}, {"--lora-targets", "all-linear", "all"},
+};
+
+// What to write instead of values of other tools that take more than one option here.
+struct ValueHint {
+    const char *setting, *value, *said;
+};
+inline constexpr ValueHint kValueHints[] = {
+    {"--optimizer", "adamw_8bit", "write --optimizer adamw --state-formats m=8bit,v=8bit"},
+    {"--optimizer", "adamw_bnb_8bit", "write --optimizer adamw --state-formats m=8bit,v=8bit"},
+    {"--optimizer", "paged_adamw_8bit",
+     "write --optimizer adamw --state-formats m=8bit,v=8bit; --memory SIZE offloads what does not fit"},
+    {"--optimizer", "paged_adamw_32bit", "write --optimizer adamw; --memory SIZE offloads what does not fit"},
+    {"--schedule", "cosine_with_min_lr", "write --schedule cosine --min-lr RATE"},
+};
+
 // Reads words into settings that are options of `app`.
 class WordReader {
   public:
@@ -181,19 +207,24 @@ class WordReader {
         return settings_;
     }
 
-    // The settings of a TOML file. Fails, naming the file, on what is no option.
-    Settings config_file(const std::string& path) {
+    // Reads the settings of a TOML file. Calls check(settings so far) after each item, such as `lr = 1e-4`. A
+    // mistake, whether found here or by check(), fails naming the file and the item's line.
+    template <class Check>
+    void config_file(const std::string& path, Check&& check) {
         settings_.clear(), replaced_.clear();
         std::ifstream file(path);
         if (!file || !std::filesystem::is_regular_file(path))
             fail("--config %s: cannot be read: %s", path.c_str(), strerror(errno ? errno : EISDIR));
-        naming("--config " + path, [&] {
-            for (const CLI::ConfigItem& item : CLI::ConfigTOML().from_config(file)) {
-                if (item.name == "++" || item.name == "--") continue;  // where a section begins or ends
-                add_item(item);
+        const std::string text{std::istreambuf_iterator<char>(file), {}};
+        const std::vector<CLI::ConfigItem> items = items_of(text);
+        for (size_t i = 0; i < items.size(); i++) {
+            try {
+                add_item(items[i]);
+                check(settings_);
+            } catch (const UserError& error) {
+                fail("%s:%zu: %s", path.c_str(), line_of_item(text, i), error.what());
             }
-        });
-        return settings_;
+        }
     }
 
     // Values that do not count because the setting was given again. They must be valid too.
@@ -249,6 +280,11 @@ class WordReader {
         std::vector<std::string>& now = settings_[setting];
         if (!now.empty()) replaced_.emplace_back(setting, now);
         now = words;
+        for (const ValueHint& hint : kValueHints)
+            if (setting == hint.setting && words[0] == hint.value)
+                fail("%s %s: %s", hint.setting, hint.value, hint.said);
+        for (const ValueAlias& alias : kValueAliases)
+            if (setting == alias.setting && words[0] == alias.value) now = {alias.meant};
     }
 
     // The option with keys of this name, or null.
@@ -308,7 +344,25 @@ class WordReader {
         return keys;
     }
 
-    // Adds a line of a config file: `lr = 1e-4`, or `weights = "disk"` below [offload].
+    static std::vector<CLI::ConfigItem> items_of(const std::string& toml) {
+        std::istringstream stream(toml);
+        std::vector<CLI::ConfigItem> items = CLI::ConfigTOML().from_config(stream);
+        // These mark where a section begins or ends.
+        std::erase_if(items,
+                      [](const CLI::ConfigItem& item) { return item.name == "++" || item.name == "--"; });
+        return items;
+    }
+    // The number of the line on which an item begins: the lines up to it have more than `index` items.
+    static size_t line_of_item(const std::string& toml, size_t index) {
+        size_t line = 0, end = 0;
+        do {
+            end = std::min(toml.find('\n', end), toml.size() - 1) + 1;
+            line++;
+        } while (end < toml.size() && items_of(toml.substr(0, end)).size() <= index);
+        return line;
+    }
+
+    // Adds an item of a config file: `lr = 1e-4`, or `weights = "disk"` below [offload].
     void add_item(const CLI::ConfigItem& item) {
         const auto bare = [](const std::string& name) {
             return "--" + (name.starts_with("--") ? name.substr(2) : name);

@@ -4,7 +4,6 @@
 
 #include <map>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -351,7 +350,7 @@ inline void print_phases(FILE* to, const MemoryReport& r) {
     }
 }
 
-// Prints the summary, and a table of every buffer.
+// Prints the summary, a table of every buffer, and the sum again, which a long table has moved out of sight.
 inline void print_report(FILE* to, const MemoryReport& r) {
     print_summary(to, r, "takes");
     print_phases(to, r);
@@ -383,6 +382,7 @@ inline void print_report(FILE* to, const MemoryReport& r) {
     if (!r.others.empty()) fprintf(to, "\n");
     for (const auto& [name, plan] : r.others)
         fprintf(to, "%s uses %.2f MiB of the same arena\n", name, mebibytes(plan->bytes));
+    fprintf(to, "\nin all: %.2f MiB\n", mebibytes(r.total()));
 }
 
 // Prints what a run has taken beside what was planned: `bytes` of the device, pinned host memory, and files.

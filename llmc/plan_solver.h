@@ -27,7 +27,6 @@
 #include <algorithm>
 #include <array>
 #include <cassert>
-#include <charconv>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -366,6 +365,13 @@ inline size_t parse_bytes(const std::string& text, const char* option) {
         if (value >= 0x1p64) fail("%s %s is more bytes than there are addresses", option, text.c_str());
         return static_cast<size_t>(value);
     }
-    fail("%s '%s' is no number of bytes with a unit (B, KiB, MiB, GiB, TiB, KB, MB, GB, TB), as in 8GiB",
-         option, text.c_str());
+    // Other tools disagree on whether 16G is 16GiB or 16GB.
+    std::string example = "8GiB";
+    const std::string value = text.substr(0, end), unit = text.substr(end);
+    for (const std::string letter : {"K", "M", "G", "T"})
+        if (number && (strcasecmp(unit.c_str(), letter.c_str()) == 0 ||
+                       strcasecmp(unit.c_str(), (letter + "i").c_str()) == 0))
+            example = value + letter + "iB or " + value + letter + "B";
+    fail("%s '%s' is no number of bytes with a unit (B, KiB, MiB, GiB, TiB, KB, MB, GB, TB), as in %s",
+         option, text.c_str(), example.c_str());
 }

@@ -16,7 +16,7 @@
 #define RANDOM_HOST_DEVICE
 #endif
 
-// The finaliser of splitmix64 (Steele, Lea, Flood 2014), a bijection of 64 bits with good avalanche.
+// The finalizer of splitmix64 (Steele, Lea, Flood 2014), a bijection of 64 bits with good avalanche.
 RANDOM_HOST_DEVICE inline uint64_t mix64(uint64_t x) {
     x += 0x9E3779B97F4A7C15ull;
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;

@@ -157,7 +157,7 @@ double measured_matmul_flops(Stream stream, size_t space = SIZE_MAX) {
     return 2 * side * side * side / best;
 }
 
-// The FLOP/s that a model's utilisation is compared with, and where they are from.
+// The FLOP/s that a model's utilization is compared with, and where they are from.
 struct PeakRate {
     double flops;
     const char* of;

@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <cctype>
 #include <string>
-#include <string_view>
 
 // The bytes/s of 16 lanes of PCI Express, each way, and of NVLink between a GPU and its own CPU.
 constexpr double kPcie4 = 32e9, kPcie5 = 64e9, kNvlinkC2c = 450e9;

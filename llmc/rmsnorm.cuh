@@ -1,7 +1,7 @@
-// rmsnorm.cuh - normalisation of rows by their root mean square (Zhang, Sennrich, arXiv:1910.07467): forward,
+// rmsnorm.cuh - normalization of rows by their root mean square (Zhang, Sennrich, arXiv:1910.07467): forward,
 // forward fused with the residual addition before it, backward, and recomputation from saved statistics.
 //
-// Rounded as in `transformers`: the normalised row is rounded to T before it is multiplied with the weight.
+// Rounded as in `transformers`: the normalized row is rounded to T before it is multiplied with the weight.
 #pragma once
 
 #include "llmc/columns.cuh"
@@ -28,7 +28,7 @@ SIMT_DEVICE void rms_normalize(T* out, const T* x, float rstd, const T* weight, 
 }
 
 // One warp per row. With kResidual the row is a + b, rounded to T: the rounded row is stored in `sum` and
-// normalised. At least one block a multiprocessor: without this bound ptxas spills to fit more blocks on
+// normalized. At least one block a multiprocessor: without this bound ptxas spills to fit more blocks on
 // sm_100.
 template <class T, int N, int kKept, bool kResidual>
 __global__ void __launch_bounds__(kBlockThreads, 1)

@@ -440,7 +440,8 @@ inline void RunInputs::tokenize_lines(Dataset& lines) {
     const std::string placement = tokenizer_folder.empty() ? model : tokenizer_folder;
     const std::string chat_template = gguf ? gguf->chat_template() : chat_template_of(placement);
     if (adapter.prompt_tokens > 0) lines.keep_apart();  // a soft prompt comes before each sequence
-    const ExampleOptions options = {o_.loss_on == "all", o_.chat_format, chat_template, placement};
+    const ExampleOptions options = {o_.loss_on == "all", o_.chat_format, chat_template, placement,
+                                    tokenizer_folder.empty() && parse_new_model(o_.model)};
     if (const int end = tokenize_examples(lines, *tokenizer, options, o_.seq_len); end >= 0) stop_at(end);
 }
 

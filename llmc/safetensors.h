@@ -12,9 +12,11 @@
 #include <cassert>
 #include <cstdint>
 #include <cstring>
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <string>
+#include <system_error>
 #include <tuple>
 #include <vector>
 
@@ -119,6 +121,7 @@ class SafetensorsFile {
     nlohmann::json read_header() {
         const char* path = file_->path().c_str();
         const size_t size = file_->size();
+        refuse_lfs_pointer(*file_);
         uint64_t length = 0;
         if (size < sizeof length) fail("%s: %zu bytes are too few for a safetensors file", path, size);
         file_->read(0, sizeof length, &length);
@@ -314,6 +317,20 @@ inline bool has_weights(const std::string& folder) {
            file_exists(folder + "/model.safetensors.index.json");
 }
 
+// The name of a file in a folder that has weights as torch.save() writes them; "" if there is none.
+inline std::string pickled_weights(const std::string& folder) {
+    std::string found;
+    std::error_code error;
+    for (std::filesystem::directory_iterator at(folder, error), end; !error && at != end;
+         at.increment(error)) {
+        const std::string name = at->path().filename().string();
+        const bool has_weights =
+            (name.ends_with(".bin") && name != "training_args.bin") || name.ends_with(".pth");
+        if (has_weights && (found.empty() || name < found)) found = name;
+    }
+    return found;
+}
+
 // The weights in a checkpoint folder: model.safetensors, or else the shards listed in
 // model.safetensors.index.json. A tensor is looked up by its whole name and then by its name without
 // `prefix`, because checkpoints with either exist.
@@ -328,6 +345,12 @@ class SafetensorsFolder {
         } else if (file_exists(index)) {
             open_shards(index);
         } else {
+            if (const std::string pickled = pickled_weights(folder); !pickled.empty())
+                fail(
+                    "%s: has %s and no model.safetensors, which is needed; in Python, "
+                    "transformers.AutoModelForCausalLM.from_pretrained(\"%s\").save_pretrained(\"DIR\") "
+                    "writes it",
+                    folder.c_str(), printable(pickled).c_str(), folder.c_str());
             fail("%s: has neither model.safetensors nor model.safetensors.index.json", folder.c_str());
         }
     }

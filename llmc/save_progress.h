@@ -81,13 +81,31 @@ inline nlohmann::json convert_options(nlohmann::json options,
     return options;
 }
 
+// Names the saves in a folder in a message: "OUT has step-00000100, step-00000200"; "" if there are none. Of
+// more than eight it names the first and the last.
+inline std::string list_saves(const std::string& out) {
+    if (!std::filesystem::is_directory(out)) return "";
+    std::vector<std::string> names = list_folder(out);
+    std::erase_if(names, [](const std::string& name) { return step_of(name) < 0; });
+    if (names.empty()) return "";
+    std::sort(names.begin(), names.end());
+    std::string list = names[0];
+    if (names.size() > 8)
+        list = format("%zu saves from %s to %s", names.size(), names[0].c_str(), names.back().c_str());
+    else
+        for (size_t i = 1; i < names.size(); i++) list += ", " + names[i];
+    return out + " has " + list;
+}
+
 // Reads trainer_state.json of a save or of a folder of saves. Fails if it is missing or damaged.
 inline Progress read_progress(const std::string& folder) {
     const std::string file = resolve_save(folder) + "/trainer_state.json";
-    if (!file_exists(file))
-        fail("%s: %s", folder.c_str(),
-             file_exists(folder) ? "holds no training to resume: no trainer_state.json"
-                                 : "there is no such folder");
+    if (!file_exists(file)) {
+        if (file_exists(folder))
+            fail("%s: holds no training to resume: no trainer_state.json", folder.c_str());
+        const std::string saves = list_saves(folder_above(without_last_slashes(folder)));
+        fail("%s: there is no such folder%s", folder.c_str(), saves.empty() ? "" : ("; " + saves).c_str());
+    }
     const nlohmann::json json = read_json(file);
     const auto get = [&](const char* name, auto good, const char* wanted) -> const nlohmann::json& {
         if (!json.is_object() || !json.contains(name)) fail("%s: \"%s\" is missing", file.c_str(), name);

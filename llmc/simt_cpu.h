@@ -56,7 +56,7 @@ struct dim3 {
     constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
 };
 
-// __thread, not thread_local: such variables are constant-initialised, so that no use calls a wrapper.
+// __thread, not thread_local: such variables are constant-initialized, so that no use calls a wrapper.
 inline __thread uint3 blockIdx, gridDim;
 #if SIMT_LANES == 1
 constexpr uint3 threadIdx{0, 0, 0}, blockDim{1, 1, 1};
@@ -109,7 +109,7 @@ SIMT_DEVICE void from_floats(T (&to)[N], const float (&x)[N]) {
 
 SIMT_DEVICE float rsqrtf(float x) { return 1.f / sqrtf(x); }
 
-// exp without a branch or a call, so that loops around it vectorise; relative error 2e-7 on [-87, 88],
+// exp without a branch or a call, so that loops around it vectorize; relative error 2e-7 on [-87, 88],
 // clamped outside. Range reduction by ln 2 in two parts and the minimax polynomial of Cephes' expf (Moshier,
 // 1992). The bounds are variables: for constants g++ makes a case of each bound, with its own result, instead
 // of a minimum and a maximum.

@@ -11,7 +11,7 @@
 constexpr int kWideSumBits = 4;
 
 // sum += term, N elements each. `parts` are the sum's low parts; they become those of the new sum. Each step
-// is a loop of its own, so that the CPU build vectorises it.
+// is a loop of its own, so that the CPU build vectorizes it.
 template <int N>
 SIMT_DEVICE void add_with_parts(bf16* sum, const float* term, int (&parts)[N]) {
     Packed<bf16, N> s = load_ahead<N>(sum);

@@ -13,7 +13,7 @@ GIVEN = {"--model": "model", "--data": "data.bin", "--batch": "2", "--seq-len": 
 STEPS = ("--lr", 3e-3, "--warmup", 4, "--clip", 2)
 
 
-def randomised(model):
+def randomized(model):
     """Makes all tensors of the adapter nonzero: PEFT's B starts as zero, and A would have no gradient."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -25,7 +25,7 @@ def randomised(model):
 
 def make_adapter(work, config):
     model = transformers.AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32)
-    randomised(peft.get_peft_model(model, config)).save_pretrained(work / "adapter")
+    randomized(peft.get_peft_model(model, config)).save_pretrained(work / "adapter")
 
 
 # The LoRA matrices A of these layers are joined in the trainer's state, under the name of the first.

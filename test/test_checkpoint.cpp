@@ -1,4 +1,4 @@
-// test_checkpoint.cpp - weights initialised and loaded; saves written, kept, replaced, killed, resumed; bad
+// test_checkpoint.cpp - weights initialized and loaded; saves written, kept, replaced, killed, resumed; bad
 // input.
 
 #include <sys/mount.h>
@@ -217,7 +217,7 @@ TEST(CheckpointFormats, WeightsAndMasterBeginAsOneValue) {
     EXPECT_TRUE(same_bits(master, joined));
 }
 
-TYPED_TEST(Checkpoint, InitialisesEveryWeightAndNoPadding) {
+TYPED_TEST(Checkpoint, InitializesEveryWeightAndNoPadding) {
     // wte has more than one chunk.
     const ModelConfig config = gpt2_config(50257, 8, 1, 2, 96);
     Training<TypeParam> state(config);

@@ -1,4 +1,4 @@
-// test_dataset.cpp - token files: how they are recognised, what is refused, and the order of sequences.
+// test_dataset.cpp - token files: how they are recognized, what is refused, and the order of sequences.
 
 #include <algorithm>
 #include <array>
@@ -217,7 +217,7 @@ TEST(TemporaryFile, IsInTheFolderThatIsAskedFor) {
 TEST(Dataset, ShardsAreStreams) {
     const TempFolder folder;
     const std::string a = folder.write("a.bin", shard({1, 2, 50256})), b = folder.write("b", shard({4}));
-    const Dataset data({a, b}, "--data");  // b is recognised by its content
+    const Dataset data({a, b}, "--data");  // b is recognized by its content
     EXPECT_FALSE(data.is_text());
     EXPECT_EQ(data.largest_token(), 50256);
     EXPECT_EQ(data.stream_count(), 2u);

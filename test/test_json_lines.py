@@ -326,6 +326,8 @@ TABLES = {
     "l.json": (b'[{"text": "a"} {"text": "b"}]', "example 1 (line 1): broken JSON: "),
     "m.json": (b'[{"text": "a"},]', 'line 1: "]" where an example is expected in a JSON list'),
     "n.json": (b'[{"text": "a"}]\n{}', 'line 2: "{" where nothing more is expected in a JSON list'),
+    "pointer.json": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n",
+                     "is a Git LFS pointer and not the file itself: run `git lfs pull`"),
     "o": (b'{"a": 1} is text', "line 1: broken JSON: "),
     "p": (b'[{"a": 1}]', "(the file begins as JSON; to train on it as text, let its name end in .txt)"),
 }
@@ -617,6 +619,14 @@ BAD_LINES = {
     "broken": ('{"text": "a', "line 3: broken JSON: parse error at column 12: "),
     "list": ("[1]", "line 3: is not a JSON object"),
     "other": ('{"txt": "a"}', 'line 3: has neither "messages", nor "prompt" and "completion", nor "text"'),
+    "ShareGPT": (json.dumps({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}),
+                 'line 3: looks like ShareGPT\'s format: rename "conversations" to "messages", "from" to "role" and '),
+    "ShareGPT's messages": (json.dumps({"messages": [{"from": "human", "value": "a"}]}),
+                            'line 3: message 1 has "from", as in ShareGPT\'s format: rename "from" to "role" and "value" to "content", and '),
+    "Alpaca": (json.dumps({"instruction": "a", "input": "", "output": "b" * 1000}),
+               'line 3: looks like Alpaca\'s format: write {"messages": [{"role": "user", "content": '),
+    "preferences": (json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}),
+                    'line 3: is preference data ("chosen" and "rejected"), which is not trained on; to train on the chosen answers alone, '),
     "half": ('{"prompt": "a"}', 'line 3: has no "completion"'),
     "other half": ('{"completion": "a"}', 'line 3: has no "prompt"'),
     "number": ('{"text": 3}', 'line 3: "text" is not a text'),
@@ -658,6 +668,7 @@ def test_bad_lines(train_fp32, work, wrong):
 
 
 def test_other_mistakes(train_fp32, work):
+    first_chat = 1 + ["messages" in json.loads(line) for line in open(work / "data.jsonl")].index(True)
     (work / "text").write_text("plain " * 1000)
     (work / "none.jsonl").write_text("\n \n")
     long = {"prompt": "a " * 300, "completion": "b"}
@@ -674,6 +685,8 @@ def test_other_mistakes(train_fp32, work):
              f"--data: long.jsonl: no token of 20 examples is to be learnt in sequences of {LENGTH}"),
             (("--chat-format", "llama3"),
              '--chat-format llama3: the tokenizer of model has no token "<|start_header_id|>"'),
+            (("--model", "d1"), f"data.jsonl: line {first_chat}: is a conversation, and a new model knows no chat format: give the folder of "
+                                "a trained model, --model DIR"),
             (("--batch", 5000), "--batch 5000: the data fill only ")):
         error = train_fp32(*RUN, *options, "--out", "out", cwd=work, code=2).stderr.decode()
         assert error.startswith("train: " + message) and error.count("\n") == 1, error

@@ -60,6 +60,9 @@ def test_groups(train):
     assert sum(found, []) == options_in(whole)
     assert shown(train).count("\n  ./train ") == 3 and "Exit codes:" in whole
     assert "Memory" in refused(train, "--help", "nonsense")
+    # A word of a group's name, an option, or the begin of one.
+    for word, group in (("data", "model"), ("lora", "adapters"), ("lr", "training"), ("offload", "memory"), ("ADAPTER", "adapters")):
+        assert shown(train, word) == shown(train, group), word
 
 
 def test_every_help_is_a_sentence_with_a_default(train):
@@ -110,6 +113,22 @@ def test_aliases_and_underscores(train):
         assert alias in listed
 
 
+def test_values_of_other_tools(train, folder):
+    """Values are understood where they mean one of this program's, and else a message says what to write."""
+    def plan(*arguments):
+        return train("--model", folder / "model", "--data", folder / "text", "--batch", 1, "--seq-len", 8, "--plan", "json", *arguments).stdout
+
+    for option, theirs, ours in (("--optim", "adamw_torch", "adamw"), ("--optimizer", "adamw_hf", "adamw"),
+                                 ("--lr-scheduler-type", "constant_with_warmup", "constant"), ("--schedule", "warmup_stable_decay", "wsd")):
+        assert plan(option, theirs) == plan(option, ours)
+    targets = [plan("--train", "lora", "--lora-target-modules", name) for name in ("all-linear", "all", "attention")]
+    assert targets[0] == targets[1] != targets[2]
+    for option, value, named in (("--optim", "adamw_8bit", "write --optimizer adamw --state-formats m=8bit,v=8bit"),
+                                 ("--optimizer", "paged_adamw_8bit", "--state-formats m=8bit,v=8bit"),
+                                 ("--lr_scheduler_type", "cosine_with_min_lr", "--min-lr")):
+        assert named in refused(train, *SMALL, option, value)
+
+
 @pytest.mark.parametrize("arguments, named", [
     (("--offload", "wieghts=disk"), "--offload wieghts: did you mean weights=?"),
     (("--offload", "speed=disk"), "weights, embeddings, gradients, state, updates, inputs, keys"),
@@ -119,7 +138,9 @@ def test_aliases_and_underscores(train):
     (("--bench", "fast"), "--bench"), (("--by-block=maybe",), "--by-block"), (("--seq-len",), "--seq-len: its value is missing"),
     (("--by-block", "words"), "words: is no option"), (("--lr", 1, 2), "2: is no option"), (("--state-formats", "auto"), "--memory"),
     (("--update-in-backward", "--advanced", "clip=model"), "--advanced clip=model"),
-    (("--chunk-rows", "auto", "--chunk-rows", "mlp=some"), "--chunk-rows mlp")], ids=str)
+    (("--chunk-rows", "auto", "--chunk-rows", "mlp=some"), "--chunk-rows mlp"),
+    (("--grad-accum", 2e10), "is not a number from 1 to 1073741824"), (("--lora-dropout", 1), "is not a number from 0 to 0.99"),
+    (("--optimizer", "beta2=1"), "is not a number from 0 to 0.9999999")], ids=str)
 def test_mistakes(train, arguments, named):
     assert named in refused(train, *SMALL, "--plan", *arguments)
 
@@ -200,12 +221,24 @@ def test_config(train, folder, tmp_path):
 
 @pytest.mark.parametrize("line, named", [
     ("learning-rte = 1", "did you mean --learning-rate?"), ("lr = \"fast\"", "--lr: fast is not a number"), ("steps = -1", "--steps: -1"),
-    ("lr = [1, 2]", "takes one value"), ("[offload]\nwieghts = \"disk\"", "did you mean weights=?"), ("[lr]\nx = 1", "has no keys"),
+    ("lr = [1, 2]", "takes one value"), ("offload.wieghts = \"disk\"", "did you mean weights=?"), ("lr.x = 1", "has no keys"),
     ("config = \"other\"", "is no setting"), ("help = true", "is no setting"), ("memory.host = \"1GiB\"", "--memory host=1GiB")], ids=str)
 def test_mistakes_in_a_config(train, tmp_path, line, named):
-    (tmp_path / "run.toml").write_text(line + "\n")
+    """They are named with their line. Whether options go together shows only when all are known."""
+    (tmp_path / "run.toml").write_text(f"# A run.\n\nseed = 3\n{line}\nwarmup = 0\n")
     error = refused(train, *SMALL, "--config", "run.toml", "--plan", cwd=tmp_path)
-    assert named in error and ("--config run.toml: " in error or "host" in named)
+    assert named in error and (error.startswith("run.toml:4: ") or "host" in named)
+
+
+def test_lines_of_mistakes_in_a_config(train, tmp_path):
+    """Sections, arrays of several lines and settings that are given again count as the lines that they are."""
+    for text, said in (("lr = 1\nseed = 2\nlr = \"x\"\n", "run.toml:3: --lr: x "), ("lr = \"x\"\nseed = 2\nlr = 1\n", "run.toml:1: --lr: x "),
+                       ("[offload]\n# where\nwieghts = \"disk\"", "run.toml:3: --offload wieghts: did you mean weights=?"),
+                       ("data = [\"a\",\n\"b\"\n]\n\n[lr]\nx = 1\n", "run.toml:6: --lr: has no keys"),
+                       ("-", "--data is missing"), ("", "--data is missing"),
+                       ("stps = 3", "run.toml:1: --stps: did you mean")):
+        (tmp_path / "run.toml").write_text(text)
+        assert said in refused(train, "--model", "d12", "--config", "run.toml", cwd=tmp_path), text
 
 
 def test_no_config(train, tmp_path):

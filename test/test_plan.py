@@ -181,6 +181,7 @@ def test_text(train):
     text, plan = train(*arguments, "--plan").stdout.decode(), train.plan(*arguments)
     check_summary(text, "takes", plan)
     assert "allocating" not in text and " free" not in text
+    assert text.splitlines()[-1] == f"in all: {plan['totals']['total'] / MIB:.2f} MiB"
     assert {line.split(" ")[0] for line in text.splitlines()} > {b["name"] for b in plan["buffers"]} - {"library"}
 
 

@@ -48,6 +48,23 @@ def change_state(out, change):
     (out / "trainer_state.json").write_text(json.dumps(changed))
 
 
+def test_a_save_that_is_gone(train, work):
+    """The message names the saves that are left."""
+    train(*RUN, "--steps", 4, "--save-every", 1, "--keep", 2, "--out", "out", cwd=work)
+
+    def refused(folder):
+        return train("--resume", folder, "--steps", 9, cwd=work, code=2).stderr.decode()
+
+    left = ", ".join(sorted(path.name for path in (work / "out").glob("step-*")))
+    assert left.endswith("step-00000003, step-00000004") and "step-00000001" not in left
+    for gone in ("out/step-00000001", "out/step-00000001/"):
+        assert refused(gone) == f"train: {gone}: there is no such folder; out has {left}\n"
+    assert refused("nowhere/step-00000001") == "train: nowhere/step-00000001: there is no such folder\n"
+    for step in range(11, 21):
+        (work / "out" / f"step-{step:08}").mkdir()
+    assert re.search(r"out has 1[234] saves from step-0000000\d to step-00000020$", refused("out/step-00000001"))
+
+
 # ---- one run per folder
 
 

@@ -574,6 +574,9 @@ TEST(ParseBytes, SaysWhatIsWrong) {
         expect_user_error([&] { parse_bytes(text, "--budget"); },
                           {"--budget", format("'%s'", text), "with a unit (B, KiB"});
     }
+    // Is it 8 * 2^30 or 8 * 10^9 bytes?
+    expect_user_error([&] { parse_bytes("8G", "--budget"); }, {", as in 8GiB or 8GB"});
+    expect_user_error([&] { parse_bytes("1.5mi", "--budget"); }, {", as in 1.5MiB or 1.5MB"});
     for (const char* text : {"16777216TiB", "99999999999999999999B", "1000000000000000000000000000000GiB"})
         expect_user_error([&] { parse_bytes(text, "--budget"); }, {"--budget", text, "more bytes than"});
     EXPECT_GT(parse_bytes("16777215TiB", "--budget"), size_t{1} << 63);

@@ -192,7 +192,7 @@ def test_a_resumed_run_counts_on(train, work):
     assert printed_steps(train("--resume", "out", "--steps", 30, cwd=work).stdout) == [21, 22, 23, 30]
 
 
-def test_utilisation_names_what_it_is_relative_to(train, work):
+def test_utilization_names_what_it_is_relative_to(train, work):
     """Once, before the first step. Multiplied with a step's time, the rate gives what is printed; all three
     are rounded."""
     def bounds(figure):

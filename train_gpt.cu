@@ -56,6 +56,7 @@
 #include "llmc/plan_free_memory.h"    // require_memory(), remark_shortage()
 #include "llmc/plan_report.h"         // MemoryReport
 #include "llmc/plan_timeline.h"       // write_timeline()
+#include "llmc/ranks_agree.h"         // check_ranks_agree()
 #include "llmc/ranks_launch.h"        // launch_ranks(), open_rank_streams()
 #include "llmc/rates_calibrate.h"     // calibrate()
 #include "llmc/rates_file.h"          // rates_of(): how fast the device is
@@ -244,8 +245,12 @@ class Trainer {
     // Allocates nothing on the device yet.
     Trainer(const Options& options, RunInputs& inputs, Choices choices = {});
 
-    // Connects this rank of several to the others. Without it, steps can only be rehearsed.
-    void connect(RankEngine* engine) { exchange_.connect(engine); }
+    // Connects this rank to the others. Without it, steps of several ranks can only be rehearsed. Call it
+    // after rehearse(): fails if the ranks are not about to do the same.
+    void connect(RankEngine& engine) {
+        exchange_.connect(&engine);
+        check_ranks_agree(exchange_, o_.rank, facts_of(o_, in_, report_));
+    }
     void run();
     void bench();
     void print_plan() const;
@@ -916,17 +921,27 @@ std::optional<double> Trainer::validate() {
     loss_by_position_.begin(stream_);
     const float scale = batches_.validation_loss_scale();
     const auto batch = static_cast<uint64_t>(o_.batch);
+    const auto loss_so_far = [&] {
+        float loss = 0;
+        copy_to_host(&loss, metrics_.loss().data(), sizeof loss, stream_);
+        return loss;
+    };
+    const bool shares = !exchange_.is_alone() && !o_.has("--loss-by-position");
+    std::vector<float> terms;  // of several ranks that share the batches: the loss of each batch
     for (uint64_t first = 0; first < batches_.validation_sequences(); first += batch) {
         if (stopping()) return std::nullopt;
+        const auto owner = static_cast<int>(first / batch % static_cast<uint64_t>(o_.devices));
+        if (shares) terms.push_back(0);
+        if (shares && owner != o_.rank.number) continue;
+        if (shares) fill_zero(metrics_.loss(), stream_);
         batches_.feed_validation(first, scale, loss_by_position_);
         run_step(plans_.evaluate, [&] {
             gpt_.evaluate(batches_.first_on_device(), micro_, scale, metrics_.loss(),
                           loss_by_position_.sums());
         });
+        if (shares) terms.back() = loss_so_far();
     }
-    float loss = 0;
-    copy_to_host(&loss, metrics_.loss().data(), sizeof loss, stream_);
-    return double{loss};
+    return double{shares ? exchange_.sum_in_turn(terms) : loss_so_far()};
 }
 
 void Trainer::validate_and_log() {
@@ -1167,7 +1182,7 @@ void Trainer::print_plan() const {
     else if (o_.plan)
         print_report(stdout, report_);
     else
-        print_summary(stdout, report_, "allocating", memory_free_at_start());
+        print_summary(stdout, report_, "allocating", memory_of_rank(o_.rank));
     if (o_.plan) remark_shortage(report_);
 }
 
@@ -1179,7 +1194,7 @@ void Trainer::prepare() {
     if (trains()) remark_no_validation(in_, o_.seq_len);
     PeakRate peak = {};
     if (trains()) print_plan();
-    require_memory(report_, memory_free_at_start(), trains());
+    require_memory(report_, memory_of_rank(o_.rank), trains());
     if (trains()) {
         peak = device_peak_flops<floatX>(stream_, report_.allocated());
         printf("MFU is relative to %.0f GFLOP/s, %s\n", peak.flops / 1e9, peak.of);
@@ -1304,7 +1319,7 @@ void Trainer::forward_step() {
 // --bench: runs steps, or their forwards alone, and prints what they took and reached.
 void Trainer::bench() {
     open_device();
-    require_memory(report_, memory_free_at_start(), false);
+    require_memory(report_, memory_of_rank(o_.rank), false);
     const bool forward_only = o_.bench == "forward";
     BenchReport r = {.memory = report_,
                      .forward_only = forward_only,
@@ -1388,8 +1403,8 @@ int run(int argc, char** argv, RankEngine* engine) {
     malloc_trim(0);  // what reading and tokenizing let go of is the run's again
     const Options chosen = with_chosen_setting<Trainer>(options, inputs, choices);
     Trainer trainer(chosen, inputs, std::move(choices));
-    trainer.connect(engine);
     trainer.rehearse();
+    if (engine) trainer.connect(*engine);
     if (options.plan)
         trainer.print_plan();
     else if (!options.bench.empty())
@@ -1410,11 +1425,17 @@ int main(int argc, char** argv) {
     setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);  // a line is there when it is printed, in a file too
     std::unique_ptr<RankEngine> engine;
     try {
-        if (!rank.is_alone()) engine = connect_ranks(rank);
-        return run(argc, argv, engine.get());
+        if (!rank.is_alone()) {
+            memory_of_rank(rank);  // before any of the ranks takes much
+            engine = connect_ranks(rank);
+        }
+        const int code = run(argc, argv, engine.get());
+        if (code) tell_launcher(code);
+        return code;
     } catch (...) {
         if (!rank.is_first()) usleep(300000);  // if the first rank has the same error, it prints it
         const int code = report_error(errors, rank.is_first() ? "train" : "train: " + rank.text());
+        tell_launcher(code);
         if (engine) engine->end_all(code);
         return code;
     }

@@ -75,6 +75,14 @@ class Exchange {
         const auto all = gather(std::vector<int>{number});
         return *std::max_element(all.begin(), all.end());
     }
+    // The sum, in order, of terms that the ranks computed in turn: term i is that of rank i % ranks.
+    float sum_in_turn(const std::vector<float>& own) {
+        const std::vector<float> all = gather(own);
+        float sum = 0;
+        for (size_t i = 0; i < own.size(); i++)
+            sum += all[i % static_cast<size_t>(slices_.ranks) * own.size() + i];
+        return sum;
+    }
     // The ranks' vectors, which have the same length, one after another.
     template <class T>
     std::vector<T> gather(const std::vector<T>& own) {

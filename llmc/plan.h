@@ -109,6 +109,14 @@ inline PhaseTimes phases_of(const Plans& plans, int grad_accum, const Rates& rat
 
 // What a run takes beside its buffers, and what its step costs by these rates. The report points to the
 // plans, which must outlive it.
+// The bytes that a rank sends to others in the operations of a plan.
+inline double bytes_to_ranks(const Plan& plan) {
+    double bytes = 0;
+    for (const Transfer& t : plan.transfers)
+        if (!t.waits && t.route == Route::ToRanks) bytes += t.bytes;
+    return bytes;
+}
+
 template <class T>
 MemoryReport make_report(const Options& o, const Plans& plans, const InputBytes& inputs,
                          const Choices& choices, const Rates& rates) {
@@ -120,6 +128,9 @@ MemoryReport make_report(const Options& o, const Plans& plans, const InputBytes&
     r.batch = o.batch;
     r.seq_len = o.seq_len;
     r.grad_accum = o.grad_accum;
+    r.devices = o.devices;
+    r.zero = o.slices_state() ? "1" : "0";
+    r.sent_to_ranks = bytes_to_ranks(plans.train) + bytes_to_ranks(plans.update);
     r.head_rows = o.head_rows;
     r.mlp_rows = o.mlp_rows;
     r.attention_rows = o.attention_rows;

@@ -10,6 +10,7 @@
 #include "llmc/device.h"
 #include "llmc/plan_report.h"
 #include "llmc/plan_solver.h"
+#include "llmc/ranks.h"
 
 // The limits of --batch auto: the most tokens that train well in one micro-batch, and the fewest steps that
 // an epoch should have.
@@ -43,6 +44,16 @@ inline const std::vector<MemoryLimit>& limits_at_start() {
 inline const FreeMemory& memory_free_at_start() {
     static const FreeMemory free =
         kHostIsDevice ? host_memory_in_all(limits_at_start()) : device_memory_free();
+    return free;
+}
+
+// What one of the ranks on this machine may use: an equal share.
+inline FreeMemory memory_of_rank(const Rank& rank) {
+    FreeMemory free = memory_free_at_start();
+    if (kHostIsDevice && free.known() && rank.on_this_machine > 1) {
+        free.bytes /= static_cast<size_t>(rank.on_this_machine);
+        free.limit += format(", shared by %d ranks", rank.on_this_machine);
+    }
     return free;
 }
 

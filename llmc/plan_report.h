@@ -78,6 +78,9 @@ struct MemoryReport {
     int vocabulary = 0;
     std::string vocabulary_of;  // why it is this size, if neither data nor a file say it
     int batch = 0, seq_len = 0, grad_accum = 1;
+    int devices = 1;           // the report is of one of so many ranks
+    std::string zero;          // what each of them keeps
+    double sent_to_ranks = 0;  // bytes in a step
     int64_t head_rows = 0, mlp_rows = 0, attention_rows = 0;
     double seconds = 0;                // of a step, by estimate
     double update_seconds = 0;         // of the update in it
@@ -196,6 +199,8 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r) {
         {"batch", r.batch},           {"seq_len", r.seq_len},       {"grad_accum", r.grad_accum},
         {"head_rows", r.head_rows},   {"mlp_rows", r.mlp_rows},     {"attention_rows", r.attention_rows},
         {"recompute", r.recompute}};
+    if (r.devices > 1)
+        j["ranks"] = {{"devices", r.devices}, {"zero", r.zero}, {"sent_bytes", r.sent_to_ranks}};
     auto& totals = j["totals"];
     for (const char* kind : {"weights", "gradients", "optimizer_m", "optimizer_v", "master", "input"})
         totals[kind] = r.of_kind(kind);
@@ -290,12 +295,13 @@ inline void print_summary(FILE* to, const MemoryReport& r, const char* verb, con
     };
     fprintf(to,
             "%s: %lld parameters%s; %s, %s, vocabulary %d%s, batch %d, seq_len %d, recompute %s, head_rows "
-            "%lld%s%s\n%s, in MiB:\n",
+            "%lld%s%s%s\n%s, in MiB:\n",
             r.model.c_str(), static_cast<long long>(r.parameters), trained.c_str(), r.device.c_str(),
             r.precision.c_str(), r.vocabulary,
             r.vocabulary_of.empty() ? "" : format(" (%s)", r.vocabulary_of.c_str()).c_str(), r.batch,
             r.seq_len, r.recompute.c_str(), static_cast<long long>(r.head_rows),
-            rows(", mlp_rows", r.mlp_rows).c_str(), rows(", attention_rows", r.attention_rows).c_str(), verb);
+            rows(", mlp_rows", r.mlp_rows).c_str(), rows(", attention_rows", r.attention_rows).c_str(),
+            r.devices > 1 ? format("; each of %d devices", r.devices).c_str() : "", verb);
     const auto line = [&](size_t bytes, const std::string& what) {
         if (bytes > 0) fprintf(to, "%12.2f  %s\n", mebibytes(bytes), what.c_str());
     };

@@ -44,21 +44,44 @@ inline FILE* open_rank_streams(const Rank& rank) {
     const int nowhere = open("/dev/null", O_WRONLY | O_CLOEXEC);
     for (const int fd : {STDOUT_FILENO, STDERR_FILENO}) dup2(nowhere, fd);
     close(nowhere);
-    return errors ? errors : stderr;
+    if (!errors) return stderr;
+    setvbuf(errors, nullptr, _IONBF, 0);  // what a rank says must be there when all are ended
+    return errors;
 }
 
-inline volatile std::sig_atomic_t launched_process = 0;  // MPI's launcher
+// In a rank that ends by itself and not well: tells the launching process its exit code. What MPI's launcher
+// says about that differs.
+inline void tell_launcher(int code) {
+    if (const auto launcher = number_in_environment(kLauncherVariable)) {
+        sigval value{};
+        value.sival_int = code;
+        sigqueue(*launcher, kStopRanks, value);
+    }
+}
+
+inline volatile std::sig_atomic_t launched_process = 0;  // MPI's launcher, once it runs
+inline volatile std::sig_atomic_t told_code = 0;         // the first exit code that a rank has told
+
+inline void on_told_code(int, siginfo_t* info, void*) {
+    if (told_code == 0 && info->si_code == SI_QUEUE) told_code = info->si_value.sival_int;
+}
+
+inline volatile std::sig_atomic_t stopped_twice = 0;  // the second signal that asked to stop
 
 // The first Ctrl-C or SIGTERM stops the ranks after their micro-batch, so that they can save; the second
 // ends them.
 inline void pass_on_signal(int signal) {
     static volatile std::sig_atomic_t is_stopping = 0;
     const int before = errno;
+    if (launched_process == 0) _exit(128 + signal);
     if (signal == SIGUSR1) {
         kill(launched_process, SIGUSR1);
-    } else {
-        kill(launched_process, is_stopping ? SIGTERM : kStopRanks);
+    } else if (!is_stopping) {
         is_stopping = 1;
+        kill(launched_process, kStopRanks);
+    } else {
+        stopped_twice = signal;
+        kill(launched_process, SIGTERM);
     }
     errno = before;
 }
@@ -83,55 +106,65 @@ inline std::string why_ranks_ended(const std::string& said) {
                   strsignal(signal));
 }
 
+// In the child process: becomes MPI's launcher, which starts this program again as the ranks.
+[[noreturn]] inline void become_launcher(const RankLauncher& launcher, int output, char** argv) {
+    setpgid(0, 0);  // Ctrl-C reaches the launching process alone, which passes it on
+    prctl(PR_SET_PDEATHSIG, SIGTERM);
+    dup2(output, STDOUT_FILENO);
+    dup2(output, STDERR_FILENO);
+    std::array<char, 4096> program{};
+    const bool known = readlink("/proc/self/exe", program.data(), program.size() - 1) > 0;
+    for (const std::string& name : launcher.names) {
+        std::vector<const char*> words = {name.c_str()};
+        for (const std::string& word : launcher.arguments) words.push_back(word.c_str());
+        words.push_back(known ? program.data() : argv[0]);
+        for (char** word = argv + 1; *word; word++) words.push_back(*word);
+        words.push_back(nullptr);
+        execvp(name.c_str(), const_cast<char**>(words.data()));
+    }
+    _exit(127);
+}
+
+// From here on, signals go to the ranks, and a rank can tell its exit code.
+inline void handle_launcher_signals() {
+    struct sigaction action = {};
+    action.sa_flags = SA_RESTART | SA_SIGINFO;
+    action.sa_sigaction = on_told_code;
+    sigaction(kStopRanks, &action, nullptr);
+    action.sa_flags = SA_RESTART;
+    action.sa_handler = pass_on_signal;
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGUSR1}) {
+        struct sigaction before = {};
+        sigaction(signal, &action, &before);
+        if (before.sa_handler == SIG_IGN) sigaction(signal, &before, nullptr);
+    }
+}
+
 // Starts `count` ranks of this program with the same arguments, and returns its exit code when all have
 // ended. Fails if they cannot be started, or if one of them ended without a message.
 inline int launch_ranks(int count, char** argv) {
     const RankLauncher launcher = rank_launcher(count);
     setenv(kLauncherVariable, std::to_string(getpid()).c_str(), 1);
-    int to_us[2];
-    if (pipe2(to_us, O_CLOEXEC) != 0) fail("--devices: no pipe: %s", strerror(errno));
+    int output[2];
+    if (pipe2(output, O_CLOEXEC) != 0) fail("--devices: no pipe: %s", strerror(errno));
+    handle_launcher_signals();
     const pid_t child = fork();
     if (child < 0) fail("--devices: no process: %s", strerror(errno));
-    if (child == 0) {
-        setpgid(0, 0);  // Ctrl-C reaches this process alone, which passes it on
-        prctl(PR_SET_PDEATHSIG, SIGTERM);
-        dup2(to_us[1], STDOUT_FILENO);
-        dup2(to_us[1], STDERR_FILENO);
-        for (const std::string& name : launcher.names) {
-            std::vector<const char*> words = {name.c_str()};
-            for (const std::string& word : launcher.arguments) words.push_back(word.c_str());
-            words.push_back("/proc/self/exe");
-            std::array<char, 4096> program{};
-            if (readlink("/proc/self/exe", program.data(), program.size() - 1) > 0)
-                words.back() = program.data();
-            for (char** word = argv + 1; *word; word++) words.push_back(*word);
-            words.push_back(nullptr);
-            execvp(name.c_str(), const_cast<char**>(words.data()));
-        }
-        _exit(127);
-    }
-    close(to_us[1]);
+    if (child == 0) become_launcher(launcher, output[1], argv);
+    close(output[1]);
     launched_process = child;
-    for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGUSR1}) {
-        struct sigaction action = {};
-        action.sa_handler = pass_on_signal;
-        action.sa_flags = SA_RESTART;
-        struct sigaction before = {};
-        sigaction(signal, &action, &before);
-        if (before.sa_handler == SIG_IGN) sigaction(signal, &before, nullptr);
-    }
     std::string said;
     char buffer[4096];
-    for (ssize_t n; (n = read(to_us[0], buffer, sizeof buffer)) > 0 || (n < 0 && errno == EINTR);)
+    for (ssize_t n; (n = read(output[0], buffer, sizeof buffer)) > 0 || (n < 0 && errno == EINTR);)
         if (n > 0 && said.size() < 65536) said.append(buffer, static_cast<size_t>(n));
     int status = 0;
     while (waitpid(child, &status, 0) < 0 && errno == EINTR) continue;
-    if (WIFSIGNALED(status)) return 128 + WTERMSIG(status);
-    const int code = WEXITSTATUS(status);
+    if (stopped_twice) return 128 + stopped_twice;
+    if (told_code) return told_code;
+    const int code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
     if (code == 127 && said.empty())
-        fail("--devices: there is no %s: make deps installs it (openmpi-bin)", launcher.names.back().c_str());
-    const bool told = code == 0 || said.find("MPI_ABORT was invoked") != said.npos ||
-                      said.find("exited with non-zero") != said.npos || said.find("Exit code") != said.npos;
-    if (!told) fail("--devices %d: %s", count, why_ranks_ended(said).c_str());
-    return code;
+        fail("--devices %d: there is no %s: make deps installs it (openmpi-bin)", count,
+             launcher.names.back().c_str());
+    if (code) fail("--devices %d: %s", count, why_ranks_ended(said).c_str());
+    return 0;
 }

@@ -1,0 +1,78 @@
+// ranks_agree.h - checks before the first step that all ranks of a run on several devices are about to do the
+// same: the same program, options, data and plan, from the same save. If they were not, they would wait for
+// each other forever, or train something that nobody asked for.
+#pragma once
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "llmc/exchange.h"
+#include "llmc/options.h"
+#include "llmc/plan_report.h"
+#include "llmc/run_inputs.h"
+#include "llmc/version.h"
+
+// What must be the same on all ranks, by names that messages use.
+using RankFacts = std::vector<std::pair<std::string, std::string>>;
+
+inline RankFacts facts_of(const Options& o, const RunInputs& in, const MemoryReport& plan) {
+    RankFacts facts = {{"the program", version_text()}};
+    for (const auto& [name, words] : o.given) {
+        std::string value;
+        for (const std::string& word : words) value += (value.empty() ? "" : " ") + word;
+        facts.emplace_back(setting_name(name), value);
+    }
+    for (const auto& [name, value] : in.facts) facts.emplace_back("what is in the files of " + name, value);
+    facts.emplace_back("the model",
+                       format("%lld parameters, %lld trained", static_cast<long long>(plan.parameters),
+                              static_cast<long long>(plan.trained)));
+    if (in.progress) facts.emplace_back("the save's step", std::to_string(in.progress->step));
+    facts.emplace_back("the peak of the plan's activations", std::to_string(plan.activations()));
+    return facts;
+}
+
+// The first difference between two ranks' facts, as "--lr is 3e-4, and on rank 0 1e-4"; empty if there is
+// none.
+inline std::string first_difference(const RankFacts& own, const RankFacts& first) {
+    const auto find = [](const RankFacts& facts, const std::string& name) {
+        const auto at =
+            std::find_if(facts.begin(), facts.end(), [&](const auto& fact) { return fact.first == name; });
+        return at == facts.end() ? std::string("not given") : at->second;
+    };
+    for (const RankFacts* facts : {&own, &first})
+        for (const auto& [name, value] : *facts)
+            if (find(own, name) != find(first, name))
+                return name + " is " + find(own, name) + ", and on rank 0 " + find(first, name);
+    return "";
+}
+
+// Fails on a rank whose facts differ from those of the first rank.
+inline void check_ranks_agree(Exchange& exchange, const Rank& rank, const RankFacts& own) {
+    std::string text;
+    for (const auto& [name, value] : own) text += name + '\x1f' + value + '\x1e';
+    const auto lengths = exchange.gather(std::vector<uint64_t>{text.size()});
+    std::string padded = text;
+    padded.resize(*std::max_element(lengths.begin(), lengths.end()));
+    const auto all = exchange.gather(std::vector<char>(padded.begin(), padded.end()));
+    const std::string first_text(all.data(), lengths[0]);
+    if (text != first_text) {
+        RankFacts first;
+        for (size_t begin = 0; begin < first_text.size();) {
+            const size_t middle = first_text.find('\x1f', begin), end = first_text.find('\x1e', begin);
+            first.emplace_back(first_text.substr(begin, middle - begin),
+                               first_text.substr(middle + 1, end - middle - 1));
+            begin = end + 1;
+        }
+        fail("%s", first_difference(own, first).c_str());
+    }
+    for (size_t r = 0; r < lengths.size(); r++)
+        if (first_text.compare(0, std::string::npos, all.data() + r * padded.size(), lengths[r]) != 0) {
+            usleep(2000000);  // that rank says what differs, and ends all
+            fail("rank %zu does not do what rank %d does", r, rank.number);
+        }
+}

@@ -310,10 +310,12 @@ class Trainer {
     Options o_;
     RunInputs& in_;
     const ModelConfig& config_;
-    RunModel model_;
+    // Members end in the reverse of this order: memory must outlive the transfers to it that are under way
+    // when a run fails. So the arena comes before the model's files, and updates before offloaded memory.
     std::optional<OwnStream> own_stream_;
     Stream stream_ = nullptr;  // own_stream_, from open_device() on
     Arena arena_;
+    RunModel model_;
     Gpt gpt_;
     Batches batches_;
     MicroBatchOptions micro_;
@@ -328,8 +330,8 @@ class Trainer {
     MemoryReport report_;
     const Choices choices_;
     const Rates rates_;  // for estimates of time
-    OffloadedMemory<floatX> offloaded_;
     Updates updates_;
+    OffloadedMemory<floatX> offloaded_;
     StepGraphs graphs_;
     bool replays_;                       // --advanced graph=on
     size_t used_before_ = 0;             // device memory in use before this run
@@ -1066,9 +1068,9 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
       loss_by_position_(o_.loss_by_position.empty() ? 0 : o_.seq_len),
       choices_(std::move(choices)),
       rates_(rates_of<floatX>(o_.rates)),
-      offloaded_(o_, in_.adapter.prompt_tokens, model_.state, model_.trained(), pointer_to(model_.quantized)),
       updates_(o_, arena_, stream_, model_.trained(), gpt_.weights(), gpt_.gradients(), offloaded_,
                square_sums_, metrics_, exchange_),
+      offloaded_(o_, in_.adapter.prompt_tokens, model_.state, model_.trained(), pointer_to(model_.quantized)),
       replays_(o_.graph == "on") {
     check_attention<floatX>(o_, config_);
     metrics_.explain = [this] { model_.check_streamed_finite(); };

@@ -188,6 +188,7 @@ inline void check_options(const Options& o) {
     if (o.min_lr > o.lr) fail("--min-lr %g is above --lr %g", o.min_lr, o.lr);
     if (o.save_every > 0 && o.out.empty())
         fail("--save-every %lld needs --out DIR", static_cast<long long>(o.save_every));
+    check_devices(o);
     check_update_in_backward(o);
     if (!o.val_data.empty() && o.data.empty() && o.steps > 0)
         fail("--val-data needs --data, or --steps 0: to validate the model as it is");

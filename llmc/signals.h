@@ -59,7 +59,11 @@ inline void stop_on_signals(bool saves) {
     when_interrupted = saves ? "stopping after this micro-batch; Ctrl-C again: at once, without saving\n"
                              : "stopping after this micro-batch; Ctrl-C again: at once\n";
     when_asked_to_save = saves ? "" : "SIGUSR1 asks for a save, and there is no --out: going on without\n";
-    for (int signal : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) handle_signal(signal, on_interrupt);
-    // What started the ranks of --devices passes on Ctrl-C as another signal (ranks_launch.h).
-    if (getenv(kLauncherVariable)) handle_signal(SIGUSR2, [](int) { on_interrupt(SIGINT); });
+    if (!getenv(kLauncherVariable)) {
+        for (int signal : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) handle_signal(signal, on_interrupt);
+        return;
+    }
+    // A rank that --devices started is asked to stop by another signal (ranks_launch.h). SIGTERM comes from
+    // MPI's launcher when another rank has died, and ends this one at once.
+    handle_signal(SIGUSR2, [](int) { on_interrupt(SIGINT); });
 }

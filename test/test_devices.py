@@ -1,0 +1,339 @@
+"""Training on several devices: ranks that MPI starts have the bits of one device, whatever each of them keeps; a run goes on
+on another number of devices; and whatever ends a rank ends all of them, with one line."""
+
+import hashlib
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+from trainer_runs import make, random_tokens, running, small_disk, wait_for_line, write_shard
+
+USUALLY = "fp32"
+BASE = ("--model", "model", "--data", "data.bin", "--val-data", "val.bin", "--batch", 2, "--seq-len", 24, "--steps", 4,
+        "--warmup", 1, "--lr", "1e-2", "--eval-every", 2, "--eval-batches", 2, "--sample", "tokens=5,temperature=0", "--save-every", 2,
+        "--log", "log", "--out", "out")
+# What is trained, and with which options. Rows that go in chunks are not among them: their gradients are added chunk by chunk,
+# so several micro-batches on one device have another order.
+CASES = {
+    "llama": (),
+    "qwen3": ("--recompute", "block"),
+    "mistral": ("--recompute", "norm:1,block:1"),
+    "by block": ("--by-block",),
+    "update in backward": ("--by-block", "--update-in-backward"),
+    "unclipped in backward": ("--by-block", "--update-in-backward", "--clip", 0),
+    "8-bit moments": ("--state-formats", "m=8bit,v=8bit"),
+    "clipped by block": ("--advanced", "clip=block"),
+    "sgd": ("--optimizer", "sgd", "--clip", 0.3),
+    "state on disk": ("--offload", "state=disk"),
+    "all on disk": ("--offload", "weights=disk,gradients=disk,state=disk"),
+    "lora": ("--train", "lora", "--lora-rank", 3, "--lora-dropout", 0.1),
+    "nf4": ("--train", "lora", "--base", "nf4"),
+    "soft prompt": ("--train", "prompt", "--soft-prompt", 5),
+    "examples": ("--data", "examples.jsonl", "--val-data", "examples.jsonl"),
+    "dropout": ("--model", "gpt2", "--train", "lora", "--dropout", 0.1),
+}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    work = tmp_path_factory.mktemp("devices")
+    sizes = ("--layers", 2, "--heads", 4, "--channels", 64, "--positions", 64, "--vocab", 256)
+    for name, family, options in (("model", "llama", ("--kv-heads", 2)), ("qwen3", "qwen3", ("--head-size", 32)),
+                                  ("mistral", "mistral", ("--window", 10)), ("gpt2", "gpt2", ("--tied",)),
+                                  ("bloom", "bloom", ("--tied",))):
+        make(work / name, "--family", family, *sizes, *options)
+    for name in ("data", "val"):
+        write_shard(work / f"{name}.bin", random_tokens(256, 4000))
+    text = pathlib.Path(__file__).read_text()
+    examples = [{"prompt": text[40 * i:40 * i + 9 + i % 5], "completion": text[40 * i + 9:40 * i + 21 + i % 7]} for i in range(60)]
+    (work / "examples.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
+    return work
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(request):
+    for name in ("train", "train_fp32", "train_bf16"):
+        if name in request.fixturenames and request.getfixturevalue(name).device != "cpu":
+            pytest.skip("several GPUs are not trained on yet")
+
+
+def figures(path):
+    """What a log has, without times."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in ("ms", "tokens_per_second", "waited_ms")} for line in lines]
+
+
+def files_of(save):
+    """What is in a save: digests of its files, and its settings without the folder that they name files from."""
+    digests = {f.name: hashlib.sha1(f.read_bytes()).hexdigest() for f in sorted(save.resolve().iterdir())}
+    state = json.loads((save / "trainer_state.json").read_text())
+    state.pop("directory")
+    state["options"].pop("--threads", None)
+    return digests | {"trainer_state.json": state}
+
+
+def in_folder(work, folder):
+    """A folder with the models and data, for a run's outputs."""
+    folder.mkdir(parents=True)
+    for file in work.iterdir():
+        (folder / file.name).symlink_to(file)
+    return folder
+
+
+def case_options(name):
+    model = {"qwen3": ("--model", "qwen3"), "mistral": ("--model", "mistral")}.get(name, ())
+    return (*model, *CASES[name])
+
+
+@pytest.fixture(scope="module")
+def one_device(work, tmp_path_factory):
+    """The results of a case on one device that accumulates `micro_batches`; each is computed once."""
+    known = {}
+
+    def results(train, options, micro_batches):
+        if (options, micro_batches) not in known:
+            folder = in_folder(work, tmp_path_factory.mktemp("one") / "run")
+            printed = train(*BASE, *options, "--grad-accum", micro_batches, "--threads", 1, cwd=folder).stdout
+            known[options, micro_batches] = figures(folder / "log"), files_of(folder / "out" / "latest"), sample_of(printed)
+        return known[options, micro_batches]
+    return results
+
+
+def sample_of(printed):
+    return printed.split(b"--- sample")[-1]
+
+
+@pytest.mark.parametrize("zero", ["0", "1"])
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_have_the_bits_of_one_device(train_fp32, work, one_device, tmp_path, name, zero):
+    ranks = (2, 3, 4, 8)[(list(CASES).index(name) + int(zero)) % 4]
+    folder = in_folder(work, tmp_path / "run")
+    printed = train_fp32(*BASE, *case_options(name), "--devices", ranks, "--zero", zero, cwd=folder).stdout
+    assert (figures(folder / "log"), files_of(folder / "out" / "latest"), sample_of(printed)) == \
+        one_device(train_fp32, case_options(name), ranks)
+    assert printed.count(b"--- sample") == 1 and len(re.findall(rb"^step +4/4", printed, re.M)) == 1
+
+
+@pytest.mark.quick
+def test_two_ranks_and_one(train_fp32, work, one_device, tmp_path):
+    folder = in_folder(work, tmp_path / "run")
+    train_fp32(*BASE, "--devices", 2, cwd=folder)
+    assert figures(folder / "log") == one_device(train_fp32, (), 2)[0]
+
+
+@pytest.mark.parametrize("model", ["gpt2", "bloom"])
+def test_a_tied_head_adds_in_another_order(train_fp32, work, one_device, tmp_path, model):
+    """One device adds the head's and the embedding's gradients by turns; ranks add sums of both."""
+    folder = in_folder(work, tmp_path / "run")
+    train_fp32(*BASE, "--model", model, "--devices", 3, cwd=folder)
+    for mine, one in zip(figures(folder / "log"), one_device(train_fp32, ("--model", model), 3)[0], strict=True):
+        assert mine == pytest.approx(one, rel=1e-6)
+
+
+def test_several_micro_batches_a_rank(train_fp32, work, one_device, tmp_path):
+    for zero in ("0", "1"):
+        folder = in_folder(work, tmp_path / zero)
+        train_fp32(*BASE, "--devices", 2, "--grad-accum", 6, "--zero", zero, cwd=folder)
+        for mine, one in zip(figures(folder / "log"), one_device(train_fp32, (), 6)[0], strict=True):
+            assert mine == pytest.approx(one, rel=1e-6)
+
+
+@pytest.mark.parametrize("options", [(), ("--state-formats", "master=split,m=bf16"), ("--state-formats", "master=none,m=8bit,v=8bit")],
+                         ids=" ".join)
+def test_bf16_is_the_same_every_time(train_bf16, work, one_device, tmp_path, options):
+    """A rank's gradients are rounded to bf16 before they are added, so one device differs, but little."""
+    results = []
+    for run, threads, zero in (("a", 1, "0"), ("b", 2, "1")):
+        folder = in_folder(work, tmp_path / run)
+        train_bf16(*BASE, *options, "--devices", 3, "--zero", zero, "--threads", threads, cwd=folder)
+        results.append((figures(folder / "log"), files_of(folder / "out" / "latest")))
+    assert results[0] == results[1]
+    for mine, one in zip(results[0][0], one_device(train_bf16, options, 3)[0], strict=True):
+        assert mine["step"] == one["step"] and mine.get("loss", 0) == pytest.approx(one.get("loss", 0), rel=5e-3)
+
+
+@pytest.mark.parametrize("first, then", [(4, 1), (1, 4), (4, 2), (2, 4)])
+def test_a_run_goes_on_on_other_devices(train_fp32, work, one_device, tmp_path, first, then):
+    folder = in_folder(work, tmp_path / "run")
+    formats = ("--state-formats", "m=8bit")
+    def on(devices):
+        return ("--devices", devices, "--zero", "1") if devices > 1 else ()
+    train_fp32(*BASE, *formats, "--grad-accum", 4, "--steps", 2, *on(first), cwd=folder)
+    train_fp32("--resume", "out", "--steps", 4, *on(then), cwd=folder)
+    whole = one_device(train_fp32, formats, 4)
+    if {first, then} == {1, 4}:  # the sums are those of one device
+        weights = files_of(folder / "out" / "latest")
+        assert all(weights[f] == whole[1][f] for f in ("model.safetensors", "trainer_state.safetensors"))
+    losses = {line["step"]: line["loss"] for line in figures(folder / "log") if "loss" in line}
+    assert losses == pytest.approx({line["step"]: line["loss"] for line in whole[0] if "loss" in line}, rel=1e-3)
+
+
+def plan(train, work, *options):
+    return json.loads(train(*BASE, *options, "--plan", "json", cwd=work).stdout)
+
+
+def test_the_plan_of_a_rank(train, work):
+    """The first rank's slices are the largest. A plan needs no ranks."""
+    one, four = plan(train, work), plan(train, work, "--devices", 4)
+    assert four["ranks"]["devices"] == 4 and four["ranks"]["zero"] == "1" and "ranks" not in one
+    for kind in ("optimizer_m", "optimizer_v"):
+        assert one["totals"][kind] / 4 <= four["totals"][kind] < one["totals"][kind] / 2
+    assert four["totals"]["weights"] == one["totals"]["weights"]
+    whole = plan(train, work, "--devices", 4, "--zero", "0")
+    assert whole["totals"]["optimizer_m"] == one["totals"]["optimizer_m"]
+    # Gradients, and then weights: three quarters of each leave a rank. The rest are sums for norm and loss.
+    moved = 2 * 3 / 4 * one["totals"]["gradients"]
+    assert 0.9 * moved < four["ranks"]["sent_bytes"] < 1.2 * moved
+
+
+def test_bytes_between_ranks_are_those_of_the_plan(train, work):
+    options = ("--model", "model", "--devices", 2, "--batch", 2, "--seq-len", 24)
+    planned = json.loads(train(*options, "--plan", "json", cwd=work).stdout)["ranks"]["sent_bytes"]
+    link = json.loads(train(*options, "--bench", "json", "--steps", 3, cwd=work).stdout)["links"]["to_ranks"]
+    assert link["bytes"] == planned
+
+
+def mpirun(train, *commands, cwd):
+    """Runs the trainer as a user's own mpirun starts it: one rank for each of the commands."""
+    words = [["-n", "1", train.path, *map(str, command)] for command in commands]
+    line = ["mpirun", "--oversubscribe", "--bind-to", "none", *sum((w + [":"] for w in words), [])[:-1]]
+    environment = train.environment | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return subprocess.run(line, cwd=cwd, env=environment, capture_output=True, timeout=120)
+
+
+def test_ranks_that_the_user_starts(train_fp32, work, one_device, tmp_path):
+    folder = in_folder(work, tmp_path / "run")
+    command = (*BASE, "--devices", 2)
+    assert mpirun(train_fp32, command, command, cwd=folder).returncode == 0
+    assert (figures(folder / "log"), files_of(folder / "out" / "latest")) == one_device(train_fp32, (), 2)[:2]
+
+
+@pytest.mark.parametrize("change, said", [
+    (("--lr", "3e-4"), "--lr is 3e-4, and on rank 0 1e-2"),
+    (("--data", "other.bin"), "rank 0"),
+    (("--devices", 3), "--devices 3: 2 ranks were started"),
+], ids=["option", "data", "number"])
+def test_ranks_that_differ(train_fp32, work, tmp_path, change, said):
+    folder = in_folder(work, tmp_path / "run")
+    write_shard(folder / "other.bin", random_tokens(256, 4000)[::-1])
+    run = mpirun(train_fp32, BASE, (*BASE, *change), cwd=folder)
+    assert run.returncode == 2
+    line = re.search(rb"^train: rank 1 \(host .*\): .*$", run.stderr, re.M)
+    assert line and said in line[0].decode()
+
+
+@pytest.mark.parametrize("options, said", [
+    (("--devices", 2, "--grad-accum", 3), "give 2 or 4"),
+    (("--devices", 3, "--grad-accum", 2), "give 3"),
+    (("--zero", "1"), "add --devices N"),
+    (("--devices", 2, "--memory", "1GiB"), "does not choose for several devices yet"),
+    (("--devices", 2, "--batch", "auto"), "does not choose for several devices yet"),
+    (("--devices", 2, "--steps", 0), "--steps is 0"),
+    (("--devices", 0), "0 is not"),
+    (("--devices", 2, "--data", "none.bin"), "none.bin"),
+    (("--devices", 2, "--model", "none"), "none"),
+], ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "")
+def test_mistakes_are_one_line(train, work, tmp_path, options, said):
+    folder = in_folder(work, tmp_path / "run")
+    error = train(*BASE, *options, cwd=folder, code=2).stderr.decode()
+    assert said in error and error.count("\n") == 1, error
+
+
+def test_without_mpi(train_fp32, work, tmp_path):
+    """A machine without MPI's launcher says what to install."""
+    folder = in_folder(work, tmp_path / "run")
+    run = subprocess.run([train_fp32.path, *map(str, BASE), "--devices", "2"], cwd=folder, capture_output=True, timeout=60,
+                         env=train_fp32.environment | {"PATH": str(folder)})
+    assert run.returncode == 2 and b"make deps installs it" in run.stderr and run.stderr.count(b"\n") == 1
+
+
+def ranks_of(process):
+    """The ranks' processes: children of the child of the process that was started."""
+    def children(pid):
+        return [int(p) for p in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [rank for launcher in children(process.pid) for rank in children(launcher)]
+
+
+def wait_for_end(ranks):
+    """Waits until these processes have ended; they must within five seconds."""
+    end = time.monotonic() + 5
+    while any(pathlib.Path(f"/proc/{rank}").exists() for rank in ranks):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+LONG = (*BASE, "--steps", 10**6, "--print-every", 1, "--save-every", 5, "--eval-every", 0, "--devices", 3)
+
+
+@pytest.mark.parametrize("killed", [0, 2])
+def test_a_rank_that_is_killed_ends_all(train_fp32, work, tmp_path, killed):
+    folder = in_folder(work, tmp_path / "run")
+    with running(train_fp32, *LONG, cwd=folder, text=True, stderr=-1) as process:
+        wait_for_line(process, r"^step +12/")
+        ranks = ranks_of(process)
+        assert len(ranks) == 3
+        os.kill(ranks[killed], signal.SIGKILL)
+        began = time.monotonic()
+        error = process.communicate(timeout=60)[1]
+        assert time.monotonic() - began < 5 and process.returncode == 2
+    assert error.count("\n") == 1 and f"rank {killed} was ended by signal 9" in error, error
+    wait_for_end(ranks)
+    train_fp32("--resume", "out", "--steps", 40, "--devices", 3, cwd=folder)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_all_after_the_same_micro_batch(train_fp32, work, tmp_path, sent):
+    folder = in_folder(work, tmp_path / "run")
+    with running(train_fp32, *LONG, cwd=folder, text=True, stderr=-1) as process:
+        wait_for_line(process, r"^step +7/")
+        process.send_signal(sent)
+        out, error = process.communicate(timeout=60)
+        assert process.returncode == 130
+    step = int(re.search(r"interrupted after step (\d+)", out)[1])
+    assert (folder / "out" / f"step-{step:08}").is_dir() and error.count("\n") <= 1
+    train_fp32("--resume", "out", "--steps", step + 2, "--devices", 3, cwd=folder)
+
+
+def test_a_signal_asks_for_a_save(train_fp32, work, tmp_path):
+    folder = in_folder(work, tmp_path / "run")
+    with running(train_fp32, *LONG, "--save-every", 0, cwd=folder, text=True, stderr=-1) as process:
+        wait_for_line(process, r"^step +3/")
+        process.send_signal(signal.SIGUSR1)
+        wait_for_line(process, r"^saved step \d+ in out")
+        wait_for_line(process, r"^step +\d+/")
+
+
+def test_two_signals_end_at_once(train_fp32, work, tmp_path):
+    folder = in_folder(work, tmp_path / "run")
+    slow = ("--seq-len", 60, "--batch", 64, "--grad-accum", 300)
+    with running(train_fp32, *LONG, *slow, cwd=folder, text=True, stderr=-1) as process:
+        wait_for_line(process, "^data: ")
+        time.sleep(0.5)
+        ranks = ranks_of(process)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+        assert process.returncode in (130, 2)
+    wait_for_end(ranks)
+
+
+def test_memory_is_shared_by_the_ranks_of_a_machine(train_fp32, work, tmp_path):
+    """Three ranks may take a third each."""
+    run = train_fp32(*BASE, "--devices", 3, cwd=in_folder(work, tmp_path / "run"))
+    free = int(re.search(rb"in all; (\d+) are free", run.stdout)[1])
+    alone = train_fp32(*BASE, cwd=in_folder(work, tmp_path / "alone"))
+    assert free < 0.5 * int(re.search(rb"in all; (\d+) are free", alone.stdout)[1])
+
+
+def test_a_full_disk_ends_all(train_fp32, work, tmp_path):
+    """Only the first rank writes, and says so."""
+    folder = in_folder(work, tmp_path / "run")
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        error = train_fp32(*BASE, "--out", disk / "out", "--devices", 2, cwd=folder, code=2).stderr
+    assert error.count(b"\n") == 1 and b"rank" not in error

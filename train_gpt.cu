@@ -423,7 +423,8 @@ bool Trainer::train_step() {
 void Trainer::micro_batch(float loss_scale, bool is_last) {
     // All micro-batches after the first share one plan and one graph, so each of them computes what only the
     // last one must: the sums for the norm.
-    const bool may_be_last = o_.own_micro_batches() == together() || micro_.adds;
+    // Ranks take the memory of their exchange in all of them, so that all have the same plan.
+    const bool may_be_last = o_.own_micro_batches() == together() || micro_.adds || !exchange_.is_alone();
     updates_.begin_backward(may_be_last, is_last);
     gpt_.forward_backward(batches_.on_device(), micro_, loss_scale, metrics_.loss());
     updates_.end_backward();
@@ -1106,7 +1107,8 @@ void Trainer::connect_placements() {
 
 Plan Trainer::rehearse_training(bool adds, bool placed) {
     micro_.adds = adds;
-    return arena_.rehearse([&] { micro_batch(1, true); }, placed);
+    const bool is_last = adds || o_.own_micro_batches() == together();
+    return arena_.rehearse([&] { micro_batch(1, is_last); }, placed);
 }
 
 Plan Trainer::rehearse_validation(bool placed) {

@@ -4,13 +4,18 @@
 //
 // A sum of gradients is divided: each rank receives the others' gradients of its own slice, and adds them. So
 // each rank sends and receives (ranks - 1) / ranks of the bytes. Gathering the updated slices takes as much.
+// A unit's gradients are exchanged while backward computes those of the next unit.
 #pragma once
 
 #include <algorithm>
+#include <cassert>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "llmc/arena.h"
 #include "llmc/graph.h"
+#include "llmc/precision.h"
 #include "llmc/rank_sums.cuh"
 #include "llmc/ranks.h"
 #include "llmc/slices.h"
@@ -27,24 +32,34 @@ class Exchange {
     void connect(RankEngine* engine) { engine_ = engine; }
     bool is_alone() const { return slices_.ranks == 1; }
 
-    // The rank's own slice of x, a unit's `size` elements, becomes the sum over all ranks.
-    template <class T>
-    void sum_slices(T* x, int64_t size) {
-        const int64_t length = slices_.length(size), own = slices_.own(size).count;
-        const int64_t columns = std::min(length, piece<T>());
-        const Tensor<T> parts = arena_.take<T>("ranks_gradients", {slices_.ranks, columns}, "exchange");
-        for (int64_t first = 0; first < length; first += columns) {
-            const auto count = [&](int64_t of_slice) {
-                return std::clamp<int64_t>(of_slice - first, 0, columns);
-            };
-            exchange<T>(
-                [&](int rank) {
-                    const Slice s = slices_.of(size, rank);
-                    return std::pair(x + s.first + first, count(s.count));
-                },
-                [&](int rank) { return std::pair(parts.at(rank * columns), count(own)); });
-            sum_ranks(Tensor<T>(x + slices_.own(size).first + first, {count(own)}), parts, stream_);
+    // While inactive, all operations take their memory as planned, and move and add nothing: micro-batches
+    // before the last share its plan.
+    void set_active(bool active) { active_ = active; }
+
+    // The rank's own slice of x, a unit's `size` elements, becomes the sum over all ranks: between the two
+    // calls the exchange goes on beside the computation, which must not touch x. One sum can be under way.
+    void start_sum(floatX* x, int64_t size) {
+        assert(!summed_);
+        const int64_t columns = std::min(slices_.length(size), piece<floatX>());
+        summed_.emplace(
+            Sum{x, size, arena_.take<floatX>("ranks_gradients", {slices_.ranks, columns}, "exchange")});
+        const auto [sent, received] = parts_of_sum(0);
+        start(sent, received);
+    }
+    // Finishes that sum, if one is under way. Slices that are longer than the receiving memory are completed
+    // now, piece by piece.
+    void finish_sum() {
+        if (!summed_) return;
+        const int64_t length = slices_.length(summed_->size);
+        join();
+        add_received(0);
+        for (int64_t first = summed_->parts.columns(); first < length; first += summed_->parts.columns()) {
+            const auto [sent, received] = parts_of_sum(first);
+            start(sent, received);
+            join();
+            add_received(first);
         }
+        summed_.reset();
     }
     // Every rank gets the other ranks' slices of x, a unit's `size` elements.
     template <class T>
@@ -55,15 +70,24 @@ class Exchange {
                 const Slice s = slices_.of(size, rank);
                 return std::pair(x + s.first + first, std::clamp<int64_t>(s.count - first, 0, piece<T>()));
             };
-            exchange<T>([&](int) { return part(slices_.rank); }, part);
+            Parts sent, received;
+            for (int rank = 0; rank < slices_.ranks; rank++)
+                add_part(sent, part(slices_.rank)), add_part(received, part(rank));
+            start(sent, received);
+            join();
         }
     }
     // x (n) becomes its sum over all ranks, on every rank.
     void sum(const Tensor<float>& x) {
         const int64_t n = x.size(), columns = ceil_div(n, int64_t{kVectorSize<float>}) * kVectorSize<float>;
         const Tensor<float> parts = arena_.take<float>("ranks_sums", {slices_.ranks, columns}, "exchange");
-        exchange<float>([&](int) { return std::pair(x.data(), n); },
-                        [&](int rank) { return std::pair(parts.at(rank * columns), n); });
+        Parts sent, received;
+        for (int rank = 0; rank < slices_.ranks; rank++)
+            add_part(sent, std::pair(x.data(), n)),
+                add_part(received, std::pair(parts.at(rank * columns), n));
+        start(sent, received);
+        join();
+        if (!active_) return;
         const Tensor<float> sum(parts.data(), {n});  // in place, because x may not be aligned
         sum_ranks(sum, parts, stream_);
         copy_rows_on_device(x.data(), n, sum.data(), n, n, 1, stream_);
@@ -115,26 +139,61 @@ class Exchange {
         return std::max<int64_t>(
             4096, (int64_t{32} << 20) / static_cast<int64_t>(sizeof(T)) / slices_.ranks / 256 * 256);
     }
-    // Exchanges elements: send(rank) and receive(rank) return where they are and how many there are.
-    template <class T, class Send, class Receive>
-    void exchange(Send&& send, Receive&& receive) {
-        std::vector<Part> sent, received;
-        size_t bytes = 0;
-        const auto add = [](std::vector<Part>& parts, const auto& elements) {
-            parts.push_back({elements.first, static_cast<size_t>(elements.second) * sizeof(T)});
-        };
+    using Parts = std::vector<Part>;
+    // A sum of gradients that is under way: the unit's elements, and what was received of the rank's own
+    // slice.
+    struct Sum {
+        floatX* x;
+        int64_t size;
+        Tensor<floatX> parts;  // (ranks, elements of a slice at a time)
+    };
+    template <class T>
+    static void add_part(Parts& parts, std::pair<T*, int64_t> elements) {
+        parts.push_back({elements.first, static_cast<size_t>(elements.second) * sizeof(T)});
+    }
+    // How many elements of a slice, from `first` on, are exchanged at a time.
+    int64_t count_from(int64_t first, int64_t of_slice) const {
+        return std::clamp<int64_t>(of_slice - first, 0, summed_->parts.columns());
+    }
+    std::pair<Parts, Parts> parts_of_sum(int64_t first) const {
+        const auto& [x, size, parts] = *summed_;
+        const int64_t own = count_from(first, slices_.own(size).count);
+        std::pair<Parts, Parts> both;
         for (int rank = 0; rank < slices_.ranks; rank++) {
-            add(sent, send(rank)), add(received, receive(rank));
-            if (rank != slices_.rank) bytes += sent.back().bytes;
+            const Slice s = slices_.of(size, rank);
+            add_part(both.first, std::pair(x + s.first + first, count_from(first, s.count)));
+            add_part(both.second, std::pair(parts.at(rank * parts.columns()), own));
         }
+        return both;
+    }
+    void add_received(int64_t first) {
+        const Slice own = slices_.own(summed_->size);
+        const int64_t count = count_from(first, own.count);
+        if (active_)
+            sum_ranks(Tensor<floatX>(summed_->x + own.first + first, {count}), summed_->parts, stream_);
+    }
+
+    // Starts an exchange, and waits for it.
+    void start(const Parts& sent, const Parts& received) {
+        if (!active_) return;
+        size_t bytes = 0;
+        for (int rank = 0; rank < slices_.ranks; rank++)
+            if (rank != slices_.rank) bytes += sent[static_cast<size_t>(rank)].bytes;
         if (arena_.rehearsing()) {
-            note_transfer({Transfer::Ranks, false, Route::ToRanks, static_cast<double>(bytes)});
-            return note_wait(Transfer::Ranks);
+            noted_ = note_transfer({Transfer::Ranks, false, Route::ToRanks, static_cast<double>(bytes)});
+            return;
         }
         host_act([this, sent, received, bytes] {
-            const Waiting waiting(Transfer::Ranks);
             count_moved(Route::ToRanks, bytes);
-            engine_->exchange(sent, received);
+            engine_->start(sent, received);
+        });
+    }
+    void join() {
+        if (!active_) return;
+        if (arena_.rehearsing()) return note_wait(Transfer::Ranks, noted_);
+        host_act([this] {
+            const Waiting waiting(Transfer::Ranks);
+            engine_->finish();
         });
     }
 
@@ -142,4 +201,7 @@ class Exchange {
     const Stream& stream_;
     const Slices& slices_;
     RankEngine* engine_ = nullptr;
+    bool active_ = true;
+    std::optional<Sum> summed_;
+    int noted_ = -1;  // in a dry run: the number of the latest exchange
 };

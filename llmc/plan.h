@@ -130,7 +130,9 @@ MemoryReport make_report(const Options& o, const Plans& plans, const InputBytes&
     r.grad_accum = o.grad_accum;
     r.devices = o.devices;
     r.zero = o.slices_state() ? "1" : "0";
-    r.sent_to_ranks = bytes_to_ranks(plans.train) + bytes_to_ranks(plans.update);
+    r.sent_to_ranks =
+        bytes_to_ranks(o.own_micro_batches() > o.micro_batches_together() ? plans.add : plans.train) +
+        bytes_to_ranks(plans.update);
     r.head_rows = o.head_rows;
     r.mlp_rows = o.mlp_rows;
     r.attention_rows = o.attention_rows;

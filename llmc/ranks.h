@@ -69,6 +69,10 @@ class RankEngine {
     // Sends send[r] to rank r and receives receive[r] from it, for every r, this rank included. What rank a
     // sends to b must have as many bytes as b receives from a; at most kMostBytes each.
     virtual void exchange(std::span<const Part> send, std::span<const Part> receive) = 0;
+    // Starts an exchange, which goes on beside the computation until finish(). Only one can be under way, and
+    // no other call may be made meanwhile.
+    virtual void start(std::span<const Part> send, std::span<const Part> receive) = 0;
+    virtual void finish() = 0;
     // Ends all ranks at once, with this exit code.
     virtual void end_all(int code) = 0;
 

@@ -10,7 +10,11 @@
 #include <dlfcn.h>
 #include <mpi.h>
 
+#include <condition_variable>
+#include <csignal>
 #include <cstring>
+#include <mutex>
+#include <thread>
 
 namespace {
 
@@ -26,7 +30,7 @@ class MpiEngine : public RankEngine {
         for (const char* name : kLibraries)
             if (!library_) library_ = dlopen(name, RTLD_NOW | RTLD_GLOBAL);
         if (!library_) fail("--devices: MPI cannot be loaded: %s", dlerror());
-        const auto init = function<decltype(&MPI_Init)>("MPI_Init");
+        const auto init = function<decltype(&MPI_Init_thread)>("MPI_Init_thread");
         isend_ = function<decltype(&MPI_Isend)>("MPI_Isend");
         irecv_ = function<decltype(&MPI_Irecv)>("MPI_Irecv");
         wait_all_ = function<decltype(&MPI_Waitall)>("MPI_Waitall");
@@ -39,7 +43,10 @@ class MpiEngine : public RankEngine {
         world_ = MPI_COMM_WORLD;
         byte_ = MPI_BYTE;
 #endif
-        if (init(nullptr, nullptr) != MPI_SUCCESS) fail("--devices: MPI does not start");
+        int threads = MPI_THREAD_SINGLE;  // two threads call MPI, never at the same time
+        if (init(nullptr, nullptr, MPI_THREAD_SERIALIZED, &threads) != MPI_SUCCESS)
+            fail("--devices: MPI does not start");
+        if (threads < MPI_THREAD_SERIALIZED) fail("--devices: this MPI is for programs of one thread");
         int number = -1, count = 0;
         function<decltype(&MPI_Comm_rank)>("MPI_Comm_rank")(world_, &number);
         function<decltype(&MPI_Comm_size)>("MPI_Comm_size")(world_, &count);
@@ -50,7 +57,13 @@ class MpiEngine : public RankEngine {
                 number, count, rank.number, rank.count);
     }
     MpiEngine(const MpiEngine&) = delete;
-    ~MpiEngine() override { finalize_(); }
+    ~MpiEngine() override {
+        if (worker_.joinable()) {
+            set_state(State::Ends);
+            worker_.join();
+        }
+        finalize_();
+    }
 
     void exchange(std::span<const Part> send, std::span<const Part> receive) override {
         requests_.clear();
@@ -68,9 +81,47 @@ class MpiEngine : public RankEngine {
             std::memcpy(receive[own].at, send[own].at, send[own].bytes);
         wait_all_(static_cast<int>(requests_.size()), requests_.data(), MPI_STATUSES_IGNORE);
     }
+    void start(std::span<const Part> send, std::span<const Part> receive) override {
+        send_.assign(send.begin(), send.end());
+        receive_.assign(receive.begin(), receive.end());
+        if (!worker_.joinable()) start_worker();
+        set_state(State::Works);
+    }
+    void finish() override {
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [this] { return state_ == State::Idle; });
+    }
     void end_all(int code) override { abort_(world_, code); }
 
   private:
+    // Of the thread that makes an exchange beside the computation: MPI moves bytes only while a thread is in
+    // one of its calls.
+    enum class State { Idle, Works, Ends };
+    void set_state(State state) {
+        const std::lock_guard lock(mutex_);
+        state_ = state;
+        changed_.notify_all();
+    }
+    void start_worker() {
+        sigset_t all, before;  // only the main thread handles signals
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        worker_ = std::thread([this] { work(); });
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    }
+    void work() {
+        for (;;) {
+            {
+                std::unique_lock lock(mutex_);
+                changed_.wait(lock, [this] { return state_ != State::Idle; });
+                if (state_ == State::Ends) return;
+            }
+            exchange(send_, receive_);
+            const std::lock_guard lock(mutex_);
+            if (state_ == State::Works) state_ = State::Idle;
+            changed_.notify_all();
+        }
+    }
     template <class Function>
     Function function(const char* name) const {
         const auto found = reinterpret_cast<Function>(dlsym(library_, name));
@@ -83,6 +134,11 @@ class MpiEngine : public RankEngine {
     MPI_Comm world_;
     MPI_Datatype byte_;
     std::vector<MPI_Request> requests_;
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    State state_ = State::Idle;
+    std::vector<Part> send_, receive_;  // of the exchange under way
+    std::thread worker_;
     decltype(&MPI_Isend) isend_;
     decltype(&MPI_Irecv) irecv_;
     decltype(&MPI_Waitall) wait_all_;

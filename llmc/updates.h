@@ -50,7 +50,11 @@ class Updates {
             });
         else if (gradients_.streams_blocks())  // on the device now, but not later
             gradients_.on_complete([this](int unit, floatX* g) {
-                if (exchange_.is_alone() ? may_be_last_ : is_last_) complete_sums(unit, g);
+                if (may_be_last_) complete_sums(unit, g);
+            });
+        else if (!exchange_.is_alone())
+            gradients_.on_complete([this](int unit, floatX* g) {
+                if (may_be_last_) exchange_beside_backward(unit, g);
             });
     }
     Updates(const Updates&) = delete;
@@ -72,11 +76,14 @@ class Updates {
     // `may_be_last` is also true of passes that share a plan with the last one: for streamed blocks these sum
     // the squares of their gradients too.
     void begin_backward(bool may_be_last, bool is_last) {
-        may_be_last_ = may_be_last, is_last_ = is_last;
+        may_be_last_ = may_be_last;
+        exchange_.set_active(is_last);
         if (o_.update_in_backward) fetch_state(units_in_order(true));
     }
     void end_backward() {
+        finish_exchange();
         if (o_.update_in_backward) sum_norm(), sum_loss();
+        exchange_.set_active(true);
         finish();
     }
     // Updates all units, after the last backward pass.
@@ -84,7 +91,8 @@ class Updates {
         Range range("update");
         const std::vector<int> units = units_in_order();
         for (const int unit : units)
-            if (!gradients_.streams_blocks()) complete_sums(unit, gradients_.of(unit).data());
+            if (!gradients_.streams_blocks() && exchange_.is_alone())
+                complete_sums(unit, gradients_.of(unit).data());
         sum_norm(), sum_loss();
         const bool weights_come = weights_.streams_trained_blocks() && !places_.updates_on_host();
         fetch_state(units);
@@ -125,14 +133,28 @@ class Updates {
     }
 
     // A unit's gradients of the step are complete on this rank: sums them over the ranks, and computes the
-    // unit's partial sums of squares. With --zero 1 both are of the rank's own slice.
+    // unit's partial sums of squares.
     void complete_sums(int unit, floatX* gradients) {
-        const int64_t size = trained_.layout.units()[static_cast<size_t>(unit)].size;
+        const int64_t size = size_of(unit);
         if (size == 0) return;
-        if (!exchange_.is_alone()) {
-            exchange_.sum_slices(gradients, size);
-            if (!o_.slices_state()) exchange_.gather_slices(gradients, size);
-        }
+        if (!exchange_.is_alone()) exchange_.start_sum(gradients, size);
+        complete_exchanged(unit, gradients);
+    }
+    // As complete_sums(); the gradients are exchanged while backward computes those of the next unit.
+    void exchange_beside_backward(int unit, floatX* gradients) {
+        finish_exchange();
+        exchange_.start_sum(gradients, size_of(unit));
+        exchanged_ = {unit, gradients};
+    }
+    void finish_exchange() {
+        const auto [unit, gradients] = std::exchange(exchanged_, {-1, nullptr});
+        if (unit >= 0) complete_exchanged(unit, gradients);
+    }
+    // With --zero 1 both the sum and its squares are of the rank's own slice.
+    void complete_exchanged(int unit, floatX* gradients) {
+        const int64_t size = size_of(unit);
+        exchange_.finish_sum();
+        if (!exchange_.is_alone() && !o_.slices_state()) exchange_.gather_slices(gradients, size);
         TensorF all = sums_of(unit);
         const Slice own = trained_.options.slices.own(size);
         if (own.count < size) fill_zero(all, stream_);  // the other ranks have the others
@@ -142,6 +164,7 @@ class Updates {
         }
         if (norm_of_each()) norm_of_unit(unit);
     }
+    int64_t size_of(int unit) const { return trained_.layout.units()[static_cast<size_t>(unit)].size; }
     TensorF sums_of(int unit) const {
         const auto u = static_cast<size_t>(unit);
         return metrics_.sums().rows_at(sums_.first[u], sums_.first[u + 1] - sums_.first[u]);
@@ -204,6 +227,7 @@ class Updates {
     StateRing ring_;
     HostUpdates<floatX> on_host_;
     DeviceBuffer memory_;
-    UpdateFactors* factors_ = nullptr;          // on the device: of the current step
-    bool may_be_last_ = true, is_last_ = true;  // of the current backward pass
+    UpdateFactors* factors_ = nullptr;                   // on the device: of the current step
+    bool may_be_last_ = true;                            // of the current backward pass
+    std::pair<int, floatX*> exchanged_ = {-1, nullptr};  // the unit whose gradients are being exchanged
 };

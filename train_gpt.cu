@@ -148,13 +148,13 @@ class Gpt {
     TensorX last_logits(const TensorX& x);
     int64_t prompt_len() const { return embedding_and_head_.prompt_len(); }
 
-    // Its parts, to be connected with what is outside the arena, and the sizes of chunks: rows of the batch
-    // in an MLP, and queries of a sequence in attention; 0: all.
+    // Its parts, which the Trainer connects to what is outside the arena.
     Weights& weights() { return weights_; }
     Gradients& gradients() { return gradients_; }
     EmbeddingAndHead& ends() { return embedding_and_head_; }
     OffloadedInputs<floatX>& inputs() { return inputs_; }
     SequenceKeys& keys() { return attention_.keys(); }
+    // Sets the sizes of chunks: rows of the batch in an MLP, queries of a sequence in attention. 0: all.
     void set_chunk_rows(int64_t mlp, int64_t attention) { mlp_rows_ = mlp, attention_rows_ = attention; }
     // Points the views at the states' memory, and at the position factors' on the device. Call it when these
     // are allocated.
@@ -246,7 +246,7 @@ class Trainer {
     Trainer(const Options& options, RunInputs& inputs, Choices choices = {});
 
     // Connects this rank to the others. Without it, steps of several ranks can only be rehearsed. Call it
-    // after rehearse(): fails if the ranks are not about to do the same.
+    // after rehearse(): it compares the ranks' options and plans, and fails if they differ.
     void connect(RankEngine& engine) {
         exchange_.connect(&engine);
         check_ranks_agree(exchange_, o_.rank, facts_of(o_, in_, report_));
@@ -363,8 +363,11 @@ void Trainer::run() {
 
 // True if a signal has asked the run, or any of its ranks, to stop. All ranks must ask at the same points.
 bool Trainer::stopping() {
-    if (!exchange_.is_alone()) interrupted = exchange_.agree(interrupted);
-    return interrupted;
+    if (exchange_.is_alone()) return interrupted;
+    const int agreed =
+        exchange_.largest(interrupted);  // a signal that arrives meanwhile waits for the next call
+    if (agreed) interrupted = agreed;
+    return agreed;
 }
 
 void Trainer::train() {
@@ -421,8 +424,8 @@ bool Trainer::train_step() {
 // Forward and backward of one micro-batch, or of all with --by-block; also the update, with
 // --update-in-backward.
 void Trainer::micro_batch(float loss_scale, bool is_last) {
-    // All micro-batches after the first share one plan and one graph, so each of them computes what only the
-    // last one must: the sums for the norm.
+    // Only the last micro-batch needs the sums for the norm. The others after the first compute them too,
+    // because they share its plan and its graph.
     // Ranks take the memory of their exchange in all of them, so that all have the same plan.
     const bool may_be_last = o_.own_micro_batches() == together() || micro_.adds || !exchange_.is_alone();
     updates_.begin_backward(may_be_last, is_last);
@@ -553,8 +556,7 @@ void Gpt::forward_attention(int layer, BlockActivations& a, const Rows& rows, Ke
         a.middle = forward_attention_in_chunks(layer, a, rows, keep);
         return;
     }
-    // If inputs are offloaded in chunks, a block that keeps its middle stores them here: it takes all rows at
-    // once.
+    // This path takes all rows at once. If the store of inputs expects chunks, they are stored here.
     if (inputs_.stores_chunks())
         for_each_rows_of_sequence(arena_, a.input, attention_rows_, From::First,
                                   [&](TensorX chunk) { inputs_.store(chunk); });
@@ -675,8 +677,8 @@ void Gpt::backward_mlp(int layer, BlockGradient<floatX>& g, BlockActivations& a,
 }
 
 // Backward of the MLP half for all rows or a chunk: adds to d_residual the gradient that comes through the
-// MLP, so that it becomes the gradient of x. The norm and the
-// activation cost no matrix product, so they are dropped after each use and computed again for the next.
+// MLP, so that it becomes the gradient of x. The norm and the activation cost no matrix product, so they are
+// dropped after each use and computed again for the next.
 void Gpt::backward_mlp_rows(int layer, BlockGradient<floatX>& g, MlpActivations& m, const TensorX& x,
                             const Rows& rows, TensorX& d_residual) {
     const Block<floatX>& w = weights_.block(layer);
@@ -825,10 +827,10 @@ void Gpt::backward_mlp_in_chunks(int layer, BlockGradient<floatX>& g, const Tens
 }
 
 // Backward of a block of which only the input x (B, T, C) is kept, or offloaded, chunk by chunk of each
-// sequence. First it computes all keys and values, from the last chunk on, in the order in which offloaded
-// inputs are fetched. Then each chunk goes forward again and back, from the last one on: earlier queries do
-// not see its keys, so the gradients of these are complete with the chunk's own backward, and d_residual
-// becomes the gradient of x chunk by chunk.
+// sequence. First it computes all keys and values, from the last chunk to the first, in the order in which
+// offloaded inputs are fetched. Then each chunk goes forward again and back, from the last to the first:
+// earlier queries do not see its keys, so the gradients of these are complete with the chunk's own backward,
+// and d_residual becomes the gradient of x chunk by chunk.
 void Gpt::backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const TensorX& x, const Rows& rows,
                                    TensorX& d_residual) {
     Block<floatX>& w = weights_.block(layer);
@@ -1001,8 +1003,8 @@ void Trainer::sample() {
 // is nothing to save, and the request waits.
 void Trainer::save_if_asked() {
     if (!saves_.wanted() || step_ == first_step_) return;
-    if (!exchange_.is_alone()) asked_to_save = exchange_.agree(asked_to_save);
-    if (!asked_to_save) return;
+    const int asked = exchange_.is_alone() ? asked_to_save : exchange_.largest(asked_to_save);
+    if (!asked) return;
     asked_to_save = 0;
     if (!saves_.has(step_)) save();
 }
@@ -1207,6 +1209,9 @@ void Trainer::prepare() {
     take_memory();
     saves_.check_room();
     load();
+    if (!exchange_.is_alone())
+        check_ranks_agree(exchange_, o_.rank,
+                          {{"a digest of the weights", digest_of_weights(model_.trained())}});
     batches_.open();
     if (trains())
         metrics_.print_to(StepLines(stdout, first_step_, o_.steps, o_.print_every,
@@ -1365,11 +1370,11 @@ void Trainer::bench() {
 
 // ---- the program
 
-// Leaves to the first of several ranks what only one may write.
+// Only the first rank writes files. On the others, clears the names of all but the folder of saves, to which
+// they contribute.
 void write_on_first_rank(Options& o) {
-    o.saves_with_others = o.saves();
     if (o.rank.is_first()) return;
-    for (std::string* path : {&o.out, &o.log, &o.loss_by_position, &o.merge, &o.save_base, &o.timeline})
+    for (std::string* path : {&o.log, &o.loss_by_position, &o.merge, &o.save_base, &o.timeline})
         path->clear();
 }
 
@@ -1384,14 +1389,18 @@ int run(int argc, char** argv, RankEngine* engine) {
     Options options = parse();
     if (options.devices > 1 && options.rank.is_alone() && !options.plan)
         return launch_ranks(options.devices, argv);
-    write_on_first_rank(options);
+    const auto is_rank = [&] {
+        if (engine) options.rank.on_this_machine = engine->on_this_machine();
+        write_on_first_rank(options);
+    };
+    is_rank();
     std::optional<HeldFolder> lock;  // of --out
     if (options.plan && !options.out.empty()) check_writable(options.out);
-    if (options.saves()) {
+    if (options.saves() && options.rank.is_first()) {
         lock.emplace(options.out);
         if (options.has("--resume")) {  // the run that held it may have saved since
             options = parse();
-            write_on_first_rank(options);
+            is_rank();
         }
     }
     start_threads(options.threads, options.rank);
@@ -1404,7 +1413,7 @@ int run(int argc, char** argv, RankEngine* engine) {
     Choices choices;
     options = with_chosen_context<Trainer>(options, choices);
     RunInputs inputs(options, std::move(resumed));
-    malloc_trim(0);  // what reading and tokenizing let go of is the run's again
+    malloc_trim(0);  // returns what reading and tokenizing have freed to the system
     const Options chosen = with_chosen_setting<Trainer>(options, inputs, choices);
     Trainer trainer(chosen, inputs, std::move(choices));
     trainer.rehearse();
@@ -1430,16 +1439,16 @@ int main(int argc, char** argv) {
     std::unique_ptr<RankEngine> engine;
     try {
         if (!rank.is_alone()) {
-            memory_of_rank(rank);  // before any of the ranks takes much
+            memory_free_at_start();  // before any of the ranks takes much
             engine = connect_ranks(rank);
         }
         const int code = run(argc, argv, engine.get());
-        if (code) tell_launcher(code);
+        if (code) tell_parent(code);
         return code;
     } catch (...) {
         if (!rank.is_first()) usleep(300000);  // if the first rank has the same error, it prints it
         const int code = report_error(errors, rank.is_first() ? "train" : "train: " + rank.text());
-        tell_launcher(code);
+        tell_parent(code);
         if (engine) engine->end_all(code);
         return code;
     }

@@ -1,6 +1,6 @@
 // exchange.h - what the ranks of a run on several devices send each other in a step: gradients to be summed,
 // updated weights, the terms of the norm and of the loss, and whether to stop. Engines only move bytes
-// (ranks.h); the sums are our own (rank_sums.cuh).
+// (ranks.h); the sums are our own (rank_sums.cuh). Every rank must make the same calls in the same order.
 //
 // A sum of gradients is divided: each rank receives the others' gradients of its own slice, and adds them. So
 // each rank sends and receives (ranks - 1) / ranks of the bytes. Gathering the updated slices takes as much.
@@ -27,6 +27,10 @@ class Exchange {
     Exchange(Arena& arena, const Stream& stream, const Slices& slices)
         : arena_(arena), stream_(stream), slices_(slices) {}
     Exchange(const Exchange&) = delete;
+    // If the run fails while an exchange is under way, its memory must not end before it.
+    ~Exchange() {
+        if (under_way_) engine_->finish();
+    }
 
     // Sets the engine, which a dry run does not need.
     void connect(RankEngine* engine) { engine_ = engine; }
@@ -93,9 +97,8 @@ class Exchange {
         copy_rows_on_device(x.data(), n, sum.data(), n, n, 1, stream_);
     }
 
-    // What all ranks do next must be the same, so what only some of them know is agreed on: the largest of
-    // the ranks' numbers.
-    int agree(int number) {
+    // The largest of all ranks' numbers, so that all take the same decision.
+    int largest(int number) {
         const auto all = gather(std::vector<int>{number});
         return *std::max_element(all.begin(), all.end());
     }
@@ -120,8 +123,7 @@ class Exchange {
         return all;
     }
 
-    // On the first rank, completes bytes of which every rank has a part: part(r) is where that of rank r is.
-    // All ranks must call it.
+    // Collects bytes on the first rank. part(r) is where those of rank r are, on that rank and on the first.
     template <class PartOf>
     void gather_on_first(PartOf&& part) {
         const auto ranks = static_cast<size_t>(slices_.ranks);
@@ -186,6 +188,7 @@ class Exchange {
         host_act([this, sent, received, bytes] {
             count_moved(Route::ToRanks, bytes);
             engine_->start(sent, received);
+            under_way_ = true;
         });
     }
     void join() {
@@ -194,6 +197,7 @@ class Exchange {
         host_act([this] {
             const Waiting waiting(Transfer::Ranks);
             engine_->finish();
+            under_way_ = false;
         });
     }
 
@@ -201,7 +205,7 @@ class Exchange {
     const Stream& stream_;
     const Slices& slices_;
     RankEngine* engine_ = nullptr;
-    bool active_ = true;
+    bool active_ = true, under_way_ = false;
     std::optional<Sum> summed_;
     int noted_ = -1;  // in a dry run: the number of the latest exchange
 };

@@ -110,7 +110,6 @@ struct Options {
     // True if the run saves in --out. Of several ranks the first one writes, and the others send it what it
     // lacks.
     bool saves() const { return !out.empty() && !plan && bench.empty(); }
-    bool saves_with_others = false;  // not an option: the first rank saves
     // The micro-batches of a step that this rank computes.
     int own_micro_batches() const { return grad_accum / devices; }
     // True if each rank keeps only its slice of the optimizer's state (--zero 1), and not a copy of all.

@@ -5,6 +5,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdlib>
 #include <memory>
@@ -21,6 +22,12 @@ struct Rank {
     int on_this_machine = 1;  // how many of them run on this machine
 
     bool is_first() const { return number == 0; }
+    // This rank's share of the cores that it may run on. If what started it bound it to some of the machine's
+    // cores, these are its own.
+    int own_cores(int cores) const {
+        const auto all = static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
+        return cores * on_this_machine <= all ? cores : std::max(1, cores / on_this_machine);
+    }
     bool is_alone() const { return count == 1; }
     // "rank 3 (host b)", for messages.
     std::string text() const {
@@ -47,8 +54,7 @@ inline Rank rank_of_environment() {
     };
     for (const Names& names :
          {Names{"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"},
-          Names{"PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"},
-          Names{"PMIX_RANK", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"}}) {
+          Names{"PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"}, Names{"PMIX_RANK", "SLURM_NTASKS", ""}}) {
         const auto number = number_in_environment(names.number), count = number_in_environment(names.count);
         if (!number || !count || *number < 0 || *count < 1) continue;
         return {*number, *count, number_in_environment(names.on_this_machine).value_or(*count)};
@@ -75,14 +81,16 @@ class RankEngine {
     virtual void finish() = 0;
     // Ends all ranks at once, with this exit code.
     virtual void end_all(int code) = 0;
+    // How many of the ranks run on this machine.
+    virtual int on_this_machine() const = 0;
 
     static constexpr size_t kMostBytes = size_t{1} << 30;
 };
 
 // Connects this process to the other ranks. Fails with the reason if this build, or this machine, has no MPI.
 std::unique_ptr<RankEngine> connect_ranks(const Rank& rank);
-// A command that starts ranks on this machine: the names that MPI's launcher may have, and its arguments,
-// which the program and the program's arguments follow.
+// A command that starts ranks on this machine: the names that mpirun may have, and its arguments, which stand
+// before the program's.
 struct RankLauncher {
     std::vector<std::string> names, arguments;
 };

@@ -15,6 +15,7 @@
 #include "llmc/options.h"
 #include "llmc/plan_report.h"
 #include "llmc/run_inputs.h"
+#include "llmc/state.h"
 #include "llmc/version.h"
 
 // What must be the same on all ranks, by names that messages use.
@@ -49,6 +50,21 @@ inline std::string first_difference(const RankFacts& own, const RankFacts& first
             if (find(own, name) != find(first, name))
                 return name + " is " + find(own, name) + ", and on rank 0 " + find(first, name);
     return "";
+}
+
+// A number that depends on the weights, for the same fact: the start of each unit.
+template <class T>
+std::string digest_of_weights(const State<T>& state) {
+    uint64_t digest = 14695981039346656037u;  // FNV-1a
+    std::vector<T> values;
+    for (const Unit& u : state.layout.units()) {
+        values.resize(static_cast<size_t>(std::min<int64_t>(u.size, 1 << 16)));
+        if (values.empty()) continue;
+        state.find(StatePart::Weights)->read(u.offset, static_cast<int64_t>(values.size()), values.data());
+        const auto* const bytes = reinterpret_cast<const unsigned char*>(values.data());
+        for (size_t i = 0; i < values.size() * sizeof(T); i++) digest = (digest ^ bytes[i]) * 1099511628211u;
+    }
+    return std::to_string(digest);
 }
 
 // Fails on a rank whose facts differ from those of the first rank.

@@ -1,6 +1,6 @@
 // ranks_launch.h - starts the ranks of --devices on this machine with MPI's launcher, waits for them, and
 // makes the program that a user started behave as one process: signals reach all ranks, the first rank's
-// output is its output, and whatever ends a rank is one line and one exit code.
+// output is its output, and if a rank fails, the user sees one line and one exit code.
 #pragma once
 
 #include <fcntl.h>
@@ -24,14 +24,16 @@
 // Ranks write to the launching process's stdout and stderr themselves, so that MPI's launcher can neither
 // delay nor mix what they print, and its own messages can be told from theirs.
 
-// The signal by which the launching process asks all ranks to stop after their micro-batch. MPI's launchers
-// pass it on, and end all ranks if they get SIGINT or SIGTERM themselves.
-constexpr int kStopRanks = SIGUSR2;
+// The launching process passes on Ctrl-C as kStopRanks (signals.h): MPI's launchers end all ranks if they get
+// SIGINT or SIGTERM themselves.
+//
+// The signal by which a rank tells the launching process its exit code.
+constexpr int kRankEnds = SIGUSR2;
 
 // In a rank: connects stdout and stderr to those of the launching process, if there is one. Only the first
 // rank prints; of the others only errors are shown, which go to the stream that this returns.
 inline FILE* open_rank_streams(const Rank& rank) {
-    if (const char* const launcher = getenv(kLauncherVariable))
+    if (const char* const launcher = getenv(kParentVariable))
         for (const int fd : {STDOUT_FILENO, STDERR_FILENO}) {
             const std::string path = format("/proc/%s/fd/%d", launcher, fd);
             const int opened = open(path.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC);
@@ -49,39 +51,40 @@ inline FILE* open_rank_streams(const Rank& rank) {
     return errors;
 }
 
-// In a rank that ends by itself and not well: tells the launching process its exit code. What MPI's launcher
-// says about that differs.
-inline void tell_launcher(int code) {
-    if (const auto launcher = number_in_environment(kLauncherVariable)) {
+// In a rank that ends by itself and not well: tells the launching process its exit code, which MPI's
+// launchers do not pass on reliably.
+inline void tell_parent(int code) {
+    if (const auto launcher = number_in_environment(kParentVariable)) {
         sigval value{};
         value.sival_int = code;
-        sigqueue(*launcher, kStopRanks, value);
+        sigqueue(*launcher, kRankEnds, value);
     }
 }
 
-inline volatile std::sig_atomic_t launched_process = 0;  // MPI's launcher, once it runs
-inline volatile std::sig_atomic_t told_code = 0;         // the first exit code that a rank has told
+inline volatile std::sig_atomic_t mpirun_pid = 0;      // MPI's launcher, once it runs
+inline volatile std::sig_atomic_t rank_exit_code = 0;  // that a rank has told; of several, an error's
 
-inline void on_told_code(int, siginfo_t* info, void*) {
-    if (told_code == 0 && info->si_code == SI_QUEUE) told_code = info->si_value.sival_int;
+inline void on_exit_code(int, siginfo_t* info, void*) {
+    if (info->si_code != SI_QUEUE) return;
+    const int code = info->si_value.sival_int;
+    if (rank_exit_code == 0 || (rank_exit_code > 128 && code < 128)) rank_exit_code = code;
 }
 
-inline volatile std::sig_atomic_t stopped_twice = 0;  // the second signal that asked to stop
+inline volatile std::sig_atomic_t stopped_by = 0, stopped_again_by = 0;  // signals that asked to stop
 
 // The first Ctrl-C or SIGTERM stops the ranks after their micro-batch, so that they can save; the second
 // ends them.
 inline void pass_on_signal(int signal) {
-    static volatile std::sig_atomic_t is_stopping = 0;
     const int before = errno;
-    if (launched_process == 0) _exit(128 + signal);
-    if (signal == SIGUSR1) {
-        kill(launched_process, SIGUSR1);
-    } else if (!is_stopping) {
-        is_stopping = 1;
-        kill(launched_process, kStopRanks);
-    } else {
-        stopped_twice = signal;
-        kill(launched_process, SIGTERM);
+    if (mpirun_pid == 0 && signal != SIGUSR1) _exit(128 + signal);
+    if (mpirun_pid > 0 && signal == SIGUSR1) {
+        kill(mpirun_pid, SIGUSR1);
+    } else if (mpirun_pid > 0 && !stopped_by) {
+        stopped_by = signal;
+        kill(mpirun_pid, kStopRanks);
+    } else if (mpirun_pid > 0) {
+        stopped_again_by = signal;
+        kill(mpirun_pid, SIGTERM);
     }
     errno = before;
 }
@@ -110,6 +113,8 @@ inline std::string why_ranks_ended(const std::string& said) {
 [[noreturn]] inline void become_launcher(const RankLauncher& launcher, int output, char** argv) {
     setpgid(0, 0);  // Ctrl-C reaches the launching process alone, which passes it on
     prctl(PR_SET_PDEATHSIG, SIGTERM);
+    const int nothing = open("/dev/null", O_RDONLY);
+    dup2(nothing, STDIN_FILENO);  // the rest of the user's input is not for the ranks
     dup2(output, STDOUT_FILENO);
     dup2(output, STDERR_FILENO);
     std::array<char, 4096> program{};
@@ -129,8 +134,8 @@ inline std::string why_ranks_ended(const std::string& said) {
 inline void handle_launcher_signals() {
     struct sigaction action = {};
     action.sa_flags = SA_RESTART | SA_SIGINFO;
-    action.sa_sigaction = on_told_code;
-    sigaction(kStopRanks, &action, nullptr);
+    action.sa_sigaction = on_exit_code;
+    sigaction(kRankEnds, &action, nullptr);
     action.sa_flags = SA_RESTART;
     action.sa_handler = pass_on_signal;
     for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGUSR1}) {
@@ -144,7 +149,7 @@ inline void handle_launcher_signals() {
 // ended. Fails if they cannot be started, or if one of them ended without a message.
 inline int launch_ranks(int count, char** argv) {
     const RankLauncher launcher = rank_launcher(count);
-    setenv(kLauncherVariable, std::to_string(getpid()).c_str(), 1);
+    setenv(kParentVariable, std::to_string(getpid()).c_str(), 1);
     int output[2];
     if (pipe2(output, O_CLOEXEC) != 0) fail("--devices: no pipe: %s", strerror(errno));
     handle_launcher_signals();
@@ -152,16 +157,19 @@ inline int launch_ranks(int count, char** argv) {
     if (child < 0) fail("--devices: no process: %s", strerror(errno));
     if (child == 0) become_launcher(launcher, output[1], argv);
     close(output[1]);
-    launched_process = child;
+    mpirun_pid = child;
     std::string said;
     char buffer[4096];
     for (ssize_t n; (n = read(output[0], buffer, sizeof buffer)) > 0 || (n < 0 && errno == EINTR);)
         if (n > 0 && said.size() < 65536) said.append(buffer, static_cast<size_t>(n));
     int status = 0;
     while (waitpid(child, &status, 0) < 0 && errno == EINTR) continue;
-    if (stopped_twice) return 128 + stopped_twice;
-    if (told_code) return told_code;
+    // The ranks' output went to the same files, beyond where this process's own would go on.
+    for (const int fd : {STDOUT_FILENO, STDERR_FILENO}) lseek(fd, 0, SEEK_END);
+    if (stopped_again_by) return 128 + stopped_again_by;
+    if (rank_exit_code && !(stopped_by && rank_exit_code > 128)) return rank_exit_code;
     const int code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+    if (stopped_by && code) return 128 + stopped_by;
     if (code == 127 && said.empty())
         fail("--devices %d: there is no %s: make deps installs it (openmpi-bin)", count,
              launcher.names.back().c_str());

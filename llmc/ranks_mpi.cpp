@@ -50,6 +50,10 @@ class MpiEngine : public RankEngine {
         int number = -1, count = 0;
         function<decltype(&MPI_Comm_rank)>("MPI_Comm_rank")(world_, &number);
         function<decltype(&MPI_Comm_size)>("MPI_Comm_size")(world_, &count);
+        MPI_Comm here;
+        function<decltype(&MPI_Comm_split_type)>("MPI_Comm_split_type")(world_, MPI_COMM_TYPE_SHARED, 0,
+                                                                        info_null(), &here);
+        function<decltype(&MPI_Comm_size)>("MPI_Comm_size")(here, &on_this_machine_);
         if (number != rank.number || count != rank.count)
             fail(
                 "--devices: MPI calls this rank %d of %d, and the environment %d of %d: was this built with "
@@ -69,6 +73,7 @@ class MpiEngine : public RankEngine {
         requests_.clear();
         const auto call = [&](auto function, const Part& part, int peer) {
             if (part.bytes == 0) return;
+            if (part.bytes > kMostBytes) bug("ranks exchange %zu bytes at a time", part.bytes);
             function(part.at, static_cast<int>(part.bytes), byte_, peer, 0, world_,
                      &requests_.emplace_back());
         };
@@ -92,6 +97,7 @@ class MpiEngine : public RankEngine {
         changed_.wait(lock, [this] { return state_ == State::Idle; });
     }
     void end_all(int code) override { abort_(world_, code); }
+    int on_this_machine() const override { return on_this_machine_; }
 
   private:
     // Of the thread that makes an exchange beside the computation: MPI moves bytes only while a thread is in
@@ -129,7 +135,16 @@ class MpiEngine : public RankEngine {
         return found;
     }
 
+    MPI_Info info_null() const {
+#ifdef OPEN_MPI
+        return reinterpret_cast<MPI_Info>(dlsym(library_, "ompi_mpi_info_null"));
+#else
+        return MPI_INFO_NULL;
+#endif
+    }
+
     const Rank rank_;
+    int on_this_machine_ = 1;
     void* library_ = nullptr;
     MPI_Comm world_;
     MPI_Datatype byte_;

@@ -21,7 +21,7 @@ class RunSaves {
     RunSaves(const RunSaves&) = delete;
 
     // True if the run saves.
-    bool wanted() const { return o_.saves() || o_.saves_with_others; }
+    bool wanted() const { return o_.saves(); }
     // True if the state after `step` steps was saved last.
     bool has(int64_t step) const { return saved_step_ == step; }
 
@@ -56,7 +56,8 @@ class RunSaves {
     }
 
     // Saves the state after `step` steps, which have read `sequences` sequences. `evaluated`: the validation
-    // and the sample that are due at this step are done. The first rank writes what all ranks send it.
+    // and the sample that are due at this step are done. All ranks must call it: the first one writes, and
+    // the others send it their slices.
     void save(int64_t step, int64_t sequences, bool evaluated) {
         metrics_.finish();
         const ReadBuffer read = [this](const StateBuffer& b, int64_t at, int64_t count, void* host) {
@@ -104,7 +105,7 @@ class RunSaves {
     }
 
   private:
-    // Reads elements of a unit of which each rank has its own slice.
+    // Reads elements of a unit; the first rank gets those of the other ranks' slices from them.
     void read_slices(const StateBuffer& b, int64_t at, int64_t count, void* host) {
         b.read(at, count, host);
         if (b.slices.empty()) return;

@@ -10,8 +10,10 @@
 #include <cstring>
 #include <initializer_list>
 
-// Set for the ranks of --devices: the id of the process that started them.
-constexpr const char* kLauncherVariable = "LLMC_LAUNCHER";
+// Set for the ranks of --devices: the id of the process that started them (ranks_launch.h).
+constexpr const char* kParentVariable = "LLMC_PARENT";
+// The signal by which that process asks its ranks to stop.
+constexpr int kStopRanks = SIGUSR2;
 
 inline volatile std::sig_atomic_t interrupted = 0;  // the signal that asked the run to stop
 inline volatile std::sig_atomic_t asked_to_save = 0;
@@ -51,6 +53,7 @@ inline void handle_signal(int signal, void (*handler)(int)) {
 inline void prepare_signals() {
     std::signal(SIGXFSZ, SIG_IGN);
     handle_signal(SIGUSR1, on_save_request);
+    if (getenv(kParentVariable)) std::signal(kStopRanks, [](int) { _exit(128 + SIGINT); });  // until then
 }
 
 // From here on, signals stop the run after the current micro-batch or token: from Ctrl-C, a scheduler whose
@@ -59,11 +62,12 @@ inline void stop_on_signals(bool saves) {
     when_interrupted = saves ? "stopping after this micro-batch; Ctrl-C again: at once, without saving\n"
                              : "stopping after this micro-batch; Ctrl-C again: at once\n";
     when_asked_to_save = saves ? "" : "SIGUSR1 asks for a save, and there is no --out: going on without\n";
-    if (!getenv(kLauncherVariable)) {
+    if (!getenv(kParentVariable)) {
         for (int signal : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) handle_signal(signal, on_interrupt);
         return;
     }
-    // A rank that --devices started is asked to stop by another signal (ranks_launch.h). SIGTERM comes from
-    // MPI's launcher when another rank has died, and ends this one at once.
-    handle_signal(SIGUSR2, [](int) { on_interrupt(SIGINT); });
+    // A rank that --devices started is asked to stop by another signal. SIGTERM comes from MPI's launcher
+    // when another rank has died, and ends this one at once.
+    handle_signal(SIGPIPE, on_interrupt);
+    handle_signal(kStopRanks, [](int) { on_interrupt(SIGINT); });
 }

@@ -88,7 +88,7 @@ inline void keep_heaps_small(size_t threads) {
 inline void start_threads(int asked, const Rank& rank) {
     omp_set_dynamic(0);
     if (asked == 0 && !rank.is_alone() && !getenv("OMP_NUM_THREADS"))
-        asked = std::max(1, omp_get_num_procs() / rank.on_this_machine);
+        asked = rank.own_cores(omp_get_num_procs());
     if (asked > 0) omp_set_num_threads(asked);
     const int most = std::min(omp_get_max_threads(), omp_get_thread_limit());
     keep_heaps_small(static_cast<size_t>(most));

@@ -135,12 +135,15 @@ def test_a_tied_head_adds_in_another_order(train_fp32, work, one_device, tmp_pat
         assert mine == pytest.approx(one, rel=1e-6)
 
 
-def test_several_micro_batches_a_rank(train_fp32, work, one_device, tmp_path):
-    for zero in ("0", "1"):
-        folder = in_folder(work, tmp_path / zero)
-        train_fp32(*BASE, "--devices", 2, "--grad-accum", 6, "--zero", zero, cwd=folder)
-        for mine, one in zip(figures(folder / "log"), one_device(train_fp32, (), 6)[0], strict=True):
-            assert mine == pytest.approx(one, rel=1e-6)
+@pytest.mark.parametrize("options", [("--zero", "0"), ("--zero", "1"), ("--offload", "gradients=disk"), ("--by-block",),
+                                     ("--advanced", "clip=block")], ids=" ".join)
+def test_several_micro_batches_a_rank(train_fp32, work, one_device, tmp_path, options):
+    """Only the last one exchanges gradients, although the others share its plan."""
+    folder = in_folder(work, tmp_path / "run")
+    train_fp32(*BASE, "--devices", 2, "--grad-accum", 6, *options, cwd=folder)
+    plain = () if options[0] == "--zero" else options
+    for mine, one in zip(figures(folder / "log"), one_device(train_fp32, plain, 6)[0], strict=True):
+        assert mine == pytest.approx(one, rel=1e-6)
 
 
 @pytest.mark.parametrize("options", [(), ("--state-formats", "master=split,m=bf16"), ("--state-formats", "master=none,m=8bit,v=8bit")],
@@ -171,6 +174,24 @@ def test_a_run_goes_on_on_other_devices(train_fp32, work, one_device, tmp_path, 
         assert all(weights[f] == whole[1][f] for f in ("model.safetensors", "trainer_state.safetensors"))
     losses = {line["step"]: line["loss"] for line in figures(folder / "log") if "loss" in line}
     assert losses == pytest.approx({line["step"]: line["loss"] for line in whole[0] if "loss" in line}, rel=1e-3)
+
+
+def test_a_finished_run_that_is_resumed(train_fp32, work, tmp_path):
+    """As a loop that restarts a run does. Nothing is left to train or to save."""
+    folder = in_folder(work, tmp_path / "run")
+    for _ in range(2):
+        train_fp32(*BASE, "--resume", "auto", "--devices", 2, cwd=folder)
+
+
+def test_it_is_one_program_to_a_shell(train_fp32, work, tmp_path):
+    """Its output goes where the shell sent it, and before what the next command writes; its input is left to others."""
+    folder = in_folder(work, tmp_path / "run")
+    line = " ".join(map(str, train_fp32.command(*BASE, "--devices", 2)))
+    script = f"(echo first; {line}; echo last; read rest; echo $rest) > all; {line} --steps 1000000 --out cut | head -20 > /dev/null"
+    subprocess.run(script, shell=True, input=b"input\n", cwd=folder, env=train_fp32.environment, timeout=60, check=True)
+    lines = (folder / "all").read_bytes().split(b"\n")
+    assert lines[0] == b"first" and lines[-3:] == [b"last", b"input", b""] and any(b"step     4/4" in x for x in lines)
+    assert (folder / "cut" / "latest").exists()  # a reader that is gone stops the run, which saves
 
 
 def plan(train, work, *options):
@@ -293,7 +314,7 @@ def test_a_signal_stops_all_after_the_same_micro_batch(train_fp32, work, tmp_pat
         wait_for_line(process, r"^step +7/")
         process.send_signal(sent)
         out, error = process.communicate(timeout=60)
-        assert process.returncode == 130
+        assert process.returncode == 128 + sent
     step = int(re.search(r"interrupted after step (\d+)", out)[1])
     assert (folder / "out" / f"step-{step:08}").is_dir() and error.count("\n") <= 1
     train_fp32("--resume", "out", "--steps", step + 2, "--devices", 3, cwd=folder)

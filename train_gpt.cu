@@ -114,8 +114,8 @@ struct MicroBatch {
 };
 
 // The model: views of its parameters, and the operations of a step. It owns no memory: parameters are in a
-// State (llmc/state.h), everything else is in the arena. What is trained is in a State too: the same one, or
-// an adapter's, beside which the model is frozen.
+// State (llmc/state.h), everything else is in the arena. The trained parameters are this State, or that of an
+// adapter; then the model is frozen.
 class Gpt {
   public:
     // The stream may be created later, before the first run.
@@ -165,7 +165,7 @@ class Gpt {
     }
 
   private:
-    // A micro-batch.
+    // A pass of micro-batches.
     std::vector<MicroBatch> begin(const std::vector<const DeviceBatch*>& batches,
                                   const MicroBatchOptions& options) const;
     Rows rows_of(const DeviceBatch& batch) const;
@@ -536,7 +536,7 @@ Rows Gpt::rows_of(const DeviceBatch& batch) const {
 // ---- a block
 
 // A block's forward, from the residual stream in a.input to the one that is returned. `keep` says which
-// tensors stay in `a` for backward. With `kv` the rows follow others, whose keys and values it has.
+// tensors stay in `a` for backward. `kv` has the keys and values of earlier rows of the sequence.
 TensorX Gpt::forward_block(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv) {
     forward_attention(layer, a, rows, keep, kv);
     if (!keep.backward) a.input.drop();
@@ -775,7 +775,7 @@ HeadActivations Gpt::forward_head(const TensorX& x) {
 
 // Attention's half of a.input (B, T, C), chunk by chunk. Only keys and values exist for a whole sequence, or
 // not even these if they are offloaded; nothing else is kept. The sum overwrites a.input if backward does not
-// read that on the device.
+// need that on the device.
 TensorX Gpt::forward_attention_in_chunks(int layer, BlockActivations& a, const Rows& rows, Keep keep) {
     Block<floatX>& w = weights_.block(layer);
     const DequantizedScope whole(arena_, stream_, {&w.qkv, &w.attention});

@@ -24,8 +24,8 @@
 
 // ---- streaming blocks in order
 //
-// A block is what is streamed as a whole: a block, a slice of the head (offload_embeddings.h), or a block's
-// gradients. Blocks are numbered in the order of the model.
+// In this file a block is whatever is streamed as a whole: a block of the model, its gradients, or a slice of
+// the head (offload_embeddings.h). Blocks are numbered in the order of the model.
 //
 // HostBlockSource and DiskBlockSource have the matrices of a frozen model; StoredPieces has blocks that are
 // trained, or gradients. BlockStream takes the buffers, so that the plan contains them, and decides what is
@@ -71,8 +71,8 @@ class BlockStream {
         for (size_t i = 0; i < buffers_for(ahead, bytes_.size()); i++)
             slots_.push_back({OffloadBuffer(arena_, stream_)});
     }
-    // True, the default: blocks are fetched with their contents. False: their buffers will be written, and
-    // nothing is fetched.
+    // By default blocks are fetched with their contents. If `contents` is false, their buffers will be
+    // overwritten, and nothing is fetched.
     void come_with_contents(bool contents) { contents_ = contents; }
     // Says which blocks will be fetched next, after those expected so far, and starts fetching the first of
     // them. Takes the buffers.
@@ -90,7 +90,7 @@ class BlockStream {
     char* fetch(int block) {
         if (block != held()) {
             assert(!expected_.empty() && block == expected_.front());
-            held_ = kNoSlot;
+            held_ = kNoSlot;  // so that the slot of the block before it may be used
             fetch_expected();
             held_ = slot_of(block);
             expected_.pop_front();

@@ -65,8 +65,8 @@ class OffloadBuffer {
         int number;
         size_t bytes;
     };
-    // In a dry run, which of the transfers of its kind join() waits for. In loops over chunks, of which a dry
-    // run executes one turn, numbers of transfers mean nothing: there it is the latest one.
+    // In a dry run, which of the transfers of its kind join() waits for. A dry run executes one turn of a
+    // loop over chunks, so the numbers of transfers are wrong there, and join() waits for the latest one.
     enum class WaitsFor { ItsOwn, Latest };
 
     OffloadBuffer(Arena& arena, const Stream& stream, WaitsFor waits_for = WaitsFor::ItsOwn)

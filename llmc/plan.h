@@ -107,8 +107,6 @@ inline PhaseTimes phases_of(const Plans& plans, int grad_accum, const Rates& rat
     return phases;
 }
 
-// What a run takes beside its buffers, and what its step costs by these rates. The report points to the
-// plans, which must outlive it.
 // The bytes that a rank sends to others in the operations of a plan.
 inline double bytes_to_ranks(const Plan& plan) {
     double bytes = 0;
@@ -117,6 +115,8 @@ inline double bytes_to_ranks(const Plan& plan) {
     return bytes;
 }
 
+// What a run takes beside its buffers, and what its step costs by these rates. The report points to the
+// plans, which must outlive it.
 template <class T>
 MemoryReport make_report(const Options& o, const Plans& plans, const InputBytes& inputs,
                          const Choices& choices, const Rates& rates) {

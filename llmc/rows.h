@@ -1,6 +1,6 @@
-// rows.h - says which rows of a micro-batch an operation works on. On this depend the rows' positions in
-// documents, and which elements dropout drops. A Rows is passed beside the tensors of these rows. The loops
-// over chunks of rows are here too; without chunks, all rows are one chunk.
+// rows.h - says which rows of a micro-batch an operation works on. The rows' positions in documents depend on
+// it, and which elements dropout drops. A Rows is passed beside the tensors of these rows. The loops over
+// chunks of rows are here too; without chunks, all rows are one chunk.
 #pragma once
 
 #include <algorithm>
@@ -74,7 +74,7 @@ Tensor<T> rows_of_sequence(const Tensor<T>& x, const Rows& rows, int64_t count) 
 enum class From { First, Last };
 
 // Calls chunk(rows, first, n) for all `count` rows, `at_a_time` (0: all) at a time. `first` counts from the
-// first of these rows. Of the chunks of full size, a dry run executes only one, in the middle: its attention
+// first of these rows. Of the chunks of full size, a dry run executes only the middle one, whose attention
 // costs the average.
 template <class Chunk>
 void for_each_chunk(Arena& arena, const Rows& rows, int64_t count, int64_t at_a_time, Chunk&& chunk,

@@ -73,8 +73,8 @@ class Updates {
         on_host_.use(step);
     }
     // Call around a backward pass. `is_last`: it is the step's last pass, which completes the gradients.
-    // `may_be_last` is also true of passes that share a plan with the last one: for streamed blocks these sum
-    // the squares of their gradients too.
+    // `may_be_last`: it has the plan of the last pass, and so does everything that is planned there, without
+    // an exchange between ranks.
     void begin_backward(bool may_be_last, bool is_last) {
         may_be_last_ = may_be_last;
         exchange_.set_active(is_last);
@@ -187,7 +187,7 @@ class Updates {
         norm_of_sums(norm, sums_of(unit), stream_);
     }
     // Updates a unit's weights. With --update-in-backward and without clipping, the norm that it reads is
-    // still that of the step before; it has no effect then.
+    // still that of the step before, which it ignores.
     void update(int unit, const floatX* gradients) {
         Range range("update", unit);
         const Unit& u = trained_.layout.units()[static_cast<size_t>(unit)];

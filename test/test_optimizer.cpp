@@ -12,6 +12,7 @@
 
 #include "llmc/global_norm.cuh"
 #include "llmc/optimizer.cuh"
+#include "llmc/rank_sums.cuh"
 #include "test/kernel_test.h"
 
 namespace {
@@ -722,6 +723,51 @@ TYPED_TEST(OptimizerUpdate, GlobalNorm) {
         double squares = 0;
         for (double v : to_doubles(x)) squares += v * v;
         EXPECT_LT(relative_error(norm, {std::sqrt(squares)}), tolerance<float>());
+    }
+}
+
+// The sums of what ranks send, rounded once: in fp32 the bits of adding one term after the other.
+TYPED_TEST(OptimizerUpdate, SumOfRanks) {
+    using T = TypeParam;
+    for (const int ranks : {1, 2, 3, 8})
+        for (const int64_t n : {int64_t{1}, int64_t{kVectorSize<T>}, int64_t{1003}}) {
+            if (kThreadSanitizer && ranks != 3) continue;
+            SCOPED_TRACE(testing::Message() << ranks << " ranks, " << n << " elements");
+            const int64_t columns = ceil_div(n + 1, int64_t{kVectorSize<T>}) * kVectorSize<T>;
+            const std::vector<T> parts = random_values<T>(static_cast<size_t>(ranks * columns), 3, 82);
+            std::vector<T> sum;
+            for_each_order([&] {
+                const DeviceArray<T> d_parts(parts), d_sum(poisoned<T>(static_cast<size_t>(n)));
+                sum_ranks(d_sum.tensor({n}), d_parts.tensor({ranks, columns}), kStream);
+                return bytes_of(sum = d_sum.download());
+            });
+            for (int64_t i = 0; i < n; i++) {
+                float expected = to_float(parts[static_cast<size_t>(i)]);
+                for (int r = 1; r < ranks; r++)
+                    expected += to_float(parts[static_cast<size_t>(r * columns + i)]);
+                ASSERT_EQ(to_float(sum[static_cast<size_t>(i)]), to_float(from_float<T>(expected))) << i;
+            }
+        }
+}
+
+// Slices cover a unit once, begin with whole stretches, and a stretch has whole blocks of 8-bit state.
+TEST(Slices, CoverAUnit) {
+    for (const int64_t all : {int64_t{1}, int64_t{300}, int64_t{100000}, int64_t{124439808}}) {
+        const int64_t stretch = norm_stretch(all);
+        EXPECT_EQ(stretch % kQuantizedBlock, 0);
+        EXPECT_LE(ceil_div(all, stretch), kNormBlocks);
+        for (const int ranks : {1, 2, 3, 8, 64})
+            for (const int64_t size : {int64_t{0}, int64_t{1}, all / 3, all}) {
+                int64_t next = 0;
+                for (int r = 0; r < ranks; r++) {
+                    const Slices slices{r, ranks, stretch};
+                    const Slice own = slices.own(size);
+                    EXPECT_TRUE(own.count == 0 || (own.first == next && own.first % stretch == 0));
+                    EXPECT_LE(own.count, slices.length(size));
+                    next += own.count;
+                }
+                EXPECT_EQ(next, size);
+            }
     }
 }
 

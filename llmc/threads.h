@@ -85,7 +85,7 @@ inline void keep_heaps_small(size_t threads) {
 // Starts OpenMP's threads: `asked`; if that is 0, as OpenMP chooses or, for a
 // rank, its share of the machine's cores. If OpenMP gives fewer, prints that.
 // From then on, a parallel region gets omp_get_max_threads() threads. Fails if the system cannot start them.
-inline void start_threads(int asked, const Rank& rank) {
+inline void start_threads(int asked, const Rank& rank = {}) {
     omp_set_dynamic(0);
     if (asked == 0 && !rank.is_alone() && !getenv("OMP_NUM_THREADS"))
         asked = rank.own_cores(omp_get_num_procs());

@@ -50,10 +50,11 @@ class Exchange {
         const auto [sent, received] = parts_of_sum(0);
         start(sent, received);
     }
-    // Finishes that sum, if one is under way. Slices that are longer than the receiving memory are completed
-    // now, piece by piece.
-    void finish_sum() {
+    // Finishes that sum, if one is under way: writes it to `to`, or to x if that is null. Slices that are
+    // longer than the receiving memory are completed now, piece by piece.
+    void finish_sum(floatX* to = nullptr) {
         if (!summed_) return;
+        to_ = to ? to : summed_->x + slices_.own(summed_->size).first;
         const int64_t length = slices_.length(summed_->size);
         join();
         add_received(0);
@@ -171,8 +172,7 @@ class Exchange {
     void add_received(int64_t first) {
         const Slice own = slices_.own(summed_->size);
         const int64_t count = count_from(first, own.count);
-        if (active_)
-            sum_ranks(Tensor<floatX>(summed_->x + own.first + first, {count}), summed_->parts, stream_);
+        if (active_) sum_ranks(Tensor<floatX>(to_ + first, {count}), summed_->parts, stream_);
     }
 
     // Starts an exchange, and waits for it.
@@ -207,5 +207,6 @@ class Exchange {
     RankEngine* engine_ = nullptr;
     bool active_ = true, under_way_ = false;
     std::optional<Sum> summed_;
-    int noted_ = -1;  // in a dry run: the number of the latest exchange
+    floatX* to_ = nullptr;  // where the sum of the rank's own slice is written
+    int noted_ = -1;        // in a dry run: the number of the latest exchange
 };

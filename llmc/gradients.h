@@ -13,12 +13,13 @@
 
 class Gradients {
   public:
-    // Called with the number of a unit and its gradients, as soon as these are complete.
-    using OnComplete = std::function<void(int unit, floatX* gradients)>;
     // A unit's gradients `all`. If they are in the arena, `buffer` owns their memory.
     struct OfUnit {
         TensorX buffer, all;
     };
+    // Called with the number of a unit and its gradients, as soon as these are complete. It may take the
+    // buffer, to keep them longer.
+    using OnComplete = std::function<void(int unit, OfUnit& gradients)>;
 
     Gradients(Arena& arena, const Stream& stream, const State<floatX>& trained)
         : arena_(arena), stream_(stream), trained_(trained), streamed_(arena, stream, kStreamedGradients) {}
@@ -44,7 +45,8 @@ class Gradients {
         OfUnit g{{}, of(unit)};
         if (g.all.size() == 0) return g;
         if (trained_.layout.is_block(unit) && streams_blocks()) streamed_.change();
-        if (on_complete_ && !trained_.options.gradients) {
+        const bool are_kept = trained_.options.gradients && !trained_.options.slices_gradients;
+        if (on_complete_ && !are_kept) {
             g.buffer = arena_.take<floatX>("unit_gradients", g.all.shape(), "parameter_gradient");
             g.all = g.buffer.view();
         }
@@ -53,7 +55,7 @@ class Gradients {
     }
     // The unit's gradients of this backward pass are complete.
     void complete(int unit, OfUnit& g) {
-        if (on_complete_ && g.all.size() > 0) on_complete_(unit, g.all.data());
+        if (on_complete_ && g.all.size() > 0) on_complete_(unit, g);
         g.buffer.drop();
     }
     void end_backward() {

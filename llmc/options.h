@@ -114,6 +114,8 @@ struct Options {
     int own_micro_batches() const { return grad_accum / devices; }
     // True if each rank keeps only its slice of the optimizer's state (--zero 1), and not a copy of all.
     bool slices_state() const { return devices > 1 && zero != "0"; }
+    // True if each rank also keeps only its slice of the gradients (--zero 2).
+    bool slices_gradients() const { return devices > 1 && zero == "2" && !update_in_backward; }
     // Where messages go: without training, stdout is for generated text.
     FILE* notes() const { return steps > 0 ? stdout : stderr; }
     // The number of micro-batches that go through the model together.

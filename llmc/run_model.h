@@ -37,7 +37,8 @@ StateOptions state_options(const Options& o) {
         .blocks = Placement::Device,
         .block_gradients = o.steps > 0 ? named<Placement>(kPlacementNames, o.gradients) : Placement::Device,
         .updated = o.steps > 0 ? named<Placement>(kPlacementNames, o.state) : Placement::Device,
-        .slices = o.slices_state() && o.steps > 0 ? Slices{o.rank.number, o.devices} : Slices()};
+        .slices = o.slices_state() && o.steps > 0 ? Slices{o.rank.number, o.devices} : Slices(),
+        .slices_gradients = o.slices_gradients()};
 }
 
 // What an optional contains, or null.

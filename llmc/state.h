@@ -50,7 +50,8 @@ struct StateOptions {
     Placement blocks = Placement::Device;           // placement of the blocks' weights,
     Placement block_gradients = Placement::Device;  // of their gradients,
     Placement updated = Placement::Device;          // and of what only updates need: moments, master
-    Slices slices = {};  // of several ranks: what only updates need is there for this rank's slices alone
+    Slices slices = {};  // of several ranks: what only updates need is there for this rank's slices alone,
+    bool slices_gradients = false;  // and so are gradients
 
     // Whether blocks' weights, or their gradients, are streamed to the device.
     bool streams_blocks() const { return blocks != Placement::Device; }
@@ -317,10 +318,12 @@ class State {
     static bool only_updates_need(const StateBuffer& b) {
         return b.part != StatePart::Weights && b.part != StatePart::Gradients;
     }
-    // Leaves this rank's slices of what only updates need.
+    // Leaves this rank's slices of what only updates need, and of gradients.
     void keep_slices() {
         for (StateBuffer& b : buffers_) {
-            if (!only_updates_need(b)) continue;
+            const bool is_sliced =
+                b.part == StatePart::Gradients ? options.slices_gradients : b.part != StatePart::Weights;
+            if (!is_sliced) continue;
             size_t bytes = 0;
             for (const Unit& u : layout.units()) {
                 const Slice s = own_slice(u);

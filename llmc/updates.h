@@ -44,16 +44,16 @@ class Updates {
           ring_(arena, stream),
           on_host_(arena, stream) {
         if (o_.update_in_backward)
-            gradients_.on_complete([this](int unit, floatX* g) {
-                complete_sums(unit, g);
-                update(unit, g);
+            gradients_.on_complete([this](int unit, Gradients::OfUnit& g) {
+                complete_sums(unit, g.all.data());
+                update(unit, g.all.data());
             });
         else if (gradients_.streams_blocks())  // on the device now, but not later
-            gradients_.on_complete([this](int unit, floatX* g) {
-                if (may_be_last_) complete_sums(unit, g);
+            gradients_.on_complete([this](int unit, Gradients::OfUnit& g) {
+                if (may_be_last_) complete_sums(unit, g.all.data());
             });
         else if (!exchange_.is_alone())
-            gradients_.on_complete([this](int unit, floatX* g) {
+            gradients_.on_complete([this](int unit, Gradients::OfUnit& g) {
                 if (may_be_last_) exchange_beside_backward(unit, g);
             });
     }
@@ -141,28 +141,36 @@ class Updates {
         complete_exchanged(unit, gradients);
     }
     // As complete_sums(); the gradients are exchanged while backward computes those of the next unit.
-    void exchange_beside_backward(int unit, floatX* gradients) {
+    void exchange_beside_backward(int unit, Gradients::OfUnit& g) {
         finish_exchange();
-        exchange_.start_sum(gradients, size_of(unit));
-        exchanged_ = {unit, gradients};
+        exchange_.start_sum(g.all.data(), size_of(unit));
+        exchanged_ = {unit, g.all.data(), std::move(g.buffer)};
     }
     void finish_exchange() {
-        const auto [unit, gradients] = std::exchange(exchanged_, {-1, nullptr});
-        if (unit >= 0) complete_exchanged(unit, gradients);
+        if (exchanged_.unit < 0) return;
+        complete_exchanged(exchanged_.unit, exchanged_.gradients);
+        exchanged_ = {};
     }
-    // With --zero 1 both the sum and its squares are of the rank's own slice.
+    // With --zero 1 and 2 both the sum and its squares are of the rank's own slice.
     void complete_exchanged(int unit, floatX* gradients) {
         const int64_t size = size_of(unit);
-        exchange_.finish_sum();
+        floatX* const kept = kept_slice(unit);
+        exchange_.finish_sum(kept);
         if (!exchange_.is_alone() && !o_.slices_state()) exchange_.gather_slices(gradients, size);
         TensorF all = sums_of(unit);
         const Slice own = trained_.options.slices.own(size);
         if (own.count < size) fill_zero(all, stream_);  // the other ranks have the others
         if (own.count > 0) {
             const TensorF sums = all.rows_at(own.first / sums_.stretch, ceil_div(own.count, sums_.stretch));
-            sum_squares(sums, gradients + own.first, own.count, sums_.stretch, stream_);
+            sum_squares(sums, kept ? kept : gradients + own.first, own.count, sums_.stretch, stream_);
         }
         if (norm_of_each()) norm_of_unit(unit);
+    }
+    // With --zero 2: where the State has the rank's slice of a unit's gradients; else null.
+    floatX* kept_slice(int unit) const {
+        if (!trained_.options.slices_gradients) return nullptr;
+        const Unit& u = trained_.layout.units()[static_cast<size_t>(unit)];
+        return trained_.template data<floatX>(StatePart::Gradients, u.offset + trained_.own_slice(u).first);
     }
     int64_t size_of(int unit) const { return trained_.layout.units()[static_cast<size_t>(unit)].size; }
     TensorF sums_of(int unit) const {
@@ -204,7 +212,10 @@ class Updates {
     }
     // Updates the elements whose state this rank has.
     void update_own(int unit, const Unit& u, floatX* weights, const floatX* gradients, const TensorF& norm) {
-        if (trained_.own_slice(u).count == 0) return;
+        const Slice own = trained_.own_slice(u);
+        if (own.count == 0) return;
+        // What is updated are elements of the slice, counted from the unit's first.
+        if (const floatX* const kept = kept_slice(unit)) gradients = kept - own.first;
         if (trained_.chunks().empty())
             return optimizer_update(factors_, arrays_of_unit(trained_, u, weights, gradients), norm, stream_);
         ring_.update(trained_, unit,
@@ -227,7 +238,12 @@ class Updates {
     StateRing ring_;
     HostUpdates<floatX> on_host_;
     DeviceBuffer memory_;
-    UpdateFactors* factors_ = nullptr;                   // on the device: of the current step
-    bool may_be_last_ = true;                            // of the current backward pass
-    std::pair<int, floatX*> exchanged_ = {-1, nullptr};  // the unit whose gradients are being exchanged
+    UpdateFactors* factors_ = nullptr;  // on the device: of the current step
+    bool may_be_last_ = true;           // of the current backward pass
+    // The unit whose gradients are being exchanged, and the buffer if they are in one.
+    struct {
+        int unit = -1;
+        floatX* gradients = nullptr;
+        TensorX buffer = {};
+    } exchanged_;
 };

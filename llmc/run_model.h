@@ -27,18 +27,19 @@ StateOptions state_options(const Options& o) {
             "--state-formats master=%s completes bf16 weights, and this build's are fp32: make "
             "PRECISION=bf16",
             o.master.c_str());
-    return {
-        .training = o.steps > 0,
-        .gradients = !o.update_in_backward,
-        .optimizer = named<Optimizer>(kOptimizerNames, o.optimizer),
-        .master = named<Master>(kMasterNames, o.master),
-        .m = named<Moment>(kMomentNames, o.adam_m),
-        .v = named<Moment>(kMomentNames, o.adam_v),
-        .blocks = Placement::Device,
-        .block_gradients = o.steps > 0 ? named<Placement>(kPlacementNames, o.gradients) : Placement::Device,
-        .updated = o.steps > 0 ? named<Placement>(kPlacementNames, o.state) : Placement::Device,
-        .slices = o.slices_state() && o.steps > 0 ? Slices{o.rank.number, o.devices} : Slices(),
-        .slices_gradients = o.slices_gradients()};
+    StateOptions s;
+    s.training = o.steps > 0;
+    s.gradients = !o.update_in_backward;
+    s.optimizer = named<Optimizer>(kOptimizerNames, o.optimizer);
+    s.master = named<Master>(kMasterNames, o.master);
+    s.m = named<Moment>(kMomentNames, o.adam_m);
+    s.v = named<Moment>(kMomentNames, o.adam_v);
+    if (o.steps == 0) return s;
+    s.block_gradients = named<Placement>(kPlacementNames, o.gradients);
+    s.updated = named<Placement>(kPlacementNames, o.state);
+    if (o.slices_state()) s.slices.rank = o.rank.number, s.slices.ranks = o.devices;
+    s.slices_gradients = o.slices_gradients();
+    return s;
 }
 
 // What an optional contains, or null.

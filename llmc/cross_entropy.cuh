@@ -65,6 +65,16 @@ __global__ void __launch_bounds__(kBlockThreads)
     }
 }
 
+// a * b, rounded before anything is added to it: so ranks can compute such terms apart (exchange.h).
+SIMT_DEVICE float rounded_product(float a, float b) {
+#if defined(__CUDA_ARCH__)
+    return __fmul_rn(a, b);
+#else
+    const volatile float product = a * b;
+    return product;
+#endif
+}
+
 // *total += scale * the sum of losses, by one block.
 __global__ void __launch_bounds__(kBlockThreads)
     add_losses_kernel(float* total, const float* losses, int rows, LossScale scale) {
@@ -72,9 +82,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     for (int i = threadIdx.x; i < rows; i += blockDim.x) sum += losses[i];
     sum = block_sum(sum);
     if (threadIdx.x != 0) return;
-    // The term is rounded before it is added, so that ranks can compute it apart (exchange.h).
-    const volatile float term = scale.get() * sum;
-    *total += term;
+    *total += rounded_product(scale.get(), sum);
 }
 
 // losses[row] = -log softmax(logits[row])[target] over the first V columns. logits (rows, padded V) are

@@ -156,7 +156,7 @@ def test_data(train, folder, model, data):
 # ---- outside the device
 
 ELSEWHERE = ("--offload", "weights=disk,state=disk,inputs=auto,gradients=disk")
-KINDS = ["weights", "vocabulary", "inputs", "state", "gradients", "keys"]
+KINDS = ["weights", "vocabulary", "inputs", "state", "gradients", "keys", "ranks"]
 
 
 def elsewhere(train, *options):
@@ -195,7 +195,7 @@ def test_waits_and_links(train, tmp_path):
         assert list(wait) == ["place", "ms", *(f"{kind}_ms" for kind in KINDS)]
         assert wait["ms"] == pytest.approx(sum(wait[f"{kind}_ms"] for kind in KINDS)) and wait["ms"] >= 0
     assert whole["place"] == "all" and whole["ms"] == pytest.approx(sum(w["ms"] for w in places))
-    assert 0 < whole["ms"] < figures["step_ms"]["mean"] and all(whole[f"{kind}_ms"] > 0 for kind in KINDS if kind not in ("vocabulary", "keys"))
+    assert 0 < whole["ms"] < figures["step_ms"]["mean"] and all(whole[f"{kind}_ms"] > 0 for kind in KINDS if kind not in ("vocabulary", "keys", "ranks"))
     backward = 4 + 5
     assert all(w["state_ms"] == 0 for w in places[:backward]) and all(w["inputs_ms"] == 0 for w in places[backward:])
     assert places[0]["weights_ms"] > 0 and places[-2]["state_ms"] > 0

@@ -106,7 +106,7 @@ def test_gpus(llama, tmp_path, capsys):
 import json, os
 seconds = {"A100": 3, "4090": 6, "H100": 1}[os.environ["GPU"]]
 print(json.dumps({"totals": {"total": 0},
-                  "elsewhere": {"pinned_host": 5 << 29, "on_disk": 1 << 30, "offloaded": 1 << 31, "working_file": 1 << 32},
+                  "outside_device": {"pinned_host": 5 << 29, "on_disk": 1 << 30, "offloaded": 1 << 31, "working_file": 1 << 32},
                   "estimated_seconds": seconds, "tokens_per_second": 1, "rates": "nominal",
                   "phases": [{"name": "forward", "seconds": seconds, "bound_by": "link", "products": seconds / 2, "disk": 0,
                               "link": seconds / 2, "host": 0}]}))

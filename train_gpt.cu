@@ -925,28 +925,33 @@ std::optional<double> Trainer::validate() {
     fill_zero(metrics_.loss(), stream_);
     loss_by_position_.begin(stream_);
     const float scale = batches_.validation_loss_scale();
-    const auto batch = static_cast<uint64_t>(o_.batch);
-    const auto loss_so_far = [&] {
-        float loss = 0;
-        copy_to_host(&loss, metrics_.loss().data(), sizeof loss, stream_);
-        return loss;
-    };
-    const bool shares = !exchange_.is_alone() && !o_.has("--loss-by-position");
-    std::vector<float> terms;  // of several ranks that share the batches: the loss of each batch
-    for (uint64_t first = 0; first < batches_.validation_sequences(); first += batch) {
-        if (stopping()) return std::nullopt;
-        const auto owner = static_cast<int>(first / batch % static_cast<uint64_t>(o_.devices));
-        if (shares) terms.push_back(0);
-        if (shares && owner != o_.rank.number) continue;
-        if (shares) fill_zero(metrics_.loss(), stream_);
-        batches_.feed_validation(first, scale, loss_by_position_);
+    const auto batch = static_cast<uint64_t>(o_.batch), sequences = batches_.validation_sequences();
+    const auto add_batch = [&](uint64_t number) {
+        batches_.feed_validation(number * batch, scale, loss_by_position_);
         run_step(plans_.evaluate, [&] {
             gpt_.evaluate(batches_.first_on_device(), micro_, scale, metrics_.loss(),
                           loss_by_position_.sums());
         });
-        if (shares) terms.back() = loss_so_far();
+    };
+    const auto loss = [&] {
+        float sum = 0;
+        copy_to_host(&sum, metrics_.loss().data(), sizeof sum, stream_);
+        return sum;
+    };
+    std::vector<float> terms(ceil_div(sequences, batch));  // of several ranks: the loss of each batch
+    // Losses by position are added batch by batch, so then every rank evaluates all batches.
+    const bool ranks_share = !exchange_.is_alone() && !o_.has("--loss-by-position");
+    for (uint64_t number = 0; number < terms.size(); number++) {
+        if (stopping()) return std::nullopt;
+        if (!ranks_share) {
+            add_batch(number);
+        } else if (static_cast<int>(number % static_cast<uint64_t>(o_.devices)) == o_.rank.number) {
+            fill_zero(metrics_.loss(), stream_);
+            add_batch(number);
+            terms[number] = loss();
+        }
     }
-    return double{shares ? exchange_.sum_in_turn(terms) : loss_so_far()};
+    return double{ranks_share ? exchange_.sum_in_turn(terms) : loss()};
 }
 
 void Trainer::validate_and_log() {
@@ -1389,18 +1394,18 @@ int run(int argc, char** argv, RankEngine* engine) {
     Options options = parse();
     if (options.devices > 1 && options.rank.is_alone() && !options.plan)
         return launch_ranks(options.devices, argv);
-    const auto is_rank = [&] {
+    const auto become_rank = [&] {
         if (engine) options.rank.on_this_machine = engine->on_this_machine();
         write_on_first_rank(options);
     };
-    is_rank();
+    become_rank();
     std::optional<HeldFolder> lock;  // of --out
     if (options.plan && !options.out.empty()) check_writable(options.out);
     if (options.saves() && options.rank.is_first()) {
         lock.emplace(options.out);
         if (options.has("--resume")) {  // the run that held it may have saved since
             options = parse();
-            is_rank();
+            become_rank();
         }
     }
     start_threads(options.threads, options.rank);

@@ -23,7 +23,7 @@
 
 class Exchange {
   public:
-    // Divides by `slices`, which may change until the first use.
+    // `slices`: what each rank has of a unit.
     Exchange(Arena& arena, const Stream& stream, const Slices& slices)
         : arena_(arena), stream_(stream), slices_(slices) {}
     Exchange(const Exchange&) = delete;
@@ -44,7 +44,7 @@ class Exchange {
     // calls the exchange goes on beside the computation, which must not touch x. One sum can be under way.
     void start_sum(floatX* x, int64_t size) {
         assert(!summed_);
-        const int64_t columns = std::min(slices_.length(size), piece<floatX>());
+        const int64_t columns = std::min(slices_.length(size), most_elements());
         summed_.emplace(
             Sum{x, size, arena_.take<floatX>("ranks_gradients", {slices_.ranks, columns}, "exchange")});
         const auto [sent, received] = parts_of_sum(0);
@@ -54,30 +54,31 @@ class Exchange {
     // longer than the receiving memory are completed now, piece by piece.
     void finish_sum(floatX* to = nullptr) {
         if (!summed_) return;
-        to_ = to ? to : summed_->x + slices_.own(summed_->size).first;
         const int64_t length = slices_.length(summed_->size);
-        join();
-        add_received(0);
-        for (int64_t first = summed_->parts.columns(); first < length; first += summed_->parts.columns()) {
-            const auto [sent, received] = parts_of_sum(first);
-            start(sent, received);
+        const Slice own = slices_.own(summed_->size);
+        if (!to) to = summed_->x + own.first;
+        for (int64_t first = 0; first < length; first += summed_->parts.columns()) {
+            if (first > 0) {
+                const auto [sent, received] = parts_of_sum(first);
+                start(sent, received);
+            }
             join();
-            add_received(first);
+            const Tensor<floatX> sum(to + first, {count_from(first, own.count)});
+            if (active_) sum_ranks(sum, summed_->parts, stream_);
         }
         summed_.reset();
     }
     // Every rank gets the other ranks' slices of x, a unit's `size` elements.
-    template <class T>
-    void gather_slices(T* x, int64_t size) {
-        const int64_t length = slices_.length(size);
-        for (int64_t first = 0; first < length; first += piece<T>()) {
+    void gather_slices(floatX* x, int64_t size) {
+        const int64_t length = slices_.length(size), most = most_elements();
+        for (int64_t first = 0; first < length; first += most) {
             const auto part = [&](int rank) {
                 const Slice s = slices_.of(size, rank);
-                return std::pair(x + s.first + first, std::clamp<int64_t>(s.count - first, 0, piece<T>()));
+                return part_of(x + s.first + first, std::clamp<int64_t>(s.count - first, 0, most));
             };
             Parts sent, received;
             for (int rank = 0; rank < slices_.ranks; rank++)
-                add_part(sent, part(slices_.rank)), add_part(received, part(rank));
+                sent.push_back(part(slices_.rank)), received.push_back(part(rank));
             start(sent, received);
             join();
         }
@@ -88,8 +89,7 @@ class Exchange {
         const Tensor<float> parts = arena_.take<float>("ranks_sums", {slices_.ranks, columns}, "exchange");
         Parts sent, received;
         for (int rank = 0; rank < slices_.ranks; rank++)
-            add_part(sent, std::pair(x.data(), n)),
-                add_part(received, std::pair(parts.at(rank * columns), n));
+            sent.push_back(part_of(x.data(), n)), received.push_back(part_of(parts.at(rank * columns), n));
         start(sent, received);
         join();
         if (!active_) return;
@@ -136,11 +136,10 @@ class Exchange {
     }
 
   private:
-    // The most elements of a rank that are received at a time.
-    template <class T>
-    int64_t piece() const {
+    // The most elements of a rank that are exchanged at a time.
+    int64_t most_elements() const {
         return std::max<int64_t>(
-            4096, (int64_t{32} << 20) / static_cast<int64_t>(sizeof(T)) / slices_.ranks / 256 * 256);
+            4096, (int64_t{32} << 20) / static_cast<int64_t>(sizeof(floatX)) / slices_.ranks / 256 * 256);
     }
     using Parts = std::vector<Part>;
     // A sum of gradients that is under way: the unit's elements, and what was received of the rank's own
@@ -151,31 +150,27 @@ class Exchange {
         Tensor<floatX> parts;  // (ranks, elements of a slice at a time)
     };
     template <class T>
-    static void add_part(Parts& parts, std::pair<T*, int64_t> elements) {
-        parts.push_back({elements.first, static_cast<size_t>(elements.second) * sizeof(T)});
+    static Part part_of(T* at, int64_t elements) {
+        return {at, static_cast<size_t>(elements) * sizeof(T)};
     }
     // How many elements of a slice, from `first` on, are exchanged at a time.
     int64_t count_from(int64_t first, int64_t of_slice) const {
         return std::clamp<int64_t>(of_slice - first, 0, summed_->parts.columns());
     }
+    // What is sent and received of the slices' elements from `first` on.
     std::pair<Parts, Parts> parts_of_sum(int64_t first) const {
         const auto& [x, size, parts] = *summed_;
         const int64_t own = count_from(first, slices_.own(size).count);
         std::pair<Parts, Parts> both;
         for (int rank = 0; rank < slices_.ranks; rank++) {
             const Slice s = slices_.of(size, rank);
-            add_part(both.first, std::pair(x + s.first + first, count_from(first, s.count)));
-            add_part(both.second, std::pair(parts.at(rank * parts.columns()), own));
+            both.first.push_back(part_of(x + s.first + first, count_from(first, s.count)));
+            both.second.push_back(part_of(parts.at(rank * parts.columns()), own));
         }
         return both;
     }
-    void add_received(int64_t first) {
-        const Slice own = slices_.own(summed_->size);
-        const int64_t count = count_from(first, own.count);
-        if (active_) sum_ranks(Tensor<floatX>(to_ + first, {count}), summed_->parts, stream_);
-    }
 
-    // Starts an exchange, and waits for it.
+    // start() starts an exchange, which join() waits for.
     void start(const Parts& sent, const Parts& received) {
         if (!active_) return;
         size_t bytes = 0;
@@ -207,6 +202,5 @@ class Exchange {
     RankEngine* engine_ = nullptr;
     bool active_ = true, under_way_ = false;
     std::optional<Sum> summed_;
-    floatX* to_ = nullptr;  // where the sum of the rank's own slice is written
-    int noted_ = -1;        // in a dry run: the number of the latest exchange
+    int noted_ = -1;  // in a dry run: the number of the latest exchange
 };

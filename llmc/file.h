@@ -216,7 +216,8 @@ inline bool file_exists(const std::string& path) { return access(path.c_str(), F
 // The largest file that is read as a whole: several times the size of the largest tokenizers.
 constexpr size_t kLargestText = 128 << 20;
 
-// Fails if a file, of which this is the start, is what Git has in place of a large file until it is fetched.
+// Fails if a file is a Git LFS pointer: the short text that stands for a large file until `git lfs pull`
+// fetches it. `start` is how the file begins.
 inline void refuse_lfs_pointer(const std::string& path, std::string_view start) {
     if (start.starts_with("version https://git-lfs.github.com/spec/v1"))
         fail("%s: is a Git LFS pointer and not the file itself: run `git lfs pull` in its folder",

@@ -43,7 +43,7 @@ inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& val
         return std::find(names.begin(), names.end(), name) != names.end();
     };
     if (among({"--resume", "--timeline", "--save-base"})) return false;  // the adapter names its base
-    if (among({"--rates", "--devices", "--zero"})) return false;         // of the first run's machine
+    if (among({"--rates"})) return false;                                // of the first run's machine
     if (among({"--advanced.algorithms"})) return kSearchesAlgorithms;
     if (among({"--advanced.tf32"})) return kHasTf32;
     if (is_chosen_anew(name) && o.has("--memory") && o.batch != 0) return false;

@@ -78,7 +78,7 @@ struct MemoryReport {
     int vocabulary = 0;
     std::string vocabulary_of;  // why it is this size, if neither data nor a file say it
     int batch = 0, seq_len = 0, grad_accum = 1;
-    int devices = 1;           // the report is of one of so many ranks
+    int devices = 1;           // the number of ranks; the report is about one of them
     std::string zero;          // what each of them keeps
     double sent_to_ranks = 0;  // bytes in a step
     int64_t head_rows = 0, mlp_rows = 0, attention_rows = 0;

@@ -22,13 +22,13 @@ struct Rank {
     int on_this_machine = 1;  // how many of them run on this machine
 
     bool is_first() const { return number == 0; }
+    bool is_alone() const { return count == 1; }
     // This rank's share of the cores that it may run on. If what started it bound it to some of the machine's
     // cores, these are its own.
     int own_cores(int cores) const {
         const auto all = static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
         return cores * on_this_machine <= all ? cores : std::max(1, cores / on_this_machine);
     }
-    bool is_alone() const { return count == 1; }
     // "rank 3 (host b)", for messages.
     std::string text() const {
         char host[256] = "";

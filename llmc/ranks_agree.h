@@ -14,6 +14,8 @@
 #include "llmc/exchange.h"
 #include "llmc/options.h"
 #include "llmc/plan_report.h"
+#include "llmc/random.h"
+#include "llmc/recompute.h"
 #include "llmc/run_inputs.h"
 #include "llmc/state.h"
 #include "llmc/version.h"
@@ -23,11 +25,7 @@ using RankFacts = std::vector<std::pair<std::string, std::string>>;
 
 inline RankFacts facts_of(const Options& o, const RunInputs& in, const MemoryReport& plan) {
     RankFacts facts = {{"the program", version_text()}};
-    for (const auto& [name, words] : o.given) {
-        std::string value;
-        for (const std::string& word : words) value += (value.empty() ? "" : " ") + word;
-        facts.emplace_back(setting_name(name), value);
-    }
+    for (const auto& [name, words] : o.given) facts.emplace_back(setting_name(name), joined(words, " "));
     for (const auto& [name, value] : in.facts) facts.emplace_back("what is in the files of " + name, value);
     facts.emplace_back("the model",
                        format("%lld parameters, %lld trained", static_cast<long long>(plan.parameters),
@@ -52,17 +50,17 @@ inline std::string first_difference(const RankFacts& own, const RankFacts& first
     return "";
 }
 
-// A number that depends on the weights, for the same fact: the start of each unit.
+// A digest of the weights: of the first elements of each unit.
 template <class T>
 std::string digest_of_weights(const State<T>& state) {
-    uint64_t digest = 14695981039346656037u;  // FNV-1a
+    uint64_t digest = 0;
     std::vector<T> values;
     for (const Unit& u : state.layout.units()) {
         values.resize(static_cast<size_t>(std::min<int64_t>(u.size, 1 << 16)));
         if (values.empty()) continue;
         state.find(StatePart::Weights)->read(u.offset, static_cast<int64_t>(values.size()), values.data());
-        const auto* const bytes = reinterpret_cast<const unsigned char*>(values.data());
-        for (size_t i = 0; i < values.size() * sizeof(T); i++) digest = (digest ^ bytes[i]) * 1099511628211u;
+        const auto* const bytes = reinterpret_cast<const char*>(values.data());
+        digest = mix64(digest ^ name_hash({bytes, values.size() * sizeof(T)}));
     }
     return std::to_string(digest);
 }

@@ -24,18 +24,19 @@
 // Ranks write to the launching process's stdout and stderr themselves, so that MPI's launcher can neither
 // delay nor mix what they print, and its own messages can be told from theirs.
 
-// The launching process passes on Ctrl-C as kStopRanks (signals.h): MPI's launchers end all ranks if they get
-// SIGINT or SIGTERM themselves.
 //
+// The launching process passes on Ctrl-C as kStopRanks (signals.h), because MPI's launchers end all ranks
+// when they get SIGINT or SIGTERM themselves.
+
 // The signal by which a rank tells the launching process its exit code.
 constexpr int kRankEnds = SIGUSR2;
 
 // In a rank: connects stdout and stderr to those of the launching process, if there is one. Only the first
 // rank prints; of the others only errors are shown, which go to the stream that this returns.
 inline FILE* open_rank_streams(const Rank& rank) {
-    if (const char* const launcher = getenv(kParentVariable))
+    if (const char* const parent = getenv(kParentVariable))
         for (const int fd : {STDOUT_FILENO, STDERR_FILENO}) {
-            const std::string path = format("/proc/%s/fd/%d", launcher, fd);
+            const std::string path = format("/proc/%s/fd/%d", parent, fd);
             const int opened = open(path.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC);
             if (opened < 0) continue;  // it stays connected to MPI's launcher, which passes it on
             dup2(opened, fd);
@@ -54,10 +55,10 @@ inline FILE* open_rank_streams(const Rank& rank) {
 // In a rank that ends by itself and not well: tells the launching process its exit code, which MPI's
 // launchers do not pass on reliably.
 inline void tell_parent(int code) {
-    if (const auto launcher = number_in_environment(kParentVariable)) {
+    if (const auto parent = number_in_environment(kParentVariable)) {
         sigval value{};
         value.sival_int = code;
-        sigqueue(*launcher, kRankEnds, value);
+        sigqueue(*parent, kRankEnds, value);
     }
 }
 

@@ -100,8 +100,8 @@ class MpiEngine : public RankEngine {
     int on_this_machine() const override { return on_this_machine_; }
 
   private:
-    // Of the thread that makes an exchange beside the computation: MPI moves bytes only while a thread is in
-    // one of its calls.
+    // State of the worker thread. MPI moves bytes only while a thread is inside one of its calls, so the
+    // worker stays in one while the main thread computes.
     enum class State { Idle, Works, Ends };
     void set_state(State state) {
         const std::lock_guard lock(mutex_);

@@ -123,6 +123,7 @@ inline void remember_options(const Options& o, Progress& progress) {
     std::error_code none;
     const std::string here = std::filesystem::current_path(none).string();
     auto given = o.given;
+    // A save is the same whatever devices made it, and is resumed on any.
     for (const char* of_machine : {"--devices", "--zero"}) given.erase(of_machine);
     progress.directory = o.directory.empty() ? here : o.directory;
     if (!std::filesystem::equivalent(progress.directory, ".", none))

@@ -79,12 +79,19 @@ SIMT_HOST_DEVICE T narrow_master(float x) {
 
 enum class StatePart { Weights, Gradients, M, MScale, V, VScale, Master };
 
-// Elements of a buffer that are not on the device. They store the model's elements from `first` on, and begin
-// at byte `at` of their place in host memory or on disk.
+// A part of a buffer: it stores the model's elements from `first` on, and begins at byte `at` of its memory,
+// which is on the device, in host memory or on disk.
 struct StatePiece {
     int64_t first, count;
     uint64_t at;
+    int64_t end() const { return first + count; }
 };
+// Of pieces in order, the last one that begins at or before an element of the model.
+inline std::vector<StatePiece>::const_iterator piece_at(const std::vector<StatePiece>& pieces, int64_t at) {
+    return std::upper_bound(pieces.begin(), pieces.end(), at,
+                            [](int64_t element, const StatePiece& p) { return element < p.first; }) -
+           1;
+}
 
 // Elements of the model whose optimizer state is transferred together.
 struct StateChunk {
@@ -93,14 +100,6 @@ struct StateChunk {
 };
 constexpr int64_t kStateChunk = int64_t{1} << 18;  // maximum number of elements in a chunk
 static_assert(kStateChunk % kParameterAlignment == 0);
-
-// Elements of a buffer that has only some of them: the model's elements from `first` on, which begin at byte
-// `at` of the buffer.
-struct StateSlice {
-    int64_t first, count;
-    uint64_t at;
-    int64_t end() const { return first + count; }
-};
 
 // A row of the table: one buffer.
 struct StateBuffer {
@@ -116,7 +115,7 @@ struct StateBuffer {
     std::vector<StatePiece> pieces = {};  // elements that are not on the device, in order without gaps
     OffloadStorage* place = nullptr;      // where the pieces are
     // A slice of each unit, if these are all that the buffer has, and where they are in `memory`.
-    std::vector<StateSlice> slices = {};
+    std::vector<StatePiece> slices = {};
 
     size_t bytes() const { return static_cast<size_t>(elements) * width; }
     size_t bytes_of(int64_t count) const {
@@ -129,7 +128,7 @@ struct StateBuffer {
     char* at(int64_t at) const {
         if (!memory.data() || !is_on_device(at)) return nullptr;
         if (!slices.empty()) {
-            const StateSlice& s = slice_of(at);
+            const StatePiece& s = *piece_at(slices, at);
             return at < s.end() ? memory.data() + s.at + bytes_of(at - s.first) : nullptr;
         }
         if (!pieces.empty() && at >= offloaded_end()) at -= offloaded_end() - pieces.front().first;
@@ -138,31 +137,22 @@ struct StateBuffer {
     // Copies what stores `count` elements of the model to or from the host, wherever it is. All of them must
     // be in one unit. Of elements that the buffer does not have, nothing is copied.
     void read(int64_t at, int64_t count, void* host) const {
-        if (!slices.empty())
-            return for_own(at, count, [&](int64_t first, int64_t n) {
-                read_own(first, n, static_cast<char*>(host) + bytes_of(first - at));
-            });
-        read_own(at, count, host);
+        for_own(at, count, [&](int64_t first, int64_t n) {
+            read_own(first, n, static_cast<char*>(host) + bytes_of(first - at));
+        });
     }
     void write(int64_t at, int64_t count, const void* host) const {
-        if (!slices.empty())
-            return for_own(at, count, [&](int64_t first, int64_t n) {
-                write_own(first, n, static_cast<const char*>(host) + bytes_of(first - at));
-            });
-        write_own(at, count, host);
+        for_own(at, count, [&](int64_t first, int64_t n) {
+            write_own(first, n, static_cast<const char*>(host) + bytes_of(first - at));
+        });
     }
 
   private:
-    // The slice of the unit that has this element.
-    const StateSlice& slice_of(int64_t at) const {
-        return *(std::upper_bound(slices.begin(), slices.end(), at,
-                                  [](int64_t element, const StateSlice& s) { return element < s.first; }) -
-                 1);
-    }
     // Calls f(first, n) with those of these elements that the buffer has.
     template <class F>
     void for_own(int64_t at, int64_t count, F&& f) const {
-        for (const StateSlice& s : slices) {
+        if (slices.empty()) return f(at, count);
+        for (const StatePiece& s : slices) {
             const int64_t first = std::max(at, s.first), end = std::min(at + count, s.end());
             if (first < end) f(first, end - first);
         }
@@ -179,14 +169,12 @@ struct StateBuffer {
             place->write(to, bytes, static_cast<const char*>(host) + first);
         });
     }
-    int64_t offloaded_end() const { return pieces.back().first + pieces.back().count; }
+    int64_t offloaded_end() const { return pieces.back().end(); }
     // Calls f(at, first, bytes) for each piece's part of these elements; that part begins `first` bytes after
     // the first element.
     template <class F>
     void for_each_piece(int64_t from, int64_t count, F&& f) const {
-        auto piece = std::upper_bound(pieces.begin(), pieces.end(), from,
-                                      [](int64_t at, const StatePiece& p) { return at < p.first; }) -
-                     1;
+        auto piece = piece_at(pieces, from);
         for (size_t done = 0; count > 0; piece++) {
             const int64_t here = std::min(count, piece->first + piece->count - from);
             f(piece->at + bytes_of(from - piece->first), done, bytes_of(here));
@@ -322,7 +310,7 @@ class State {
     void keep_slices() {
         for (StateBuffer& b : buffers_) {
             const bool is_sliced =
-                b.part == StatePart::Gradients ? options.slices_gradients : b.part != StatePart::Weights;
+                only_updates_need(b) || (b.part == StatePart::Gradients && options.slices_gradients);
             if (!is_sliced) continue;
             size_t bytes = 0;
             for (const Unit& u : layout.units()) {

@@ -82,8 +82,8 @@ inline void keep_heaps_small(size_t threads) {
     mallopt(M_TRIM_THRESHOLD, 16 << 20);
 }
 
-// Starts OpenMP's threads: `asked`; if that is 0, as OpenMP chooses or, for a
-// rank, its share of the machine's cores. If OpenMP gives fewer, prints that.
+// Starts OpenMP's threads: `asked`; if that is 0, as many as OpenMP chooses, or for one of several ranks its
+// share of the cores. If OpenMP gives fewer, prints that.
 // From then on, a parallel region gets omp_get_max_threads() threads. Fails if the system cannot start them.
 inline void start_threads(int asked, const Rank& rank = {}) {
     omp_set_dynamic(0);

@@ -73,8 +73,8 @@ class Updates {
         on_host_.use(step);
     }
     // Call around a backward pass. `is_last`: it is the step's last pass, which completes the gradients.
-    // `may_be_last`: it has the plan of the last pass, and so does everything that is planned there, without
-    // an exchange between ranks.
+    // `may_be_last`: it shares the plan of the last pass, so it takes the same memory, and sums squares too;
+    // ranks exchange in the last pass alone.
     void begin_backward(bool may_be_last, bool is_last) {
         may_be_last_ = may_be_last;
         exchange_.set_active(is_last);
@@ -82,7 +82,7 @@ class Updates {
     }
     void end_backward() {
         finish_exchange();
-        if (o_.update_in_backward) sum_norm(), sum_loss();
+        if (o_.update_in_backward) compute_norm_and_loss();
         exchange_.set_active(true);
         finish();
     }
@@ -93,7 +93,7 @@ class Updates {
         for (const int unit : units)
             if (!gradients_.streams_blocks() && exchange_.is_alone())
                 complete_sums(unit, gradients_.of(unit).data());
-        sum_norm(), sum_loss();
+        compute_norm_and_loss();
         const bool weights_come = weights_.streams_trained_blocks() && !places_.updates_on_host();
         fetch_state(units);
         if (weights_come) weights_.expect_blocks();
@@ -164,7 +164,7 @@ class Updates {
             const TensorF sums = all.rows_at(own.first / sums_.stretch, ceil_div(own.count, sums_.stretch));
             sum_squares(sums, kept ? kept : gradients + own.first, own.count, sums_.stretch, stream_);
         }
-        if (norm_of_each()) norm_of_unit(unit);
+        if (norm_of_each()) compute_norm(unit, sums_of(unit));
     }
     // With --zero 2: where the State has the rank's slice of a unit's gradients; else null.
     floatX* kept_slice(int unit) const {
@@ -177,22 +177,18 @@ class Updates {
         const auto u = static_cast<size_t>(unit);
         return metrics_.sums().rows_at(sums_.first[u], sums_.first[u + 1] - sums_.first[u]);
     }
-    // Computes the norm of the whole gradient. The partial sums are always added in the same order, in
-    // whatever order the units were updated.
-    void sum_norm() {
-        if (norm_of_each()) return;
-        if (o_.slices_state()) exchange_.sum(metrics_.sums().view());
-        TensorF norm = metrics_.norms().rows_at(0, 1);
-        norm_of_sums(norm, metrics_.sums(), stream_);
+    // Computes a norm from partial sums of squares, which are always added in the same order, in whatever
+    // order the units were updated. With --zero 1 and 2 each rank has some of the sums.
+    void compute_norm(int number, const TensorF& sums) {
+        if (o_.slices_state()) exchange_.sum(sums);
+        TensorF norm = metrics_.norms().rows_at(number, 1);
+        norm_of_sums(norm, sums, stream_);
     }
-    // Each rank has the losses of its own micro-batches.
-    void sum_loss() {
+    // The norm of the whole gradient, unless each unit has its own; and the loss, of which each rank has that
+    // of its micro-batches.
+    void compute_norm_and_loss() {
+        if (!norm_of_each()) compute_norm(0, metrics_.sums());
         if (!exchange_.is_alone()) exchange_.sum(metrics_.loss());
-    }
-    void norm_of_unit(int unit) {
-        if (o_.slices_state()) exchange_.sum(sums_of(unit));
-        TensorF norm = metrics_.norms().rows_at(unit, 1);
-        norm_of_sums(norm, sums_of(unit), stream_);
     }
     // Updates a unit's weights. With --update-in-backward and without clipping, the norm that it reads is
     // still that of the step before, which it ignores.

@@ -248,8 +248,9 @@ class Trainer {
     // Connects this rank to the others. Without it, steps of several ranks can only be rehearsed. Call it
     // after rehearse(): it compares the ranks' options and plans, and fails if they differ.
     void connect(RankEngine& engine) {
-        exchange_.connect(&engine);
+        exchange_.connect(engine);
         check_ranks_agree(exchange_, o_.rank, facts_of(o_, in_, report_));
+        exchange_.connect_devices(o_.rank);
     }
     void run();
     void bench();
@@ -1392,8 +1393,10 @@ int run(int argc, char** argv, RankEngine* engine) {
         });
     };
     Options options = parse();
-    if (options.devices > 1 && options.rank.is_alone() && !options.plan)
+    if (options.devices > 1 && options.rank.is_alone() && !options.plan) {
+        check_gpus_for_ranks(options.devices);
         return launch_ranks(options.devices, argv);
+    }
     const auto become_rank = [&] {
         if (engine) options.rank.on_this_machine = engine->on_this_machine();
         write_on_first_rank(options);
@@ -1444,6 +1447,7 @@ int main(int argc, char** argv) {
     std::unique_ptr<RankEngine> engine;
     try {
         if (!rank.is_alone()) {
+            see_own_gpu(rank);
             memory_free_at_start();  // before any of the ranks takes much
             engine = connect_ranks(rank);
         }

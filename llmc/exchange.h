@@ -17,7 +17,7 @@
 #include "llmc/graph.h"
 #include "llmc/precision.h"
 #include "llmc/rank_sums.cuh"
-#include "llmc/ranks.h"
+#include "llmc/ranks_transfers.h"
 #include "llmc/slices.h"
 #include "llmc/work.h"
 
@@ -27,13 +27,11 @@ class Exchange {
     Exchange(Arena& arena, const Stream& stream, const Slices& slices)
         : arena_(arena), stream_(stream), slices_(slices) {}
     Exchange(const Exchange&) = delete;
-    // If the run fails while an exchange is under way, its memory must not end before it.
-    ~Exchange() {
-        if (under_way_) engine_->finish();
-    }
 
-    // Sets the engine, which a dry run does not need.
-    void connect(RankEngine* engine) { engine_ = engine; }
+    // Sets the engine, which a dry run does not need. From then on vectors can be gathered.
+    void connect(RankEngine& engine) { engine_ = &engine; }
+    // Connects the devices, after which tensors can be exchanged. All ranks must call it together.
+    void connect_devices(const Rank& rank) { transfers_.emplace(*engine_, rank); }
     bool is_alone() const { return slices_.ranks == 1; }
 
     // While inactive, all operations take their memory as planned, and move and add nothing: micro-batches
@@ -182,8 +180,7 @@ class Exchange {
         }
         host_act([this, sent, received, bytes] {
             count_moved(Route::ToRanks, bytes);
-            engine_->start(sent, received);
-            under_way_ = true;
+            transfers_->start(sent, received, stream_);
         });
     }
     void join() {
@@ -191,8 +188,7 @@ class Exchange {
         if (arena_.rehearsing()) return note_wait(Transfer::Ranks, noted_);
         host_act([this] {
             const Waiting waiting(Transfer::Ranks);
-            engine_->finish();
-            under_way_ = false;
+            transfers_->finish(stream_);
         });
     }
 
@@ -200,7 +196,8 @@ class Exchange {
     const Stream& stream_;
     const Slices& slices_;
     RankEngine* engine_ = nullptr;
-    bool active_ = true, under_way_ = false;
+    std::optional<RankTransfers> transfers_;
+    bool active_ = true;
     std::optional<Sum> summed_;
     int noted_ = -1;  // in a dry run: the number of the latest exchange
 };

@@ -141,7 +141,9 @@ inline void check_devices(const Options& o) {
             fail("--zero %s: is for several devices: add --devices N", o.zero.c_str());
         return;
     }
-    if (!kHostIsDevice) fail("--devices %d: this build does not train on several GPUs yet", o.devices);
+    if (o.updates == "host")
+        fail("--devices %d: the host's cores update for one device only: leave out --offload updates=host",
+             o.devices);
     if (o.steps == 0) fail("--devices %d: is for training, and --steps is 0", o.devices);
     if (o.grad_accum % o.devices) {
         const int less = o.grad_accum / o.devices * o.devices, more = less + o.devices;

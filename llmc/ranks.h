@@ -19,7 +19,8 @@
 // One process of a run.
 struct Rank {
     int number = 0, count = 1;
-    int on_this_machine = 1;  // how many of them run on this machine
+    int on_this_machine = 1;         // how many of them run on this machine
+    int number_on_this_machine = 0;  // among those
 
     bool is_first() const { return number == 0; }
     bool is_alone() const { return count == 1; }
@@ -50,14 +51,17 @@ inline std::optional<int> number_in_environment(const char* name) {
 // srun with PMIx or PMI-2. A process that none of these started is alone.
 inline Rank rank_of_environment() {
     struct Names {
-        const char *number, *count, *on_this_machine;
+        const char *number, *count, *on_this_machine, *number_on_this_machine;
     };
-    for (const Names& names :
-         {Names{"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"},
-          Names{"PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"}, Names{"PMIX_RANK", "SLURM_NTASKS", ""}}) {
+    for (const Names& names : {Names{"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+                                     "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},
+                               Names{"PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"},
+                               Names{"PMIX_RANK", "SLURM_NTASKS", "", "SLURM_LOCALID"}}) {
         const auto number = number_in_environment(names.number), count = number_in_environment(names.count);
         if (!number || !count || *number < 0 || *count < 1) continue;
-        return {*number, *count, number_in_environment(names.on_this_machine).value_or(*count)};
+        const int here = number_in_environment(names.on_this_machine).value_or(*count);
+        return {*number, *count, here,
+                number_in_environment(names.number_on_this_machine).value_or(*number % here)};
     }
     return {};
 }

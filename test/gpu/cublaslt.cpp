@@ -48,6 +48,7 @@ static_assert(sizeof(Algorithm) <= sizeof(cublasLtMatmulAlgo_t));
 
 template <class F>
 cublasStatus_t guarded(F&& f) {
+    const std::lock_guard lock(device_mutex());
     try {
         return f();
     } catch (const std::exception& e) {

@@ -1,5 +1,5 @@
 // cudart.cpp - the CUDA runtime's calls that the trainer and its tests make, on the emulated device. Loaded
-// in place of libcudart and libcublasLt, it runs an unchanged program from its own PTX.
+// in place of libcudart, libcublasLt and libnccl, it runs an unchanged program from its own PTX.
 //
 // What CUDA forbids, and what it leaves undefined, ends the process with a line that begins with "GPU:" and
 // exit code 70. The environment:
@@ -10,7 +10,9 @@
 //   GPU_SEED=N, GPU_ORDER=late|early|random   the order of everything that has none
 //   GPU_CHECK=bounds               does not look for races
 //   GPU_ERROR=N                    waiting for a stream ends with this error
-//   GPU_COUNT=0                    no device answers; GPU_COUNT_ERROR=N: for this reason
+//   GPU_COUNT=N                    how many devices the machine has; CUDA_VISIBLE_DEVICES chooses among them,
+//                                  and only the first of those can be used. 0: no device answers;
+//                                  GPU_COUNT_ERROR=N: for this reason
 //   GPU_DRIVER=12020               a driver with CUDA 12.2; 0: no driver
 //   GPU_COUNTERS, GPU_COVERAGE     files for what was counted
 //   GPU_ENQUEUED                   a file for how much the host gave to streams: copies, launches, whole
@@ -40,6 +42,7 @@ namespace {
 // Answers a call; a fault ends the process.
 template <class F>
 auto guarded(F&& f) {
+    const std::lock_guard lock(device_mutex());
     try {
         return f();
     } catch (const std::exception& e) {
@@ -394,8 +397,21 @@ static int driver_version() {
         atoi(environment("GPU_DRIVER", std::to_string(CUDART_VERSION).c_str()).c_str());
     return version;
 }
+// The machine's devices that CUDA_VISIBLE_DEVICES names, up to the first that is not there.
+static std::vector<int> visible_devices() {
+    const int all = atoi(environment("GPU_COUNT", "1").c_str());
+    std::vector<int> visible;
+    if (const char* named = getenv("CUDA_VISIBLE_DEVICES")) {
+        std::istringstream names(named);
+        for (std::string name; std::getline(names, name, ',') && atoi(name.c_str()) < all;)
+            visible.push_back(atoi(name.c_str()));
+    } else {
+        for (int d = 0; d < all; d++) visible.push_back(d);
+    }
+    return visible;
+}
 cudaError_t cudaGetDeviceCount(int* count) {
-    *count = atoi(environment("GPU_COUNT", "1").c_str());
+    *count = static_cast<int>(visible_devices().size());
     if (driver_version() / 1000 < CUDART_VERSION / 1000) return *count = 0, cudaErrorInsufficientDriver;
     return *count ? cudaSuccess
                   : static_cast<cudaError_t>(atoi(environment("GPU_COUNT_ERROR", "100").c_str()));
@@ -453,6 +469,12 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
                             std::to_string(attribute));
         }
     });
+}
+cudaError_t cudaDeviceGetPCIBusId(char* id, int length, int device) {
+    const std::vector<int> visible = visible_devices();
+    if (device >= static_cast<int>(visible.size())) return cudaErrorInvalidDevice;
+    snprintf(id, static_cast<size_t>(length), "0000:%02x:00.0", visible[static_cast<size_t>(device)] + 1);
+    return cudaSuccess;
 }
 cudaError_t cudaRuntimeGetVersion(int* v) { return *v = CUDART_VERSION, cudaSuccess; }
 cudaError_t cudaDriverGetVersion(int* v) { return *v = driver_version(), cudaSuccess; }

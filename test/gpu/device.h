@@ -7,9 +7,10 @@
 
 #include <algorithm>
 #include <deque>
-#include <functional>
-#include <random>
 #include <ctime>
+#include <functional>
+#include <mutex>
+#include <random>
 
 #include "test/gpu/block.h"
 #include "test/gpu/chips.h"
@@ -26,6 +27,13 @@ struct Task {
     std::string name;
     std::function<void(const Work&)> run;
     std::function<void(const Work&)> queued = nullptr;  // called when it is queued, not when it runs
+    // Whether it can run without waiting for what the host of another device has yet to do. Null: it can.
+    std::function<bool()> ready = nullptr;
+};
+struct QueuedTask {
+    Work work;
+    std::function<void(const Work&)> run;
+    std::function<bool()> ready;
 };
 struct Recording {
     std::vector<Task> tasks;
@@ -34,7 +42,7 @@ struct Stream {
     int index = 0;
     uint32_t queued = 0, done = 0;
     StreamClock clock{};  // of the work that was queued last
-    std::deque<std::pair<Work, std::function<void(const Work&)>>> tasks;
+    std::deque<QueuedTask> tasks;
     Recording* recording = nullptr;
 };
 struct Event {
@@ -128,6 +136,11 @@ class Device {
         not_while_recording("cudaDeviceSynchronize");
         for (Stream* s : streams_) wait(s);
     }
+    // Without the host: runs a stream's work up to this piece, unless that would have to wait for the host of
+    // another device.
+    void run_if_ready(Stream* s, uint32_t number) {
+        if (is_ready(s, number)) finish(s, number);
+    }
 
     // What a copy or a product reads and writes.
     void reads(const Work& work, const void* p, size_t bytes) { memory.reads(accessor(work), p, bytes); }
@@ -195,13 +208,30 @@ class Device {
         work.name = task.name;
         if (task.queued) task.queued(work);
         s->clock[static_cast<size_t>(s->index)] = work.number;
-        s->tasks.emplace_back(std::move(work), std::move(task.run));
-        if (order_ == "early") finish(s);
+        if (task.ready) need_others_++;
+        s->tasks.push_back({std::move(work), std::move(task.run), std::move(task.ready)});
+        const auto first_is_ready = [&](const Stream* of) {
+            return !of->tasks.empty() && is_ready(of, of->tasks.front().work.number);
+        };
+        if (order_ == "early")
+            while (first_is_ready(s)) step(s);
         if (order_ == "random")
             for (uint64_t n = random_() % 4; n > 0; n--) {
                 Stream* any = streams_[random_() % streams_.size()];
-                if (!any->tasks.empty()) step(any);
+                if (first_is_ready(any)) step(any);
             }
+    }
+    // Whether a stream's work up to this piece, and all that comes before it, can run now.
+    bool is_ready(const Stream* s, uint32_t number) const {
+        if (!need_others_) return true;
+        for (const QueuedTask& task : s->tasks) {
+            if (task.work.number > number) break;
+            if (task.ready && !task.ready()) return false;
+            for (const Stream* other : streams_)
+                if (other != s && !is_ready(other, task.work.after[static_cast<size_t>(other->index)]))
+                    return false;
+        }
+        return true;
     }
     struct HostCopy {
         const void* at;
@@ -227,19 +257,21 @@ class Device {
         });
     }
     void step(Stream* s) {
-        const auto [work, run] = std::move(s->tasks.front());
+        const QueuedTask task = std::move(s->tasks.front());
         s->tasks.pop_front();
         for (Stream* other : streams_)
-            if (other != s) finish(other, work.after[static_cast<size_t>(other->index)]);
-        run(work);
-        s->done = work.number;
+            if (other != s) finish(other, task.work.after[static_cast<size_t>(other->index)]);
+        task.run(task.work);
+        if (task.ready) need_others_--;
+        s->done = task.work.number;
     }
     void finish(Stream* s, uint32_t number = ~0u) {
-        while (!s->tasks.empty() && s->tasks.front().first.number <= number) step(s);
+        while (!s->tasks.empty() && s->tasks.front().work.number <= number) step(s);
     }
 
     std::string order_;
     uint64_t seed_, launches_ = 0, enqueued_ = 0;
+    int need_others_ = 0;  // queued work that needs other devices
     std::mt19937_64 random_;
     Stream default_stream_;
     std::vector<Stream*> streams_, unused_;  // of these, those that were destroyed
@@ -256,5 +288,12 @@ class Device {
 };
 
 Device& device();
+
+// Held during each call of the program. Beside these, only the thread that answers other devices (nccl.cpp)
+// uses the device.
+inline std::recursive_mutex& device_mutex() {
+    static auto& mutex = *new std::recursive_mutex;
+    return mutex;
+}
 
 }  // namespace gpu

@@ -1,0 +1,292 @@
+// ranks_transfers.h - moves device memory between the ranks of a run on several devices, beside the
+// computation: between GPUs by NCCL, on a stream of its own; between CPUs by MPI (ranks.h). exchange.h
+// decides what is moved.
+//
+// NCCL is loaded when a run has several GPUs, so that a run on one neither needs it nor has its memory. It
+// only moves bytes: with ncclSend and ncclRecv each rank sends a part to every other and receives one from
+// each.
+#pragma once
+
+#include <algorithm>
+#include <cstdlib>
+#include <span>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "llmc/device.h"
+#include "llmc/ranks.h"
+
+// How many NCCL channels carry what a GPU sends to one other. Each takes a multiprocessor while it works, and
+// a buffer for each peer, so with more ranks there are fewer.
+inline int nccl_channels(int ranks) {
+    int channels = 16;
+    while (channels > 1 && channels * (ranks - 1) > 32) channels /= 2;
+    return channels;
+}
+// Bytes of a GPU that NCCL's buffers take: 12 MiB for each channel and peer, which is what NCCL 2.26
+// allocates on 8 x H100 (github.com/NVIDIA/nccl, issue 1685). Not measured here.
+inline size_t nccl_bytes(int ranks) {
+    if (kHostIsDevice || ranks == 1) return 0;
+    return static_cast<size_t>(ranks - 1) * static_cast<size_t>(nccl_channels(ranks)) * (size_t{12} << 20);
+}
+
+#if defined(SIMT_GPU)
+
+#include <dlfcn.h>
+#include <glob.h>
+
+// NCCL's functions that are used here, declared so that the build does not need its header (NCCL 2.7 to 2.28
+// have them in this form).
+struct NcclId {
+    char bytes[128];
+};
+struct NcclCommunicator;
+struct Nccl {
+    static constexpr int kSuccess = 0, kInProgress = 7, kBytes = 1;  // kBytes: the data type ncclUint8
+
+    int (*get_version)(int*);
+    int (*get_unique_id)(NcclId*);
+    int (*comm_init_rank)(NcclCommunicator**, int, NcclId, int);
+    int (*comm_destroy)(NcclCommunicator*);
+    int (*comm_abort)(NcclCommunicator*);
+    int (*comm_get_async_error)(NcclCommunicator*, int*);
+    int (*group_start)();
+    int (*group_end)();
+    int (*send)(const void*, size_t, int, int, NcclCommunicator*, cudaStream_t);
+    int (*receive)(void*, size_t, int, int, NcclCommunicator*, cudaStream_t);
+    const char* (*error_text)(int);
+
+    // Loads NCCL: the file that NCCL_LIBRARY names; else from the loader's path, the CUDA Toolkit's folder,
+    // or the active Python environment.
+    Nccl() {
+        void* library = nullptr;
+        std::string reason;
+        for (const std::string& path : places()) {
+            library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+            if (library) break;
+            if (reason.empty()) reason = dlerror();
+        }
+        if (!library)
+            fail(
+                "--devices: NCCL cannot be loaded: %s: install libnccl2, or nvidia-nccl-cu%d by pip, and set "
+                "NCCL_LIBRARY to the path of libnccl.so.2 if it is in no usual place",
+                reason.c_str(), CUDART_VERSION / 1000);
+        const auto load = [&](auto& function, const char* name) {
+            function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
+            if (!function) fail("--devices: this NCCL has no %s: it needs to be 2.7 or later", name);
+        };
+        load(get_version, "ncclGetVersion");
+        load(get_unique_id, "ncclGetUniqueId");
+        load(comm_init_rank, "ncclCommInitRank");
+        load(comm_destroy, "ncclCommDestroy");
+        load(comm_abort, "ncclCommAbort");
+        load(comm_get_async_error, "ncclCommGetAsyncError");
+        load(group_start, "ncclGroupStart");
+        load(group_end, "ncclGroupEnd");
+        load(send, "ncclSend");
+        load(receive, "ncclRecv");
+        load(error_text, "ncclGetErrorString");
+    }
+    void check(int result, const char* what) const {
+        if (result == kSuccess || result == kInProgress) return;
+        fail("NCCL: %s: %s (NCCL_DEBUG=INFO prints more)", what, error_text(result));
+    }
+
+  private:
+    static std::vector<std::string> places() {
+        if (const char* named = getenv("NCCL_LIBRARY")) return {named};
+        std::vector<std::string> all = {"libnccl.so.2", "/usr/local/cuda/lib64/libnccl.so.2"};
+        if (const char* environment = getenv("VIRTUAL_ENV")) {
+            const std::string pattern =
+                std::string(environment) + "/lib/python3*/site-packages/nvidia/nccl/lib/libnccl.so.2";
+            glob_t found;
+            if (glob(pattern.c_str(), 0, nullptr, &found) == 0) all.emplace_back(found.gl_pathv[0]);
+            globfree(&found);
+        }
+        return all;
+    }
+};
+
+inline std::vector<std::string> words_of(const std::string& text, char between) {
+    std::vector<std::string> words;
+    std::istringstream stream(text);
+    for (std::string word; std::getline(stream, word, between);) words.push_back(word);
+    return words;
+}
+
+// Makes this process see one GPU: the rank's own among those of the machine. Call it before anything uses
+// CUDA.
+inline void see_own_gpu(const Rank& rank) {
+    std::vector<std::string> visible;
+    if (const char* given = getenv("CUDA_VISIBLE_DEVICES")) {
+        visible = words_of(given, ',');
+        if (visible.size() == 1) return;  // what started the ranks gave each of them a GPU
+        if (rank.number_on_this_machine >= static_cast<int>(visible.size()))
+            fail("CUDA_VISIBLE_DEVICES=%s names %zu GPUs, and this machine has at least %d ranks", given,
+                 visible.size(), rank.number_on_this_machine + 1);
+        setenv("CUDA_VISIBLE_DEVICES", visible[static_cast<size_t>(rank.number_on_this_machine)].c_str(), 1);
+    } else {
+        setenv("CUDA_VISIBLE_DEVICES", std::to_string(rank.number_on_this_machine).c_str(), 1);
+    }
+}
+
+// Fails if this machine has fewer GPUs than a run is to have ranks.
+inline void check_gpus_for_ranks(int ranks) {
+    int count = 0;
+    if (cudaGetDeviceCount(&count) != cudaSuccess || count >= ranks)
+        return;  // no GPU: that is said elsewhere
+    const char* const visible = getenv("CUDA_VISIBLE_DEVICES");
+    fail("--devices %d: this machine has %d GPU%s%s%s", ranks, count, count == 1 ? "" : "s",
+         visible ? " in CUDA_VISIBLE_DEVICES=" : "", visible ? visible : "");
+}
+
+// What identifies this rank's GPU: its name and, after a line's end, where it is.
+inline std::string own_gpu_text() {
+    cudaDeviceProp properties;
+    CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
+    char bus[32] = "", host[256] = "";
+    CUDA_CHECK(cudaDeviceGetPCIBusId(bus, sizeof bus, 0));
+    gethostname(host, sizeof host - 1);
+    return format("%s\n%s on %s", properties.name, bus, host);
+}
+
+// Fails if two ranks have the same GPU; says so on the first rank if their GPUs differ in kind.
+inline void check_gpus_differ(RankEngine& engine, const Rank& rank) {
+    constexpr size_t kBytes = 512;
+    std::string own = own_gpu_text();
+    own.resize(kBytes);
+    std::vector<char> all(kBytes * static_cast<size_t>(rank.count));
+    const std::vector<Part> send(static_cast<size_t>(rank.count), {own.data(), kBytes});
+    std::vector<Part> receive;
+    for (int r = 0; r < rank.count; r++)
+        receive.push_back({all.data() + static_cast<size_t>(r) * kBytes, kBytes});
+    engine.exchange(send, receive);
+    const auto gpu = [&](int r) { return words_of(all.data() + static_cast<size_t>(r) * kBytes, '\n'); };
+    for (int r = 0; r < rank.count; r++)
+        for (int other = 0; other < r; other++) {
+            if (gpu(r)[1] == gpu(other)[1])
+                fail("ranks %d and %d have the same GPU (%s): each rank needs its own", other, r,
+                     gpu(r)[1].c_str());
+        }
+    for (int r = 1; r < rank.count && rank.is_first(); r++)
+        if (gpu(r)[0] != gpu(0)[0]) {
+            fprintf(stderr,
+                    "rank %d has a %s and rank 0 a %s: every step takes as long as on the slowest GPU, and "
+                    "what fits is what fits on the smallest\n",
+                    r, gpu(r)[0].c_str(), gpu(0)[0].c_str());
+            return;
+        }
+}
+
+class RankTransfers {
+  public:
+    // Connects the GPUs and takes NCCL's buffers. All ranks call it together.
+    RankTransfers(RankEngine& engine, const Rank& rank) : rank_(rank) {
+        check_gpus_differ(engine, rank);
+        setenv("NCCL_MAX_P2P_NCHANNELS", std::to_string(nccl_channels(rank.count)).c_str(), 0);
+        NcclId id{};
+        if (rank.is_first()) nccl_.check(nccl_.get_unique_id(&id), "no identifier");
+        // The first rank's identifier, for all.
+        std::vector<Part> send(static_cast<size_t>(rank.count)), receive(send.size());
+        if (rank.is_first()) std::fill(send.begin(), send.end(), Part{id.bytes, sizeof id});
+        NcclId first{};
+        receive[0] = {first.bytes, sizeof first};
+        engine.exchange(send, receive);
+        nccl_.check(nccl_.comm_init_rank(&communicator_, rank.count, first, rank.number),
+                    "the GPUs cannot be connected");
+        connect_all();
+    }
+    RankTransfers(const RankTransfers&) = delete;
+    ~RankTransfers() {
+        if (under_way_)
+            nccl_.comm_abort(communicator_);
+        else
+            nccl_.comm_destroy(communicator_);
+    }
+
+    // Starts to send send[r] to rank r and to receive receive[r] from it, for every r, after the work that
+    // `stream` has by now. One exchange can be under way.
+    void start(std::span<const Part> send, std::span<const Part> receive, Stream stream) {
+        ready_.record(stream);
+        ready_.block(own_.get());
+        const auto own = static_cast<size_t>(rank_.number);
+        if (send[own].bytes && send[own].at != receive[own].at)
+            copy_async(receive[own].at, send[own].at, send[own].bytes, own_.get());
+        nccl_.check(nccl_.group_start(), "an exchange cannot start");
+        for (int other = 1; other < rank_.count; other++) {  // each rank begins with another one
+            const int to = (rank_.number + other) % rank_.count,
+                      from = (rank_.number - other + rank_.count) % rank_.count;
+            const Part &sent = send[static_cast<size_t>(to)], &received = receive[static_cast<size_t>(from)];
+            if (sent.bytes)
+                nccl_.check(nccl_.send(sent.at, sent.bytes, Nccl::kBytes, to, communicator_, own_.get()),
+                            "bytes cannot be sent");
+            if (received.bytes)
+                nccl_.check(
+                    nccl_.receive(received.at, received.bytes, Nccl::kBytes, from, communicator_, own_.get()),
+                    "bytes cannot be received");
+        }
+        nccl_.check(nccl_.group_end(), "an exchange cannot start");
+        arrived_.record(own_.get());
+        under_way_ = true;
+    }
+    // Later work of `stream` comes after the exchange.
+    void finish(Stream stream) {
+        int status = Nccl::kSuccess;
+        nccl_.check(nccl_.comm_get_async_error(communicator_, &status), "its state is not known");
+        nccl_.check(status, "an exchange failed");
+        arrived_.block(stream);
+        under_way_ = false;
+    }
+
+  private:
+    // NCCL allocates buffers for a peer when it first sends to it, so that is done now.
+    void connect_all() {
+        const auto ranks = static_cast<size_t>(rank_.count);
+        const DeviceBuffer buffer(2 * ranks * 16, "NCCL's first exchange");
+        std::vector<Part> send, receive;
+        for (size_t r = 0; r < ranks; r++) {
+            send.push_back({buffer.data() + 16 * r, 16});
+            receive.push_back({buffer.data() + 16 * (ranks + r), 16});
+        }
+        start(send, receive, own_.get());
+        arrived_.wait();
+        under_way_ = false;
+    }
+
+    const Rank rank_;
+    const Nccl nccl_;
+    OwnStream own_;
+    Event ready_, arrived_;
+    NcclCommunicator* communicator_ = nullptr;
+    bool under_way_ = false;
+};
+
+#else
+
+inline void see_own_gpu(const Rank&) {}
+inline void check_gpus_for_ranks(int) {}
+
+class RankTransfers {
+  public:
+    RankTransfers(RankEngine& engine, const Rank&) : engine_(engine) {}
+    RankTransfers(const RankTransfers&) = delete;
+    // If the run fails while an exchange is under way, its memory must not end before it.
+    ~RankTransfers() {
+        if (under_way_) engine_.finish();
+    }
+    void start(std::span<const Part> send, std::span<const Part> receive, Stream) {
+        engine_.start(send, receive);
+        under_way_ = true;
+    }
+    void finish(Stream) {
+        engine_.finish();
+        under_way_ = false;
+    }
+
+  private:
+    RankEngine& engine_;
+    bool under_way_ = false;
+};
+
+#endif

@@ -16,6 +16,7 @@
 #                its operations with the predictions of dev/gpu_predicted.py, in dev/results/GPU-predicted.md
 #   compare      the trainer's speed compared with PyTorch's
 #   attention    attention's speed compared with PyTorch's
+#   devices      if the machine has several GPUs: training on two, and on all, compared with one
 #   python       the Python tests of the trainer, one part per file
 #   sanitizers   the kernel tests under compute-sanitizer. Some of racecheck's alarms about kernels that synchronize with
 #                TMA and mbarriers are known to be false; a part with only such alarms has not failed
@@ -30,7 +31,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 
-known_groups=(build kernels trainer compare attention python sanitizers)
+known_groups=(build kernels trainer compare attention devices python sanitizers)
 groups=()
 part_seconds=${PART_SECONDS:-600} build_seconds=${BUILD_SECONDS:-3600} total_seconds=${TOTAL_SECONDS:-0}
 folder=${RESULTS:-dev/results}
@@ -122,9 +123,10 @@ skip() {
     write_results
 }
 
-# choose_gpu: selects one GPU, the same for CUDA and for nvidia-smi.
+# choose_gpu: selects one GPU, the same for CUDA and for nvidia-smi; keeps in $all_gpus which there were.
 choose_gpu() {
     local id=${CUDA_VISIBLE_DEVICES:-}
+    all_gpus=${id:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd,)}
     export CUDA_DEVICE_ORDER=PCI_BUS_ID # as nvidia-smi counts
     [ -n "$id" ] || id=$(nvidia-smi --query-gpu=compute_cap,memory.total,uuid --format=csv,noheader,nounits 2>/dev/null |
         sort -t, -k1,1Vr -k2,2nr | sed -n '1s/.*, *//p')
@@ -271,6 +273,22 @@ do_compare() {
     fi
     measure "compare with PyTorch" "$gpu-compare-d12.md" compare_speed.py --precision bf16 --model d12 --batch 32 \
         --seq-len 1024 --steps 10 --warmup 5 --rounds 2 --train-options "--recompute none --chunk-rows head=0" --llmc-options "-r 0"
+}
+
+do_devices() {
+    local gpus count precision
+    read -ra gpus <<<"${all_gpus//,/ }"
+    if [ ${#gpus[@]} -lt 2 ] && [ $dry_run = no ]; then
+        skip "several GPUs" "there is one"
+        return
+    fi
+    for precision in bf16 fp32; do
+        for count in 2 ${#gpus[@]}; do
+            part "d12 on $count GPUs, $precision" 12 env CUDA_VISIBLE_DEVICES="$all_gpus" python3 dev/compare_devices.py \
+                "build/cuda-$precision/train" --devices "$count" --model d12 --batch 8 --seq-len 1024
+            [ "${#gpus[@]}" -gt 2 ] || break
+        done
+    done
 }
 
 facts() {

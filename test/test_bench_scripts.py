@@ -399,6 +399,7 @@ def test_naive_attention_is_attention():
 
 NVIDIA_SMI = '''#!/bin/sh
 case "$*" in
+    *gpu=index*) echo 0 ;;
     *name,*) echo "NVIDIA Fake 100, 1000 MiB, 1.0, 9.0" ;;
     *compute_cap*) echo 9.0 ;;
     *query-gpu=name*) echo "NVIDIA Fake 100" ;;
@@ -514,6 +515,16 @@ def test_gpu_check_does_groups_with_what_was_built(gpu_machine, tmp_path):
     assert list(gpu_rows(tmp_path / "out" / "nvidia-fake-100-build.md")) == ["part", "build"]
     rows = gpu_rows(tmp_path / "out" / "nvidia-fake-100-sanitizers-kernels.md")
     assert list(rows)[1:4] == ["test_a", "test_b", "test_a under memcheck"] and len(rows) == 7
+
+
+def test_gpu_check_compares_several_gpus(gpu_machine, tmp_path):
+    gpu_machine("devices", code=0)
+    assert gpu_rows(tmp_path / "dev" / "results" / "nvidia-fake-100-devices.md")["several GPUs"] == "skipped: there is one"
+    gpu_machine("devices", code=0, CUDA_VISIBLE_DEVICES="0,1,2")
+    text = (tmp_path / "dev" / "results" / "nvidia-fake-100-devices.md").read_text()
+    for count in (2, 3):
+        for precision in ("bf16", "fp32"):
+            assert f"CUDA_VISIBLE_DEVICES=0,1,2 python3 dev/compare_devices.py build/cuda-{precision}/train --devices {count} " in text
 
 
 def test_gpu_check_brings_googletest(gpu_machine, tmp_path):

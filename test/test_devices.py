@@ -10,8 +10,9 @@ import signal
 import subprocess
 import time
 
+import compare_devices
 import pytest
-from trainer_runs import make, random_tokens, running, small_disk, wait_for_line, write_shard
+from trainer_runs import make, random_tokens, ranks_of, running, small_disk, wait_for_end, wait_for_line, write_shard
 
 USUALLY = "fp32"
 BASE = ("--model", "model", "--data", "data.bin", "--val-data", "val.bin", "--batch", 2, "--seq-len", 24, "--steps", 4,
@@ -280,21 +281,6 @@ def test_without_mpi(train_fp32, work, tmp_path):
     assert run.returncode == 2 and b"make deps installs it" in run.stderr and run.stderr.count(b"\n") == 1
 
 
-def ranks_of(process):
-    """The ranks' processes: children of the child of the process that was started."""
-    def children(pid):
-        return [int(p) for p in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return [rank for launcher in children(process.pid) for rank in children(launcher)]
-
-
-def wait_for_end(ranks):
-    """Waits until these processes have ended; they must within five seconds."""
-    end = time.monotonic() + 5
-    while any(pathlib.Path(f"/proc/{rank}").exists() for rank in ranks):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 LONG = (*BASE, "--steps", 10**6, "--print-every", 1, "--save-every", 5, "--eval-every", 0, "--devices", 3)
 
 
@@ -365,3 +351,16 @@ def test_a_full_disk_ends_all(train_fp32, work, tmp_path):
     with small_disk(tmp_path / "disk", "1m") as disk:
         error = train_fp32(*BASE, "--out", disk / "out", "--devices", 2, cwd=folder, code=2).stderr
     assert error.count(b"\n") == 1 and b"rank" not in error
+
+
+# --- dev/compare_devices.py
+
+
+def test_the_script_that_compares_with_one_device(train_fp32, work, capsys):
+    options = [train_fp32.path, "--devices", "2", "--steps", "6", "--zero", "1,2", "--model", str(work / "model"), "--data",
+               str(work / "data.bin"), "--batch", "2", "--seq-len", "24"]
+    assert compare_devices.main(options) == 0
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["one device", "2 devices, --zero 1", "2 devices, --zero 2"]
+    assert all(float(row[4]) == 0 and float(row[1].replace(",", "")) > 0 for row in rows)
+    assert compare_devices.main([*options, "--tolerance", "-1"]) == 1

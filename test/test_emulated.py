@@ -3,7 +3,6 @@ tests, faults that are planted, and runs of the trainer. These agree with the CP
 to the bit where the arithmetic is equal."""
 
 import collections
-import functools
 import itertools
 import json
 import os
@@ -16,21 +15,14 @@ import gpu_predicted
 import numpy as np
 import pytest
 from conftest import MORE
+from emulated_runs import BOUND, BUILD, DATA, FAULT, logged, losses, on_cpu, play, played
 from model_files import VOCAB, linked, prepare, starting_at_0
 from rate_files import spent
 from safetensors.torch import load_file, save_file
-from trainer_runs import (ROOT, Train, binaries, figures, make, random_tokens, read_log, running, sampled, saved_bytes,
+from trainer_runs import (ROOT, binaries, figures, make, random_tokens, read_log, running, sampled, saved_bytes,
                           wait_for_line, write_shard, write_text)
 
-BUILD = ROOT / os.environ.get("EMULATED", "build/emulated")
-FAULT = 70  # exit code of a process that did what CUDA forbids
-
 pytestmark = pytest.mark.skipif(not (BUILD / "faults").exists(), reason="no CUDA Toolkit")
-
-
-def play(*command, gpu="A100", seed=1, minutes=8, **environment):
-    return subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=60 * minutes,
-                          env={**os.environ, "GPU": gpu, "GPU_SEED": str(seed), **environment})
 
 
 # --- Kernels.
@@ -132,23 +124,8 @@ def test_instructions_are_those_of_the_ptx_isa(gpu):
 
 MODELS = {"gpt2": ("--heads", 2, "--channels", 48),
           "llama": ("--heads", 4, "--kv-heads", 2, "--channels", 48, "--mlp-width", 72)}
-DATA = ("--model", "model", "--data", "data.bin", "--batch", 2, "--seq-len", 33, "--sample", "tokens=0")
 STEPS = ("--steps", 10, "--lr", 1e-3, "--warmup", 2, "--clip", 2, "--val-data", "data.bin", "--eval-every", 5,
          "--eval-batches", 2)
-# Losses compared with those of the CPU build, whose kernels add in another order.
-BOUND = {"fp32": 2e-5, "bf16": 6e-3}
-
-
-@functools.cache
-def played(precision, **environment):
-    return Train(BUILD / f"train-{precision}", **{"GPU": "A100", "GPU_SEED": "1"} | environment)
-
-
-def on_cpu(precision):
-    found = [b for b in binaries() if b.device == "cpu" and b.precision == precision]
-    return found[0] if found else pytest.skip(f"no CPU build in {precision}")
-
-
 @pytest.fixture(scope="module", params=MODELS)
 def model(request, tmp_path_factory):
     return prepare(tmp_path_factory.mktemp(request.param), request.param, MODELS)
@@ -158,18 +135,6 @@ def model(request, tmp_path_factory):
 @pytest.fixture(params=[pytest.param("fp32", marks=pytest.mark.more), "bf16"])
 def precision(request):
     return request.param
-
-
-def logged(train, path, folder, *options, data=DATA):
-    """The figures of a run in a folder of its own, and what it saved."""
-    path.mkdir()
-    work = linked(path, folder)
-    ran = train(*data, *options, "--log", "log.jsonl", "--out", "out", cwd=work, minutes=5)
-    return figures(read_log(work / "log.jsonl")), saved_bytes(work / "out"), ran.stdout.decode()
-
-
-def losses(lines):
-    return np.array([value for line in lines for key, value in line.items() if key.endswith("loss")])
 
 
 # Settings that change neither plan nor arithmetic, and settings that change only the plan.

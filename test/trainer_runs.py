@@ -12,6 +12,7 @@ import re
 import resource
 import subprocess
 import threading
+import time
 
 import make_model
 import numpy as np
@@ -132,6 +133,21 @@ def wait_for_line(process, pattern):
         if re.search(pattern, line):
             return line
     raise AssertionError(f"the run ended without {pattern}")
+
+
+def ranks_of(process):
+    """The ranks' processes: children of the child of the process that was started."""
+    def children(pid):
+        return [int(p) for p in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [rank for launcher in children(process.pid) for rank in children(launcher)]
+
+
+def wait_for_end(ranks):
+    """Waits until these processes have ended; they must within five seconds."""
+    end = time.monotonic() + 5
+    while any(pathlib.Path(f"/proc/{rank}").exists() for rank in ranks):
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 @functools.cache

@@ -1,0 +1,140 @@
+"""Training on several GPUs, emulated: one process for each, between which NCCL is emulated too (test/gpu/nccl.cpp). Runs have
+the same bits whatever each rank keeps and in every order of the devices' work, and they are those of ranks on a CPU within
+rounding."""
+
+import os
+import re
+import signal
+import subprocess
+
+import numpy as np
+import pytest
+from emulated_runs import BOUND, BUILD, DATA, FAULT, logged, losses, on_cpu, play, played
+from model_files import prepare
+from trainer_runs import ranks_of, running, wait_for_end, wait_for_line
+
+pytestmark = pytest.mark.skipif(not (BUILD / "nccl_faults").exists(), reason="no CUDA Toolkit")
+
+FAULTS = {
+    "part_sizes": "sends 256 of type 1 as its part 1, and rank 1 receives 128",
+    "part_types": "of type 7 as its part 1",
+    "another_order": "as its part 1, and rank . receives",
+    "nobody_receives": "did not receive what rank 0 sent",
+    "nobody_sends": "waited too long for rank 1 to send part 1",
+    "outside_of_a_group": "outside of a group",
+    "two_streams": "on two streams",
+    "captured": "while its stream is captured",
+    "after_abort": "that was aborted",
+    "host_memory": "not on the device",
+    "gather_before_update": "race between streams: ncclGroup reads",
+    "sum_before_arrival": "race between streams",
+    "received_before_sum": "race between streams",
+    "overwritten_before_sent": "race between streams: ncclGroup reads",
+}
+
+
+def test_all_faults_are_here():
+    assert set(play(BUILD / "nccl_faults").stdout.split()) == set(FAULTS)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found_and_named(name):
+    for seed in range(1, 4):
+        right = play(BUILD / "nccl_faults", name, "right", seed=seed)
+        assert right.returncode == 0, right.stderr
+        wrong = play(BUILD / "nccl_faults", name, "wrong", seed=seed, GPU_PATIENCE="1")
+        assert wrong.returncode == FAULT and re.search(FAULTS[name], wrong.stderr), wrong.stderr
+
+
+# --- The trainer.
+
+MODEL = {"llama": ("--heads", 4, "--kv-heads", 2, "--channels", 48, "--mlp-width", 72)}
+STEPS = (*DATA, "--batch", 1, "--steps", 4, "--lr", "1e-2", "--warmup", 1, "--val-data", "data.bin", "--eval-every", 2,
+         "--eval-batches", 2)
+CASES = {
+    "full": (),
+    "by block": ("--by-block",),
+    "update in backward": ("--by-block", "--update-in-backward"),
+    "state on disk": ("--offload", "state=disk"),
+    "weights in host memory": ("--offload", "weights=host,gradients=host,state=host"),
+    "LoRA on NF4": ("--train", "lora", "--lora-rank", 3, "--base", "nf4", "--lora-dropout", 0.1),
+}
+
+
+# Only make test-more builds the trainer in fp32.
+@pytest.fixture(params=[pytest.param("fp32", marks=pytest.mark.more), "bf16"])
+def precision(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp("llama"), "llama", MODEL)
+
+
+def gpus(precision, count=2, **environment):
+    return played(precision, GPU_COUNT=str(count), **environment)
+
+
+def results(train, path, folder, *options):
+    log, files, printed = logged(train, path, folder, *options, data=())
+    return ([{k: v for k, v in line.items() if k != "waited_ms"} for line in log],
+            {k: v for k, v in files.items() if k.endswith("safetensors")}, printed)
+
+
+# The environment of each run, and its options. Graphs are recorded in the second step and replayed from the third on.
+ORDERS = [({"GPU_ORDER": "late", "GPU_SEED": "3"}, ("--zero", 1)),
+          ({"GPU_ORDER": "early", "GPU_SEED": "4"}, ("--zero", 2)),
+          ({"GPU_ORDER": "random", "GPU_SEED": "5"}, ("--zero", 0, "--advanced", "graph=off"))]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_orders_change_no_bit(model, precision, name, tmp_path):
+    on_gpus = [results(gpus(precision, **environment), tmp_path / str(n), model, *STEPS, *CASES[name], "--devices", 2, *options)
+               for n, (environment, options) in enumerate(ORDERS)]
+    assert on_gpus[0][:2] == on_gpus[1][:2] == on_gpus[2][:2]
+    on_cpus = results(on_cpu(precision), tmp_path / "cpus", model, *STEPS, *CASES[name], "--devices", 2)
+    np.testing.assert_allclose(losses(on_gpus[0][0]), losses(on_cpus[0]), rtol=BOUND[precision])
+    for _, _, printed in on_gpus:
+        taken, planned = map(float, re.search(r"taken from the device: ([0-9.]+) MiB; planned: ([0-9.]+)", printed).groups())
+        assert taken <= planned
+
+
+@pytest.mark.more
+def test_four_gpus(model, precision, tmp_path):
+    runs = [results(gpus(precision, 4, GPU_ORDER=order), tmp_path / order, model, *STEPS, "--devices", 4) for order in ("late", "random")]
+    assert runs[0][:2] == runs[1][:2]
+    on_cpus = results(on_cpu(precision), tmp_path / "cpus", model, *STEPS, "--devices", 4)
+    np.testing.assert_allclose(losses(runs[0][0]), losses(on_cpus[0]), rtol=BOUND[precision])
+
+
+@pytest.mark.parametrize("environment, devices, said", [
+    ({"GPU_COUNT": "2"}, 3, "--devices 3: this machine has 2 GPUs"),
+    ({"GPU_COUNT": "4", "CUDA_VISIBLE_DEVICES": "1,3"}, 3, "--devices 3: this machine has 2 GPUs in CUDA_VISIBLE_DEVICES=1,3"),
+    ({"GPU_COUNT": "0"}, 2, "none answers"),
+    ({"GPU_COUNT": "2", "NCCL_LIBRARY": "/nowhere/libnccl.so.2"}, 2, "NCCL cannot be loaded: /nowhere/libnccl.so.2"),
+], ids=str)
+def test_gpus_that_are_not_there(model, tmp_path, environment, devices, said):
+    ran = played("bf16", **environment)(*STEPS, "--devices", devices, cwd=model, code=2)
+    assert said in ran.stderr.decode() and ran.stderr.count(b"\n") == 1
+
+
+def test_ranks_that_share_a_gpu(model, tmp_path):
+    """As under a launcher that lets every rank see the first GPU only."""
+    train = played("bf16", CUDA_VISIBLE_DEVICES="0")
+    command = ["mpirun", "-n", "2", "--oversubscribe", *map(str, train.command(*STEPS, "--devices", 2))]
+    environment = {**train.environment, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    ran = subprocess.run(command, cwd=model, env=environment, capture_output=True, text=True, timeout=120)
+    assert "ranks 0 and 1 have the same GPU" in ran.stderr
+
+
+def test_a_gpu_that_is_lost(model, tmp_path):
+    """kill -9 of one rank ends the others, which wait in NCCL."""
+    with running(gpus("bf16"), *STEPS, "--steps", 10000, "--eval-every", 0, "--print-every", 1, "--devices", 2, cwd=model, text=True,
+                 stderr=-1) as run:
+        wait_for_line(run, r"^step +2/")
+        ranks = ranks_of(run)
+        os.kill(ranks[1], signal.SIGKILL)
+        error = run.communicate(timeout=60)[1]
+        assert run.returncode == 2 and "rank 1 was ended by signal 9" in error, error
+    wait_for_end(ranks)

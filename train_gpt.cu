@@ -250,7 +250,6 @@ class Trainer {
     void connect(RankEngine& engine) {
         exchange_.connect(engine);
         check_ranks_agree(exchange_, o_.rank, facts_of(o_, in_, report_));
-        exchange_.connect_devices(o_.rank);
     }
     void run();
     void bench();
@@ -1248,6 +1247,7 @@ void Trainer::choose_algorithms() {
 // Allocates all device memory of the run: what the report says, to the byte. After it nothing may be
 // allocated.
 void Trainer::take_memory() {
+    if (!exchange_.is_alone()) exchange_.connect_devices(o_.rank);
     arena_.allocate(plans_.all());
     metrics_.allocate();
     batches_.allocate();

@@ -18,6 +18,7 @@
 #include "llmc/plan_fit.h"
 #include "llmc/plan_report.h"
 #include "llmc/quant_weights.h"
+#include "llmc/ranks_transfers.h"
 #include "llmc/rates_device.h"
 #include "llmc/state.h"
 #include "llmc/threads.h"
@@ -146,7 +147,8 @@ MemoryReport make_report(const Options& o, const Plans& plans, const InputBytes&
     r.context = context_bytes();
     size_t copied = 0;
     for (const Plan* plan : plans.all()) copied = std::max(copied, plan->copied);
-    r.process = process_bytes(copied) + r.tokenizer + r.data + r.context;
+    r.nccl = nccl_bytes(o.devices);
+    r.process = process_bytes(copied) + r.tokenizer + r.data + r.context + r.nccl;
     r.train = &plans.train;
     r.update = &plans.update;
     for (const auto& [name, plan] :

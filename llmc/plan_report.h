@@ -100,6 +100,7 @@ struct MemoryReport {
     size_t data = 0;       // part of process: what the data hold, if many files
     size_t reading = 0;    // the most that reading the data took, before the buffers
     size_t context = 0;    // part of process: a GPU's context
+    size_t nccl = 0;       // part of process: NCCL's buffers, with several GPUs
     size_t pinned = 0;     // host memory beside a GPU: pinned, for what is placed there or passes through it,
     size_t staged = 0;     // pinned too, for batches and metrics in transfer,
     size_t unpinned = 0;   // and not pinned, for a tokenizer and the data; any other is not known
@@ -200,7 +201,10 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r) {
         {"head_rows", r.head_rows},   {"mlp_rows", r.mlp_rows},     {"attention_rows", r.attention_rows},
         {"recompute", r.recompute}};
     if (r.devices > 1)
-        j["ranks"] = {{"devices", r.devices}, {"zero", r.zero}, {"sent_bytes", r.sent_to_ranks}};
+        j["ranks"] = {{"devices", r.devices},
+                      {"zero", r.zero},
+                      {"sent_bytes", r.sent_to_ranks},
+                      {"nccl_bytes", r.nccl}};
     auto& totals = j["totals"];
     for (const char* kind : {"weights", "gradients", "optimizer_m", "optimizer_v", "master", "input"})
         totals[kind] = r.of_kind(kind);
@@ -321,7 +325,8 @@ inline void print_summary(FILE* to, const MemoryReport& r, const char* verb, con
     line(r.workspace(), "workspace");
     const std::string of_it = format("; %.2f of it the tokenizer", mebibytes(r.tokenizer));
     line(r.process, "the process itself (about)" + (r.tokenizer >= 1 << 20 ? of_it : "") +
-                        (r.data > 0 ? format("; %.2f the list of the data's files", mebibytes(r.data)) : ""));
+                        (r.data > 0 ? format("; %.2f the list of the data's files", mebibytes(r.data)) : "") +
+                        (r.nccl > 0 ? format("; %.2f NCCL's buffers", mebibytes(r.nccl)) : ""));
     line(r.reading, "taken for reading the data before that, and given back");
     line(r.total(), free.known() ? format("in all; %.0f are free", mebibytes(free.bytes)) : "in all");
     line(r.narrower, format("less than matrices in %s would take; widening them takes %.3g s of a step",

@@ -52,10 +52,7 @@ cublasStatus_t guarded(F&& f) {
     try {
         return f();
     } catch (const std::exception& e) {
-        fflush(stdout);
-        fprintf(stderr, "GPU: cuBLASLt: %s\n", e.what());
-        fflush(stderr);
-        _exit(70);
+        end_process(Fault(std::string("cuBLASLt: ") + e.what()));
     }
 }
 

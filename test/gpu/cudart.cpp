@@ -33,12 +33,6 @@ using namespace gpu;
 
 namespace {
 
-[[noreturn]] void end(const std::exception& e) {
-    fflush(stdout);
-    fprintf(stderr, "GPU: %s\n", e.what());
-    fflush(stderr);
-    _exit(70);
-}
 // Answers a call; a fault ends the process.
 template <class F>
 auto guarded(F&& f) {
@@ -46,7 +40,7 @@ auto guarded(F&& f) {
     try {
         return f();
     } catch (const std::exception& e) {
-        end(e);
+        end_process(e);
     }
 }
 template <class F>

@@ -20,6 +20,7 @@
 #include <cstdio>
 #include <ctime>
 #include <memory>
+#include <set>
 #include <thread>
 
 #include "test/gpu/device.h"
@@ -51,11 +52,9 @@ double patience() {
     return 1e3 * seconds;
 }
 
-[[noreturn]] void end_process(const std::exception& e) {
-    fflush(stdout);
-    fprintf(stderr, "GPU: %s\n", e.what());
-    fflush(stderr);
-    _exit(70);
+// Bytes of the device that NCCL takes for each peer when it first sends to it: 12 MiB a channel.
+size_t buffer_bytes() {
+    return static_cast<size_t>(atoi(environment("NCCL_MAX_P2P_NCHANNELS", "32").c_str())) * (12 << 20);
 }
 
 struct Operation {
@@ -134,14 +133,17 @@ struct ncclComm {
                     throw Fault("NCCL: two parts for one peer in a group");
             if (!device().memory.is_device(o.at)) throw Fault("NCCL: a part that is not on the device");
             device().memory.check_bounds(o.at, o.count * bytes_of(o.type));
+            if (connected.insert(o.peer).second && !device().memory.allocate(buffer_bytes()))
+                throw Fault("NCCL: no memory for the buffers of a peer");
             o.number = (o.sends ? mail(o).to_send : mail(o).to_receive) + 1;
+        }
+        // The other ranks must know of the parts first, because the group may run as soon as it is queued.
+        for (const Operation& o : operations) {
+            (o.sends ? sends : receives)[o.peer].push_back(stream->queued + 1);
+            (o.sends ? mail(o).to_send : mail(o).to_receive)++;
         }
         device().queue(stream, {"ncclGroup", [=, this](const Work& work) { run(operations, work); }, nullptr,
                                 [=, this] { return is_ready(operations); }});
-        for (const Operation& o : operations) {
-            (o.sends ? sends : receives)[o.peer].push_back(stream->queued);
-            (o.sends ? mail(o).to_send : mail(o).to_receive)++;
-        }
     }
     // Whether the other sides of these have been enqueued.
     bool is_ready(const std::vector<Operation>& operations) const {
@@ -221,6 +223,7 @@ struct ncclComm {
     const int rank, ranks;
     Shared* shared = nullptr;
     ::Stream* stream = nullptr;
+    std::set<int> connected;  // peers that a buffer was allocated for
     // Where in the stream each part is sent and received, by peer.
     std::vector<uint32_t> sends[kMostRanks], receives[kMostRanks];
     std::atomic<bool> ended = false;

@@ -19,32 +19,29 @@
 #include <vector>
 
 // What the model is made of.
-#include "llmc/arena.h"               // Arena: plans a step's memory by a dry run
-#include "llmc/attention_layer.h"     // AttentionLayer: qkv, heads, attention
-#include "llmc/cross_entropy.cuh"     // the loss and its gradient
-#include "llmc/elementwise.cuh"       // GELU, SwiGLU, residual_forward()
-#include "llmc/embedding_and_head.h"  // EmbeddingAndHead, EndGradients
-#include "llmc/generate.h"            // generate(): a prompt's continuation
-#include "llmc/gradient_sums.h"       // BlockGradient: where gradients go
-#include "llmc/gradients.h"           // Gradients: of each unit, until the update
-#include "llmc/linear.h"              // linear_forward(), linear_backward(), with LoRA
-#include "llmc/model_positions.h"     // position_factors()
-#include "llmc/model.h"               // Block, Linear: views of a layer's parameters
-#include "llmc/norm_layer.h"          // NormLayer
-#include "llmc/offload_inputs.h"      // OffloadedInputs: of blocks, in host memory or a file
-#include "llmc/precision.h"           // floatX, TensorX, TensorF
-#include "llmc/recompute.h"           // Keep: what a block keeps for backward
-#include "llmc/rows.h"                // Rows, for_each_chunk()
-#include "llmc/weights.h"             // Weights: of each block, wherever they are kept
-#include "llmc/sequence_keys.h"       // SequenceKeys: keys of rows that went before
+#include "llmc/arena.h"                // Arena: plans a step's memory by a dry run
+#include "llmc/attention_layer.h"      // AttentionLayer: qkv, heads, attention
+#include "llmc/cross_entropy.cuh"      // the loss and its gradient
+#include "llmc/elementwise.cuh"        // GELU, SwiGLU, residual_forward()
+#include "llmc/embedding_and_head.h"   // EmbeddingAndHead, EndGradients
+#include "llmc/gradient_sums.cuh"      // BlockGradient: where gradients go
+#include "llmc/gradients.h"            // Gradients: of each unit, until the update
+#include "llmc/linear.h"               // linear_forward(), linear_backward(), with LoRA
+#include "llmc/model_positions.h"      // position_factors()
+#include "llmc/model.h"                // Block, Linear: views of a layer's parameters
+#include "llmc/norm_layer.h"           // NormLayer
+#include "llmc/offload_activations.h"  // OffloadedInputs: of blocks, in host memory or a file
+#include "llmc/recompute.h"            // Keep: what a block keeps for backward
+#include "llmc/rows.h"                 // Rows, for_each_chunk()
+#include "llmc/sequence_keys.h"        // SequenceKeys: keys of rows that went before
+#include "llmc/tensor.h"               // floatX, TensorX, TensorF
+#include "llmc/weights.h"              // Weights: of each block, wherever they are kept
 
 // What a run is made of.
-#include "llmc/batches.h"             // Batches: feeds the micro-batches of each step
+#include "llmc/batches.h"             // Batches: feeds the micro-batches of each step; print_data()
 #include "llmc/bench.h"               // BenchReport
-#include "llmc/data_summary.h"        // print_data()
 #include "llmc/exchange.h"            // Exchange: between the ranks of several devices
 #include "llmc/graph.h"               // StepGraphs: CUDA graphs of steps
-#include "llmc/learning_rate.h"       // learning_rate()
 #include "llmc/loss_by_position.cuh"  // LossByPosition, add_position_losses()
 #include "llmc/matmul_search.h"       // search_matmul_algorithms()
 #include "llmc/merge.h"               // for_each_merged(), write_merged()
@@ -64,10 +61,10 @@
 #include "llmc/run_inputs_check.h"    // RunInputs: what a run reads, opened and checked
 #include "llmc/run_model.h"           // RunModel: the states of the model and adapter
 #include "llmc/run_saves.h"           // RunSaves: saves, and resumes from them
-#include "llmc/sample.h"              // Sample: draws and prints a text
+#include "llmc/sample.h"              // Sample, generate(): draws and prints a text
 #include "llmc/signals.h"             // interrupted, asked_to_save
 #include "llmc/threads.h"             // start_threads()
-#include "llmc/updates.h"             // Updates: norms, clipping, the optimizer
+#include "llmc/updates.h"             // learning_rate(), Updates: norms, clipping, the optimizer
 
 // ---- the model
 

@@ -22,7 +22,7 @@
 #include "llmc/attention_hopper.cuh"
 #include "llmc/attention_input.h"
 #include "llmc/attention_scores.cuh"
-#include "llmc/warp_rows.h"
+#include "llmc/simt_vector.h"
 #include "llmc/work.h"
 #if !defined(SIMT_GPU) && SIMT_LANES == 1
 #include "llmc/attention_cpu.h"

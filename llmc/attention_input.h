@@ -6,7 +6,7 @@
 #include <cmath>
 
 #include "llmc/dropout.cuh"
-#include "llmc/simt_long_launches.h"
+#include "llmc/simt.h"
 #include "llmc/simt_vector.h"
 
 // Query i of `queries` is at the position of key all_keys() - queries + i; with a KV cache there are more

@@ -1,14 +1,15 @@
 // attention_layer.h - the self-attention of a block, forward and backward, between its two linear layers'
 // inputs and outputs: the qkv product, the norm and the rotation of heads if the family has them, and causal
-// attention. The kernels are in attention.cuh, head_norm.cuh and rope.cuh; sequence_keys.h says which keys
+// attention. The kernels are in attention.cuh, rmsnorm.cuh and rope.cuh; sequence_keys.h says which keys
 // the rows attend to.
 #pragma once
 
 #include <utility>
 
-#include "llmc/gradient_sums.h"
-#include "llmc/head_norm.cuh"
+#include "llmc/gradient_sums.cuh"
 #include "llmc/linear.h"
+#include "llmc/model_positions.h"
+#include "llmc/rmsnorm.cuh"
 #include "llmc/rope.cuh"
 #include "llmc/sequence_keys.h"
 

@@ -24,7 +24,7 @@
 #include "llmc/random.h"
 #include "llmc/rates_device.h"
 #include "llmc/simt_vector.h"
-#include "llmc/stream_timer.h"
+#include "llmc/work.h"
 
 // Operations are identified by name, products also by shape and form.
 using OperationKey = std::pair<std::string_view, Product>;

@@ -11,15 +11,6 @@
 #include "llmc/tensor.h"
 #include "llmc/work.h"
 
-// Calls f with the vector size that rows of C elements allow, as an integral constant.
-template <class T, class F>
-void with_vector_size(int64_t C, F&& f) {
-    if (vector_fits<T>(C))
-        f(std::integral_constant<int, kVectorSize<T>>());
-    else
-        f(std::integral_constant<int, 1>());
-}
-
 // Vectors of columns that a lane sums. On the CPU these are several, so that a row's stripe is more than one
 // cache line.
 constexpr int kColumnVectors = kFastCpu ? 4 : 1;

@@ -13,8 +13,8 @@
 #include <span>
 #include <vector>
 
-#include "llmc/data_documents.h"
 #include "llmc/device.h"
+#include "llmc/rows.h"
 #include "llmc/tensor.h"
 
 // The most groups that the tokens of `rows` rows can form.

@@ -620,7 +620,7 @@ class SequenceLoader {
     }
 
     // Fills a whole batch, whose first `count` sequences are real; the targets of the others are -1 and have
-    // no loss. Writes positions and ends (data_documents.h) if the batch has them. Each padding token is a
+    // no loss. Writes positions and ends (rows.h) if the batch has them. Each padding token is a
     // document of its own, which costs attention least.
     void fill_batch(uint64_t first_sequence, uint64_t count, std::span<int32_t> inputs,
                     std::span<int32_t> targets, std::span<int32_t> positions = {},

@@ -11,7 +11,7 @@
 #include <climits>
 
 #include "llmc/columns.cuh"
-#include "llmc/data_documents.h"
+#include "llmc/rows.h"
 #include "llmc/simt_vector.h"
 #include "llmc/tensor.h"
 #include "llmc/work.h"

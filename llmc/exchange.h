@@ -15,10 +15,10 @@
 
 #include "llmc/arena.h"
 #include "llmc/graph.h"
-#include "llmc/precision.h"
 #include "llmc/rank_sums.cuh"
 #include "llmc/ranks_transfers.h"
 #include "llmc/slices.h"
+#include "llmc/tensor.h"
 #include "llmc/work.h"
 
 class Exchange {

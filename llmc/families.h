@@ -4,9 +4,7 @@
 #include "llmc/family_bloom.h"
 #include "llmc/family_gpt2.h"
 #include "llmc/family_llama.h"
-#include "llmc/family_mistral.h"
-#include "llmc/family_qwen2.h"
-#include "llmc/family_qwen3.h"
+#include "llmc/family_qwen.h"
 
 inline constexpr const Family* kFamilies[] = {&kGpt2, &kLlama, &kMistral, &kQwen2, &kQwen3, &kBloom};
 

@@ -18,6 +18,7 @@
 
 #include "llmc/families.h"
 #include "llmc/gguf.h"
+#include "llmc/model_positions.h"
 #include "llmc/safetensors.h"
 
 // A tensor of the model in a GGUF file.

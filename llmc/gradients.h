@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "llmc/offload_blocks.h"
-#include "llmc/precision.h"
 #include "llmc/state.h"
+#include "llmc/tensor.h"
 
 class Gradients {
   public:

@@ -5,7 +5,6 @@
 #include "llmc/columns.cuh"
 #include "llmc/simt_vector.h"
 #include "llmc/tensor.h"
-#include "llmc/warp_rows.h"
 #include "llmc/work.h"
 
 constexpr float kLayernormEpsilon = 1e-5f;  // GPT-2's and BLOOM's

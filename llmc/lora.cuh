@@ -7,11 +7,11 @@
 #pragma once
 
 #include "llmc/arena.h"
-#include "llmc/gradient_sums.h"
+#include "llmc/gradient_sums.cuh"
 #include "llmc/matmul.h"
-#include "llmc/precision.h"
 #include "llmc/rows.h"
 #include "llmc/simt_vector.h"
+#include "llmc/tensor.h"
 #include "llmc/work.h"
 
 // The most parts of a layer: q, k and v.

@@ -10,9 +10,9 @@
 
 #include <nlohmann/json.hpp>
 
-#include "llmc/data_documents.h"
 #include "llmc/device.h"
 #include "llmc/metrics.h"
+#include "llmc/rows.h"
 #include "llmc/tensor.h"
 #include "llmc/work.h"
 

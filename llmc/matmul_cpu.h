@@ -15,7 +15,6 @@
 
 #include <oneapi/dnnl/dnnl.hpp>
 
-#include "llmc/address_sanitizer.h"
 #include "llmc/arena.h"
 #include "llmc/elementwise.cuh"
 #include "llmc/free_memory.h"

@@ -3,7 +3,7 @@
 // cores.
 #pragma once
 
-#include "llmc/simt_long_launches.h"
+#include "llmc/simt.h"
 #include "llmc/tensor.h"
 #include "llmc/work.h"
 

@@ -22,8 +22,8 @@
 #include "llmc/file.h"
 #include "llmc/graph.h"
 #include "llmc/rates_device.h"
-#include "llmc/stream_timer.h"
 #include "llmc/tensor.h"
+#include "llmc/work.h"
 
 // ---- the line of a step
 //

@@ -3,13 +3,48 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
 #include "llmc/file.h"
-#include "llmc/position_factors.h"
+
+// ---- the scaling of rotary positions
+
+enum class RopeType { kDefault, kLinear, kLlama3, kYarn, kDynamic };
+inline constexpr const char* kRopeNames[] = {"default", "linear", "llama3", "yarn", "dynamic"};
+
+// The fields are named as in `rope_parameters` of a config.json. The defaults for `llama3` are those of Llama
+// 3.1. Lengths are in tokens.
+struct RopeScaling {
+    RopeType type = RopeType::kDefault;
+    double theta = 10000;
+    double factor = 8;  // maximum context length over that of training; not for kDefault
+    double low_freq_factor = 1, high_freq_factor = 4;  // only llama3
+    // Only llama3, yarn and dynamic: the context length of training, which files with `dynamic` call
+    // max_position_embeddings.
+    int original_max_position_embeddings = 8192;
+    // Only yarn. A pair that makes more than beta_fast turns in the original context is not scaled, and one
+    // that makes fewer than beta_slow is divided by the factor. truncate: round these limits to whole pairs.
+    double beta_fast = 32, beta_slow = 1;
+    bool truncate = true;
+    // Cosines and sines are multiplied by attention_factor; if it is 0, it follows from factor and, if both
+    // are set, from mscale and mscale_all_dim.
+    double attention_factor = 0, mscale = 0, mscale_all_dim = 0;
+
+    bool operator==(const RopeScaling&) const = default;
+};
+
+// The longest sequence of a model whose file has `positions` as max_position_embeddings. The factors of yarn
+// and dynamic extend it.
+inline double stretched_positions(const RopeScaling& s, int positions) {
+    if (s.type != RopeType::kYarn && s.type != RopeType::kDynamic) return positions;
+    return std::max<double>(positions, std::floor(s.factor * s.original_max_position_embeddings));
+}
+
+// ---- a model
 
 struct Family;
 

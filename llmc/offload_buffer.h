@@ -1,6 +1,6 @@
 // offload_buffer.h - a buffer in the arena whose contents are stored outside the device and fetched again,
 // piece by piece. Everything that a step streams goes through such buffers: blocks and their gradients
-// (offload_blocks.h), blocks' inputs (offload_inputs.h), keys and values (offload_keys.h), and optimizer
+// (offload_blocks.h), blocks' inputs, keys and values (offload_activations.h), and optimizer
 // state (offload_optimizer.h). These headers differ in the order in which they use their buffers.
 #pragma once
 

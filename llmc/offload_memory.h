@@ -7,10 +7,9 @@
 #include <memory>
 #include <vector>
 
+#include "llmc/offload_activations.h"
 #include "llmc/offload_blocks.h"
 #include "llmc/offload_embeddings.h"
-#include "llmc/offload_inputs.h"
-#include "llmc/offload_keys.h"
 #include "llmc/offload_optimizer.h"
 #include "llmc/offload_storage.h"
 #include "llmc/options.h"

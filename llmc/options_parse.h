@@ -14,7 +14,6 @@
 #include "llmc/options_help.h"
 #include "llmc/options_resume.h"
 #include "llmc/options_words.h"
-#include "llmc/version.h"
 
 // Sets an option to these words, and remembers that it was given. Fails if its range does not have them.
 inline void set_option(CLI::App& app, Options& o, const std::string& name,

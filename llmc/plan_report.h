@@ -11,7 +11,7 @@
 #include "llmc/device.h"
 #include "llmc/model.h"
 #include "llmc/rates.h"
-#include "llmc/rates_gpus.h"
+#include "llmc/rates_device.h"
 #include "llmc/temporary_file.h"
 
 constexpr double mebibytes(size_t bytes) { return static_cast<double>(bytes) / 1048576.0; }

@@ -1,10 +1,15 @@
 // quant_formats.h - the list of all formats in which a frozen model's matrices may be stored, and how to find
-// one by its name or GGUF type. A new format gets a file beside quant_nf4.cuh, and a line in this list.
+// one by its name or GGUF type. A new format gets a file beside quant_nf4.cuh, and a line in this list. The
+// check that a file's values are finite is here too, because it depends on the format.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
+#include <string>
 #include <string_view>
+#include <vector>
 
+#include "llmc/file.h"
 #include "llmc/quant_ggml.cuh"
 #include "llmc/quant_matrix.h"
 #include "llmc/quant_nf4.cuh"
@@ -59,6 +64,15 @@ inline const WeightFormat* find_weight_format(std::string_view name) {
     return nullptr;
 }
 
+// The format with this type number in GGUF files, or null.
+inline const WeightFormat* find_ggml_format(uint32_t type) {
+    for (const WeightFormat* format : kWeightFormats)
+        if (format->ggml_type >= 0 && static_cast<uint32_t>(format->ggml_type) == type) return format;
+    return nullptr;
+}
+
+// ---- values that are not finite
+
 // The first block in host memory with a float, or a scale in fp16, that is not finite; -1 if there is none.
 // Not for NF4, whose scales are in other tensors (quant_nf4_files.h): always -1.
 inline int64_t first_not_finite(const WeightFormat& format, const unsigned char* data, size_t bytes) {
@@ -77,9 +91,29 @@ inline int64_t first_not_finite(const WeightFormat& format, const unsigned char*
     return -1;
 }
 
-// The format with this type number in GGUF files, or null.
-inline const WeightFormat* find_ggml_format(uint32_t type) {
-    for (const WeightFormat* format : kWeightFormats)
-        if (format->ggml_type >= 0 && static_cast<uint32_t>(format->ggml_type) == type) return format;
-    return nullptr;
+// Fails if a tensor has a value that is not finite. `data` are blocks of a tensor of `file`, in host memory,
+// from block number `first` on.
+inline void check_blocks_finite(const WeightFormat& format, const unsigned char* data, size_t bytes,
+                                const std::string& tensor, const std::string& file, int64_t first = 0) {
+    const int64_t block = first_not_finite(format, data, bytes);
+    if (block < 0) return;
+    const auto number = static_cast<long long>(first + block);
+    const std::string where = format.block == 1
+                                  ? ::format("as value %lld", number)
+                                  : ::format("in block %lld of %d values", number, format.block);
+    fail("%s: tensor \"%s\" has a number that is not finite %s", file.c_str(), printable(tensor).c_str(),
+         where.c_str());
+}
+
+// Checks a tensor on disk, reading it piece by piece.
+inline void check_blocks_finite(const WeightFormat& format, const FileReader& file, uint64_t offset,
+                                size_t bytes, const std::string& tensor) {
+    const size_t block = static_cast<size_t>(format.block_bytes), piece = (size_t{1} << 20) / block * block;
+    std::vector<unsigned char> host;
+    for (size_t at = 0; at < bytes; at += piece) {
+        host.resize(std::min(piece, bytes - at));
+        file.read(offset + at, host.size(), host.data());
+        check_blocks_finite(format, host.data(), host.size(), tensor, file.path(),
+                            static_cast<int64_t>(at / block));
+    }
 }

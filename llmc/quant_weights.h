@@ -15,7 +15,6 @@
 #include "llmc/adapter.h"
 #include "llmc/checkpoint.h"
 #include "llmc/gguf_model.h"
-#include "llmc/not_finite.h"
 #include "llmc/offload_blocks.h"
 #include "llmc/quant_formats.h"
 #include "llmc/quant_nf4_files.h"

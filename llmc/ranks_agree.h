@@ -13,12 +13,12 @@
 
 #include "llmc/exchange.h"
 #include "llmc/options.h"
+#include "llmc/options_help.h"
 #include "llmc/plan_report.h"
 #include "llmc/random.h"
 #include "llmc/recompute.h"
 #include "llmc/run_inputs.h"
 #include "llmc/state.h"
-#include "llmc/version.h"
 
 // What must be the same on all ranks, by names that messages use.
 using RankFacts = std::vector<std::pair<std::string, std::string>>;

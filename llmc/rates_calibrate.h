@@ -27,10 +27,10 @@
 #include "llmc/cross_entropy.cuh"
 #include "llmc/elementwise.cuh"
 #include "llmc/global_norm.cuh"
-#include "llmc/head_norm.cuh"
+#include "llmc/gradient_sums.cuh"
 #include "llmc/lora.cuh"
 #include "llmc/matmul.h"
-#include "llmc/norm_of_family.h"
+#include "llmc/norm_layer.h"
 #include "llmc/offload_optimizer.h"
 #include "llmc/offload_storage.h"
 #include "llmc/optimizer.cuh"
@@ -39,9 +39,9 @@
 #include "llmc/rates.h"
 #include "llmc/rates_device.h"
 #include "llmc/rates_file.h"
+#include "llmc/rmsnorm.cuh"
 #include "llmc/rope.cuh"
 #include "llmc/temporary_file.h"
-#include "llmc/wide_sum.cuh"
 
 template <class T>
 class Calibration {

@@ -14,7 +14,7 @@
 #include "llmc/file.h"
 #include "llmc/rates.h"
 #include "llmc/rates_device.h"
-#include "llmc/simt_long_launches.h"
+#include "llmc/simt.h"
 
 constexpr int kRatesFormat = 2;
 inline constexpr const char* kProductSides[] = {"m", "n", "k"};

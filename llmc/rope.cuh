@@ -88,7 +88,7 @@ void rope_launch(const char* name, Tensor<T>& qkv, const Tensor<float>& frequenc
 // Rotates the first `heads` heads, the queries' and the keys', of each row of qkv (batch, seq_len, all heads
 // * head_size) by the row's position: that in `positions` (batch, seq_len), or first_position + t if these
 // are absent. Positions are below 2^21. inverse_frequencies (head_size / 2) is a copy on the device of what
-// position_factors.h computes. `scale`, its attention_factor(), multiplies the rotated elements.
+// model_positions.h computes. `scale`, its attention_factor(), multiplies the rotated elements.
 template <class T>
 void rope_forward(Tensor<T>& qkv, const Tensor<float>& inverse_frequencies, int heads, int first_position,
                   const Tensor<int>& positions, Stream stream, float scale = 1) {

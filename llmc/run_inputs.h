@@ -15,7 +15,6 @@
 #include "llmc/checkpoint.h"
 #include "llmc/data_tokens.h"
 #include "llmc/dataset.h"
-#include "llmc/model_from_scratch.h"
 #include "llmc/model_positions.h"
 #include "llmc/offload_embeddings.h"
 #include "llmc/options.h"

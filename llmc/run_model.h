@@ -7,16 +7,33 @@
 #include <vector>
 
 #include "llmc/checkpoint.h"
-#include "llmc/not_finite.h"
+#include "llmc/gguf_model.h"
 #include "llmc/offload_blocks.h"
 #include "llmc/offload_embeddings.h"
 #include "llmc/options.h"
 #include "llmc/plan_fit.h"
-#include "llmc/precision.h"
+#include "llmc/quant_formats.h"
 #include "llmc/quant_weights.h"
 #include "llmc/run_inputs.h"
+#include "llmc/safetensors.h"
 #include "llmc/state.h"
+#include "llmc/tensor.h"
 #include "llmc/weights.h"
+
+// Fails if a float in a model's files is not finite, the scales of NF4 included. Weights that are loaded are
+// checked while loading; these are the checks of weights that are streamed from the files, which are made
+// only when a loss is not finite.
+inline void check_files_finite(const SafetensorsFolder& files) {
+    for (const auto& [name, entry] : files.entries())
+        for (const WeightFormat* format : {&kStoredF32, &kStoredF16, &kStoredBf16})
+            if (entry->dtype == format->file_type)
+                check_blocks_finite(*format, *entry->file, entry->offset, entry->bytes, name);
+}
+inline void check_files_finite(const GgufFile& file) {
+    for (const GgufTensor& t : file.tensors())
+        if (const WeightFormat* format = find_ggml_format(t.type->number))
+            check_blocks_finite(*format, *t.file, t.offset, t.bytes, t.name);
+}
 
 // The options of the state that a run keeps from step to step. Fails if weights of type T cannot use what was
 // asked for.

@@ -10,8 +10,8 @@
 //     q1 -> k0 k1                                  q1 -> k0 k1       d_k1 complete
 //     q2 -> k0 k1 k2                               q0 -> k0          d_k0 complete
 //
-// With offloaded keys (offload_keys.h) only the chunk's own keys stay on the device; those before them are
-// fetched in pieces of as many rows, the next one while queries attend to one.
+// With offloaded keys (offload_activations.h) only the chunk's own keys stay on the device; those before them
+// are fetched in pieces of as many rows, the next one while queries attend to one.
 #pragma once
 
 #include <algorithm>
@@ -20,9 +20,9 @@
 
 #include "llmc/attention.cuh"
 #include "llmc/model.h"
-#include "llmc/offload_keys.h"
-#include "llmc/precision.h"
+#include "llmc/offload_activations.h"
 #include "llmc/rows.h"
+#include "llmc/tensor.h"
 
 // The keys and values of a sequence so far, for decoding.
 struct KvCache {

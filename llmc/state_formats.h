@@ -1,6 +1,6 @@
 // state_formats.h - the formats in which a State keeps fp32 values in fewer bytes: 8-bit codes with a scale,
 // for the optimizer's moments; and the low bits that extend a bf16 weight to its fp32 master weight.
-// wide_sum.cuh uses such low bits too.
+// gradient_sums.cuh uses such low bits too.
 #pragma once
 
 #include <bit>

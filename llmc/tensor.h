@@ -2,6 +2,8 @@
 //
 // A tensor may own memory in the arena (arena.h), which it gives back where its life ends; or it is a view of
 // memory that something else owns. It can be moved but not copied: view() makes a second handle.
+//
+// The type of weights and activations in this build, bf16 or float, is here too.
 #pragma once
 
 #include <cassert>
@@ -119,3 +121,15 @@ class Tensor {
     Arena* arena_ = nullptr;
     int take_ = 0;
 };
+
+// ---- the precision of this build
+//
+// Weights and activations are bf16 with -DLLMC_BF16, else float.
+
+#ifdef LLMC_BF16
+using floatX = bf16;
+#else
+using floatX = float;
+#endif
+using TensorX = Tensor<floatX>;
+using TensorF = Tensor<float>;

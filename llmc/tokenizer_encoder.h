@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "llmc/tokenizer_bpe.h"
-#include "llmc/tokenizer_normalizer.h"
 #include "llmc/tokenizer_pretokenizer.h"
 #include "llmc/tokenizer_vocabulary.h"
 #include "llmc/utf8.h"

@@ -12,10 +12,10 @@
 
 #include "llmc/offload_blocks.h"
 #include "llmc/offload_embeddings.h"
-#include "llmc/precision.h"
 #include "llmc/quant_weights.h"
 #include "llmc/rows.h"
 #include "llmc/state.h"
+#include "llmc/tensor.h"
 
 // Frozen weights that are kept outside the State: quantized or streamed matrices of the linear layers; the
 // quantized head, which may be the token embedding too; embeddings and head in files or in host memory. Each

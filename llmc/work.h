@@ -1,12 +1,14 @@
 // work.h - what the operations of a step cost: the FLOPs and bytes that each launcher counts in a dry run of
-// the step (arena.h); notices of when each begins and ends, for measurements (bench.h); and the same for
-// transfers beside them.
+// the step (arena.h); notices of when each begins and ends, for measurements (bench.h); the same for
+// transfers beside them; and the clock of a stream with which such measurements are made.
 #pragma once
 
 #include <array>
+#include <chrono>
 #include <compare>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "llmc/device.h"
@@ -73,7 +75,7 @@ enum class Placement { Device, Host, Disk };
 inline constexpr const char* kPlacementNames[] = {"device", "host", "disk"};
 
 // Transfer directions, between the device and other placements, while operations run (offload_blocks.h,
-// offload_inputs.h). A HostUpdate is no transfer: a host's cores update weights meanwhile
+// offload_activations.h). A HostUpdate is no transfer: a host's cores update weights meanwhile
 // (offload_optimizer.h), and its bytes are an update's. ToRanks is what a rank sends to the others while it
 // receives as much (exchange.h).
 enum class Route { DiskRead, DiskWrite, FromHost, ToHost, HostUpdate, ToRanks };
@@ -203,3 +205,91 @@ template <class... Tensors>
 double pass_bytes(const Tensors&... tensors) {
     return (static_cast<double>(tensors.bytes()) + ...);
 }
+
+// ---- time of a stream
+//
+// The time between points of a stream's work (by CUDA events on a GPU, by the clock on a CPU), and how long a
+// step waits for transfers.
+
+inline void stream_synchronize([[maybe_unused]] Stream stream) {
+#if defined(SIMT_GPU)
+    CUDA_CHECK(cudaStreamSynchronize(stream));
+#endif
+}
+
+// Points in the stream's work, numbered from 0, and the time between them.
+class Marks {
+  public:
+    explicit Marks(Stream stream) : stream_(stream) {}
+    Marks(const Marks&) = delete;
+#if defined(SIMT_GPU)
+    ~Marks() {
+        for (cudaEvent_t event : moments_) cudaEventDestroy(event);
+    }
+    int set() {  // errors show in finish(): destructors set marks too
+        if (count_ == moments_.size()) cudaEventCreate(&moments_.emplace_back());
+        cudaEventRecord(moments_[count_], stream_);
+        return static_cast<int>(count_++);
+    }
+    double seconds(int from, int to) const {
+        float ms = 0;
+        CUDA_CHECK(cudaEventElapsedTime(&ms, moments_[static_cast<size_t>(from)],
+                                        moments_[static_cast<size_t>(to)]));
+        return ms * 1e-3;
+    }
+#else
+    int set() {
+        if (count_ == moments_.size()) moments_.emplace_back();
+        moments_[count_] = std::chrono::steady_clock::now();
+        return static_cast<int>(count_++);
+    }
+    double seconds(int from, int to) const {
+        return std::chrono::duration<double>(moments_[static_cast<size_t>(to)] -
+                                             moments_[static_cast<size_t>(from)])
+            .count();
+    }
+#endif
+    // Waits until the stream has passed all marks.
+    void finish() const { stream_synchronize(stream_); }
+    void clear() { count_ = 0; }
+
+  private:
+    Stream stream_;
+#if defined(SIMT_GPU)
+    std::vector<cudaEvent_t> moments_;
+#else
+    std::vector<std::chrono::steady_clock::time_point> moments_;
+#endif
+    size_t count_ = 0;
+};
+
+// Measures how long the device waits in a step for data that is streamed from host or disk. Measures nothing
+// while another listener does.
+class StepWaits final : WaitListener {
+  public:
+    explicit StepWaits(Stream stream) : marks_(stream) {}
+    ~StepWaits() { stop(); }
+
+    // Counts waits from here to stop().
+    void start() {
+        marks_.clear();
+        waits_.clear();
+        if (!wait_listener) wait_listener = this;
+    }
+    void stop() {
+        if (wait_listener == this) wait_listener = nullptr;
+    }
+    // The counted waits in seconds. The stream must have passed them.
+    double seconds() const {
+        double sum = 0;
+        for (const auto& [from, to] : waits_) sum += marks_.seconds(from, to);
+        return sum;
+    }
+
+  private:
+    void wait_begins(Transfer::Of) override { waits_.push_back({marks_.set(), 0}); }
+    void wait_ends() override { waits_.back().second = marks_.set(); }
+
+    Marks marks_;
+    std::vector<std::pair<int, int>> waits_;
+};

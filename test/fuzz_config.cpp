@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "llmc/model.h"
+#include "llmc/model_positions.h"
 #include "test/fuzz.h"
 
 namespace {

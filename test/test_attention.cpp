@@ -14,7 +14,7 @@
 #include <gtest/gtest.h>
 
 #include "llmc/attention.cuh"
-#include "llmc/position_factors.h"
+#include "llmc/model_positions.h"
 #include "test/kernel_test.h"
 
 namespace {

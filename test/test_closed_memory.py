@@ -6,7 +6,7 @@ import pytest
 from memory_table import levels_of
 from trainer_runs import ROOT, Train, make, random_tokens, saved_bytes, write_shard, write_text
 
-# CPU builds with AddressSanitizer; the arena tells it what is alive (llmc/address_sanitizer.h). make names those
+# CPU builds with AddressSanitizer; the arena tells it what is alive (llmc/arena.h). make names those
 # that it builds; with a GPU there may be none.
 ASAN_TRAINERS = (os.environ["ASAN_TRAINERS"].split() if "ASAN_TRAINERS" in os.environ else
                  [path for path in ("build/test/asan/train-fp32", "build/test/asan/train-bf16") if (ROOT / path).exists()])

@@ -4,6 +4,7 @@
 
 #include "llmc/arena.h"
 #include "llmc/model.h"
+#include "llmc/model_positions.h"
 
 namespace {
 using nlohmann::json;

@@ -7,12 +7,12 @@
 
 #include "llmc/arena.h"
 #include "llmc/bench.h"
-#include "llmc/learning_rate.h"
 #include "llmc/metrics.h"
 #include "llmc/model.h"
 #include "llmc/options_parse.h"
 #include "llmc/rates_device.h"
 #include "llmc/sample.h"
+#include "llmc/updates.h"
 
 namespace {
 

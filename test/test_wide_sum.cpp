@@ -1,9 +1,8 @@
 // test_wide_sum.cpp - sums of many terms into bf16 lose no more than one rounding would.
-#include "llmc/wide_sum.cuh"
+#include "llmc/gradient_sums.cuh"
 
 #include <gtest/gtest.h>
 
-#include "llmc/gradient_sums.h"
 #include "test/kernel_test.h"
 
 namespace {

@@ -1,5 +1,16 @@
-// offload_inputs.h - offloads activations (--offload inputs=): the input of each block is stored in host
-// memory beside a GPU, or on a CPU in a file (offload_storage.h), from forward until backward needs it.
+// offload_activations.h - offloads what grows with the sequence from forward until backward needs it: the
+// inputs of blocks (--offload inputs=), and keys and values with the sums of their gradients (--offload
+// keys=). They are stored in host memory beside a GPU, or on a CPU in a file (offload_storage.h).
+#pragma once
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "llmc/offload_buffer.h"
+#include "llmc/rows.h"
+
+// ---- inputs of blocks
 //
 // Whole inputs: the device has two slots. Forward copies a block's input into one of them; the block reads it
 // there while it is stored. Backward reads an input in a slot too, to which it was fetched while the input
@@ -10,12 +21,6 @@
 // chunk of a block's input into one of them, and it is stored from there. Backward reads a chunk in one slot
 // while the next is fetched into the other; it reads the chunks of a sequence from the last to the first, as
 // often as the block needs. So the memory on the device does not grow with the sequence.
-#pragma once
-
-#include <algorithm>
-
-#include "llmc/offload_buffer.h"
-#include "llmc/rows.h"
 
 template <class T>
 class OffloadedInputs {
@@ -189,4 +194,132 @@ class OffloadedInputs {
     // In chunks: how many a sequence and an input have, the first chunk of the current input, and turns.
     int64_t chunks_of_sequence_ = 0, chunks_of_input_ = 0, first_ = 0, next_ = 0, end_ = 0, sweeps_ = 1;
     bool stores_chunks_ = false;
+};
+
+// ---- keys and values
+//
+// Keys and values of a sequence whose rows go through a block in chunks, in pieces of a chunk's rows, of one
+// block and one sequence at a time. The device has those of the current chunk and two buffers for pieces,
+// and in backward two buffers for pieces of sums: while queries attend to one piece, the next one is
+// fetched. So the memory that keys and values take on the device does not grow with the sequence.
+
+template <class T>
+class OffloadedKeys {
+  public:
+    OffloadedKeys(Arena& arena, const Stream& stream)
+        : own_(arena, stream, OffloadBuffer::WaitsFor::Latest), keys_(arena, stream), sums_(arena, stream) {}
+
+    // Sets the rows of a piece (0: keys stay on the device), and the memory for keys and values and for sums.
+    void use(int64_t rows, PieceSource* keys, PieceSource* sums) {
+        rows_ = rows, stored_keys_ = keys, stored_sums_ = sums;
+    }
+    bool offloads() const { return rows_ > 0; }
+    int64_t rows() const { return rows_; }
+    // The bytes of a piece of keys and values, and of a piece of sums, for rows of `columns` elements.
+    static size_t piece_bytes(int64_t rows, int64_t columns) {
+        return whole_sectors(static_cast<size_t>(rows * columns) * sizeof(T));
+    }
+    static size_t sums_bytes(int64_t rows, int64_t columns) {
+        return whole_sectors(static_cast<size_t>(rows * columns) * sizeof(float));
+    }
+
+    // Takes the buffers, until release(), for rows of `columns` elements, a row's keys and values together.
+    void take(int64_t columns, bool with_sums) {
+        if (!offloads()) return;
+        columns_ = columns;
+        keys_.piece_bytes = piece_bytes(rows_, columns);
+        const auto take = [&](OffloadBuffer& buffer, const char* name) {
+            buffer.take(name, StoredPieces::buffer_bytes(keys_.piece_bytes), "activation",
+                        pieces_in(stored_keys_));
+        };
+        take(own_, "keys_and_values");
+        for (OffloadBuffer& buffer : keys_.buffers) take(buffer, "offloaded_keys");
+        if (!with_sums) return;
+        sums_.piece_bytes = sums_bytes(rows_, columns);
+        for (OffloadBuffer& buffer : sums_.buffers)
+            buffer.take("offloaded_key_sums", StoredPieces::buffer_bytes(sums_.piece_bytes), "gradient",
+                        pieces_in(stored_sums_));
+    }
+    void release() {
+        own_.release();
+        keys_.release(), sums_.release();
+    }
+    // Call before the first chunk of another sequence.
+    void begin() {
+        own_.join();
+        keys_.begin(), sums_.begin();
+    }
+    // own() is the buffer for the current chunk's keys and values (rows, columns). store() stores it as a
+    // piece.
+    Tensor<T> own(int64_t rows) {
+        own_.join();
+        return Tensor<T>(own_.template aligned<T>(), {rows, columns_});
+    }
+    void store(int64_t piece) { own_.exchange(keys_.piece(piece), {}); }
+    // A piece (rows, columns). Work queued on the stream may use it until another piece is fetched. `next`
+    // is the piece that is likely to be fetched next; it is prefetched.
+    Tensor<T> fetch(int64_t piece, int64_t next) {
+        return Tensor<T>(keys_.fetch(piece, next, false).template aligned<T>(), {rows_, columns_});
+    }
+    // A piece of sums, as fetch() returns a piece: those of the keys, then those of the values, (2 rows,
+    // columns / 2). If they change, they are stored again.
+    Tensor<float> fetch_sums(int64_t piece, int64_t next, bool change) {
+        return Tensor<float>(sums_.fetch(piece, next, change).template aligned<float>(),
+                             {2 * rows_, columns_ / 2});
+    }
+
+  private:
+    static constexpr int64_t kNone = -1;
+    static Pieces pieces_in(PieceSource* store) {
+        return {Transfer::Keys, route_from(kActivationPlacement), store};
+    }
+    // Two buffers: one is used while the other is fetched.
+    struct Ring {
+        OffloadBuffer buffers[2];
+        int64_t pieces[2] = {kNone, kNone};
+        bool changed[2] = {};
+        int used = 0;
+        size_t piece_bytes = 0;
+        Arena& arena;
+
+        Ring(Arena& arena, const Stream& stream)
+            : buffers{{arena, stream, OffloadBuffer::WaitsFor::Latest},
+                      {arena, stream, OffloadBuffer::WaitsFor::Latest}},
+              arena(arena) {}
+        OffloadBuffer::Piece piece(int64_t number) const { return {static_cast<int>(number), piece_bytes}; }
+        void begin() {
+            for (int i = 0; i < 2; i++) {
+                buffers[i].join();
+                pieces[i] = kNone, changed[i] = false;
+            }
+        }
+        void release() {
+            for (OffloadBuffer& buffer : buffers) buffer.release();
+            begin();
+        }
+        // A dry run executes one turn of a loop: it waits for a prefetched piece and prefetches the next one.
+        OffloadBuffer& fetch(int64_t number, int64_t next, bool change) {
+            const bool rehearsed = arena.rehearsing();
+            if (rehearsed) changed[0] = changed[1] = change;
+            if (pieces[used] != number || rehearsed) {
+                used = 1 - used;
+                if (pieces[used] != number && !rehearsed) fetch(used, number);
+            }
+            buffers[used].join();
+            changed[used] = change;
+            if ((next != number && next != pieces[1 - used]) || rehearsed) fetch(1 - used, next);
+            return buffers[used];
+        }
+        void fetch(int buffer, int64_t number) {
+            const bool stores = std::exchange(changed[buffer], false);
+            buffers[buffer].exchange(stores ? std::optional(piece(pieces[buffer])) : std::nullopt,
+                                     piece(number));
+            pieces[buffer] = number;
+        }
+    };
+
+    int64_t rows_ = 0, columns_ = 0;
+    PieceSource *stored_keys_ = nullptr, *stored_sums_ = nullptr;
+    OffloadBuffer own_;
+    Ring keys_, sums_;
 };

@@ -1,8 +1,12 @@
-// family_qwen2.h - Qwen2 and Qwen2.5 (Yang et al., arXiv:2407.10671): Llama with biases on queries, keys and
-// values, and an optional sliding window.
+// family_qwen.h - Qwen2, Qwen2.5 and Qwen3, which differ from Llama in a few lines: read Qwen3 for the
+// shortest example of a family.
 #pragma once
 
-#include "llmc/family_mistral.h"
+#include "llmc/family_llama.h"
+
+// ---- Qwen2 and Qwen2.5 (Yang et al., arXiv:2407.10671)
+//
+// Llama with biases on queries, keys and values, and an optional sliding window.
 
 namespace qwen2 {
 inline constexpr TokenDefaults kTokens = {151936};
@@ -52,5 +56,34 @@ inline constexpr Family kQwen2 = [] {
     family.read = qwen2::read;
     family.write = qwen2::write;
     family.block = qwen2::block;
+    return family;
+}();
+
+// ---- Qwen3 (Yang et al., arXiv:2505.09388)
+//
+// Llama with an RMSNorm of each head's queries and keys before they are rotated, and a head size of its own.
+
+namespace qwen3 {
+inline void read(const ConfigReader& r, ModelConfig& c) {
+    llama::read_with(
+        r, c,
+        {.tokens = qwen2::kTokens, .mlp_width = 22016, .positions = 32768, .kv_heads = 32, .head_size = 128});
+    qwen2::read_window(r, c);
+}
+
+inline Table block(const ModelConfig& c) {
+    Table table = llama::block(c);
+    table.push_back(row(Field::QueryNormWeight, "self_attn.q_norm.weight", {c.head_size}, Init::One));
+    table.push_back(row(Field::KeyNormWeight, "self_attn.k_norm.weight", {c.head_size}, Init::One));
+    return table;
+}
+}  // namespace qwen3
+
+inline constexpr Family kQwen3 = [] {
+    Family family = kQwen2;
+    family.name = "qwen3";
+    family.architecture = "Qwen3ForCausalLM";
+    family.read = qwen3::read;
+    family.block = qwen3::block;
     return family;
 }();

@@ -41,6 +41,7 @@
 #include "llmc/batches.h"             // Batches: feeds the micro-batches of each step; print_data()
 #include "llmc/bench.h"               // BenchReport
 #include "llmc/exchange.h"            // Exchange: between the ranks of several devices
+#include "llmc/ranks_blocks.h"        // GatheredBlocks: weights that several devices share
 #include "llmc/graph.h"               // StepGraphs: CUDA graphs of steps
 #include "llmc/loss_by_position.cuh"  // LossByPosition, add_position_losses()
 #include "llmc/matmul_search.h"       // search_matmul_algorithms()
@@ -292,6 +293,9 @@ class Trainer {
     void forward_step();
 
     bool stopping();
+    // True if this rank takes part in samples: the first one draws them. Blocks that are gathered need all
+    // ranks, which then draw the same; what the others print is not shown.
+    bool samples_here() const { return o_.rank.is_first() || o_.slices_weights(); }
     bool is_time(int64_t every) const { return every > 0 && step_ > 0 && step_ % every == 0; }
     bool trains() const { return o_.steps > 0 && o_.bench.empty(); }
     // How many micro-batches go through the model together.
@@ -316,9 +320,10 @@ class Trainer {
     Gpt gpt_;
     Batches batches_;
     MicroBatchOptions micro_;
-    const SquareSums square_sums_;  // the layout of the sums from which the norm is computed
-    const Slices slices_;           // what each of several ranks has of a unit
-    Exchange exchange_;             // between them
+    const SquareSums square_sums_;            // the layout of the sums from which the norm is computed
+    const Slices slices_;                     // what each of several ranks has of a unit
+    Exchange exchange_;                       // between them
+    std::optional<GatheredBlocks> gathered_;  // with --zero 3
     Metrics metrics_;
     RunSaves saves_;
     DeviceBuffer positions_memory_;
@@ -938,15 +943,15 @@ std::optional<double> Trainer::validate() {
     std::vector<float> terms(ceil_div(sequences, batch));  // of several ranks: the loss of each batch
     // Losses by position are added batch by batch, so then every rank evaluates all batches.
     const bool ranks_share = !exchange_.is_alone() && !o_.has("--loss-by-position");
-    for (uint64_t number = 0; number < terms.size(); number++) {
+    const auto ranks = static_cast<uint64_t>(ranks_share ? o_.devices : 1);
+    for (uint64_t first = 0; first < terms.size(); first += ranks) {
         if (stopping()) return std::nullopt;
-        if (!ranks_share) {
-            add_batch(number);
-        } else if (static_cast<int>(number % static_cast<uint64_t>(o_.devices)) == o_.rank.number) {
-            fill_zero(metrics_.loss(), stream_);
-            add_batch(number);
-            terms[number] = loss();
-        }
+        const uint64_t number = first + (ranks_share ? static_cast<uint64_t>(o_.rank.number) : 0);
+        // Blocks that are gathered need all ranks, so one without a batch computes one that does not count.
+        if (number >= terms.size() && !o_.slices_weights()) continue;
+        if (ranks_share) fill_zero(metrics_.loss(), stream_);
+        add_batch(std::min<uint64_t>(number, terms.size() - 1));
+        if (ranks_share && number < terms.size()) terms[number] = loss();
     }
     return double{ranks_share ? exchange_.sum_in_turn(terms) : loss()};
 }
@@ -974,7 +979,7 @@ void Trainer::validate_and_log() {
 // The validation and the sample that are due before the next step.
 void Trainer::validate_and_sample_if_due() {
     if (batches_.validation() && is_time(o_.eval_every)) validate_and_log();
-    if (o_.rank.is_first() && !interrupted && is_time(o_.sample_every) && in_.samples()) sample();
+    if (samples_here() && !interrupted && is_time(o_.sample_every) && in_.samples()) sample();
     evaluated_ = !interrupted;
 }
 
@@ -986,14 +991,15 @@ void Trainer::sample() {
         if (o_.steps == 0) model_.check_streamed_finite();
     });
     const std::vector<int> prompt = text.tokens();
+    const auto stops = [&] { return o_.slices_weights() ? stopping() : interrupted != 0; };
     const auto choose = [&](const TensorX& logits) {
         const int token = text.next(logits, stream_);
-        return interrupted ? -1 : token;
+        return stops() ? -1 : token;
     };
     const int window = in_.sample_window(), half = window / 2;
     const int rest = window - static_cast<int>(prompt.size());
     arena_.run(plans_.sample, [&] { generate(arena_, stream_, config_, gpt_, prompt, rest, choose); });
-    while (!text.ended() && !interrupted) {
+    while (!text.ended() && !stops()) {
         const std::vector<int> latest(text.tokens().end() - half, text.tokens().end());
         arena_.run(plans_.slide,
                    [&] { generate(arena_, stream_, config_, gpt_, latest, window - half, choose); });
@@ -1041,9 +1047,8 @@ void Trainer::finish() {
     evaluated_ = true;
     if (saves_.wanted() && !is_resumed_save) save();
     if (batches_.validation()) validate_and_log();
-    if (!o_.rank.is_first()) return;
-    if (!interrupted && in_.samples()) sample();
-    if (!o_.merge.empty() && !interrupted) merge();
+    if (samples_here() && !interrupted && in_.samples()) sample();
+    if (o_.rank.is_first() && !o_.merge.empty() && !interrupted) merge();
 }
 
 // The end of a run that was interrupted.
@@ -1098,9 +1103,13 @@ void Trainer::apply(const MemorySetting& s) {
 
 // Connects the model to what is kept off the device.
 void Trainer::connect_placements() {
-    gpt_.weights().stream_blocks_from(offloaded_.blocks(),
-                                      route_from(named<Placement>(kPlacementNames, o_.weights)),
-                                      offloaded_.streamed_block_bytes(), o_.prefetch);
+    if (o_.slices_weights())
+        gpt_.weights().stream_blocks_from(gathered_ ? &*gathered_ : nullptr, Route::ToRanks,
+                                          gathered_block_bytes(model_.trained()), o_.prefetch);
+    else
+        gpt_.weights().stream_blocks_from(offloaded_.blocks(),
+                                          route_from(named<Placement>(kPlacementNames, o_.weights)),
+                                          offloaded_.streamed_block_bytes(), o_.prefetch);
     gpt_.gradients().stream_blocks_from(offloaded_.gradients(), offloaded_.streamed_gradient_bytes(),
                                         o_.prefetch);
     gpt_.ends().stream_head();
@@ -1252,6 +1261,7 @@ void Trainer::take_memory() {
     loss_by_position_.allocate();
     model_.allocate();
     offloaded_.make();
+    if (o_.slices_weights()) gathered_.emplace(model_.trained(), exchange_.transfers());
     connect_placements();
     updates_.allocate();
     if (offloaded_.any() || model_.embeddings) metrics_.count_waiting(stream_);

@@ -405,7 +405,7 @@ void write_save(const std::string& folder, const State<T>& state, const Progress
         write_adapter(folder, state, adapter, tokenizer);
     } else {
         write_settings<T>(folder, state.layout.config(), tokenizer);
-        write_tensors(folder + "/model.safetensors", state.layout, weight_buffers(state));
+        write_tensors(folder + "/model.safetensors", state.layout, weight_buffers(state), read);
     }
     if (with_training_state) {
         write_tensors(folder + "/trainer_state.safetensors", state.layout, training_buffers(state), read);

@@ -33,6 +33,8 @@ class Exchange {
     // Connects the devices, after which tensors can be exchanged. All ranks must call it together.
     void connect_devices(const Rank& rank) { transfers_.emplace(*engine_, rank); }
     bool is_alone() const { return slices_.ranks == 1; }
+    // What connect_devices() connected, for a class that moves something else.
+    RankTransfers& transfers() { return *transfers_; }
 
     // While inactive, all operations take their memory as planned, and move and add nothing: micro-batches
     // before the last share its plan.
@@ -180,7 +182,7 @@ class Exchange {
         }
         host_act([this, sent, received, bytes] {
             count_moved(Route::ToRanks, bytes);
-            transfers_->start(sent, received, stream_);
+            number_ = transfers_->start(sent, received, stream_);
         });
     }
     void join() {
@@ -188,7 +190,7 @@ class Exchange {
         if (arena_.rehearsing()) return note_wait(Transfer::Ranks, noted_);
         host_act([this] {
             const Waiting waiting(Transfer::Ranks);
-            transfers_->finish(stream_);
+            transfers_->finish(number_, stream_);
         });
     }
 
@@ -197,6 +199,7 @@ class Exchange {
     const Slices& slices_;
     RankEngine* engine_ = nullptr;
     std::optional<RankTransfers> transfers_;
+    size_t number_ = 0;  // of the latest exchange
     bool active_ = true;
     std::optional<Sum> summed_;
     int noted_ = -1;  // in a dry run: the number of the latest exchange

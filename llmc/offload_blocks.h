@@ -55,6 +55,13 @@ inline size_t buffers_for(int ahead, size_t blocks) {
     return std::min(static_cast<size_t>(ahead) + 1, blocks);
 }
 
+// The bytes of a block in its buffer, and how many of them one transfer of it moves.
+struct BlockBytes {
+    size_t all, moved;
+    BlockBytes(size_t bytes) : all(bytes), moved(bytes) {}
+    BlockBytes(size_t bytes, size_t transferred) : all(bytes), moved(transferred) {}
+};
+
 // Streams the blocks that sweeps over the model use: while one is used, the next ones are prefetched. The
 // buffers are held from expect() to release(), so that all blocks find the same memory left.
 class BlockStream {
@@ -64,12 +71,15 @@ class BlockStream {
 
     // Sets the transfer direction, the bytes of each block, the prefetch distance, and the source, which may
     // be null in a dry run. Call it before anything else.
-    void stream_from(Route route, std::vector<size_t> bytes, int ahead, PieceSource* source) {
+    void stream_from(Route route, std::vector<BlockBytes> bytes, int ahead, PieceSource* source) {
         pieces_ = {kind_.of, route, source};
         bytes_ = std::move(bytes);
         slots_.clear();
         for (size_t i = 0; i < buffers_for(ahead, bytes_.size()); i++)
             slots_.push_back({OffloadBuffer(arena_, stream_)});
+    }
+    void stream_from(Route route, const std::vector<size_t>& bytes, int ahead, PieceSource* source) {
+        stream_from(route, std::vector<BlockBytes>(bytes.begin(), bytes.end()), ahead, source);
     }
     // By default blocks are fetched with their contents. If `contents` is false, their buffers will be
     // overwritten, and nothing is fetched.
@@ -121,7 +131,7 @@ class BlockStream {
         int block = kNoBlock;
         bool changed = false;
     };
-    size_t buffer_bytes() const { return *std::max_element(bytes_.begin(), bytes_.end()); }
+    size_t buffer_bytes() const { return std::ranges::max(bytes_, {}, &BlockBytes::all).all; }
     int held() const { return held_ == kNoSlot ? kNoBlock : slots_[held_].block; }
     // The number of the slot that has a block, or kNoSlot.
     size_t slot_of(int block) const {
@@ -150,7 +160,7 @@ class BlockStream {
     void fetch(int block, Slot& slot) {
         const auto piece = [this](int number) -> std::optional<OffloadBuffer::Piece> {
             if (number == kNoBlock) return std::nullopt;
-            return {{number, bytes_[static_cast<size_t>(number)]}};
+            return {{number, bytes_[static_cast<size_t>(number)].moved}};
         };
         const int changed = std::exchange(slot.changed, false) ? slot.block : kNoBlock;
         slot.block = block;
@@ -161,7 +171,7 @@ class BlockStream {
     const Stream& stream_;
     const StreamedKind kind_;
     Pieces pieces_ = {};
-    std::vector<size_t> bytes_;
+    std::vector<BlockBytes> bytes_;
     bool contents_ = true;
     std::vector<Slot> slots_;
     size_t held_ = kNoSlot;     // the slot in use

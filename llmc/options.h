@@ -112,10 +112,14 @@ struct Options {
     bool saves() const { return !out.empty() && !plan && bench.empty(); }
     // The micro-batches of a step that this rank computes.
     int own_micro_batches() const { return grad_accum / devices; }
-    // True if each rank keeps only its slice of the optimizer's state (--zero 1), and not a copy of all.
+    // True if each rank keeps only its slice of the optimizer's state (--zero 1 to 3), and not a copy of all.
     bool slices_state() const { return devices > 1 && zero != "0"; }
-    // True if each rank also keeps only its slice of the gradients (--zero 2).
-    bool slices_gradients() const { return devices > 1 && zero == "2" && !update_in_backward; }
+    // True if each rank also keeps only its slice of the gradients (--zero 2 and 3).
+    bool slices_gradients() const {
+        return devices > 1 && (zero == "2" || slices_weights()) && !update_in_backward;
+    }
+    // True if each rank also keeps only its slice of the blocks' weights (--zero 3).
+    bool slices_weights() const { return devices > 1 && zero == "3"; }
     // Where messages go: without training, stdout is for generated text.
     FILE* notes() const { return steps > 0 ? stdout : stderr; }
     // The number of micro-batches that go through the model together.

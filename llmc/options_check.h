@@ -150,14 +150,21 @@ inline void check_devices(const Options& o) {
         fail("--grad-accum %d: the %d devices share the micro-batches of a step equally: give %s%d",
              o.grad_accum, o.devices, less > 0 ? (std::to_string(less) + " or ").c_str() : "", more);
     }
-    if (o.zero == "2" && o.own_micro_batches() > o.micro_batches_together())
+    if ((o.zero == "2" || o.zero == "3") && o.own_micro_batches() > o.micro_batches_together())
         fail(
-            "--zero 2: each device keeps no gradients between its %d micro-batches: add --by-block, or give "
+            "--zero %s: each device keeps no gradients between its %d micro-batches: add --by-block, or give "
             "--grad-accum %d",
-            o.own_micro_batches(), o.devices);
-    if (o.zero == "2" && o.gradients != "device")
-        fail("--zero 2: with --offload gradients=%s they are not on the device: give --zero 1",
-             o.gradients.c_str());
+            o.zero.c_str(), o.own_micro_batches(), o.devices);
+    if ((o.zero == "2" || o.zero == "3") && o.gradients != "device")
+        fail("--zero %s: with --offload gradients=%s they are not on the device: give --zero 1",
+             o.zero.c_str(), o.gradients.c_str());
+    if (o.zero == "3" && o.trains_adapter())
+        fail(
+            "--zero 3: divides weights that are trained, and a frozen model's stay whole: give --zero 1 or "
+            "2");
+    if (o.zero == "3" && o.weights != "device")
+        fail("--zero 3: with --offload weights=%s the blocks' weights are not on the devices: give --zero 1",
+             o.weights.c_str());
     if (o.batch == 0 || o.has("--memory"))
         fail("--devices %d: %s does not choose for several devices yet: give numbers", o.devices,
              o.batch == 0 ? "--batch auto" : "--memory");

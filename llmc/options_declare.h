@@ -180,10 +180,11 @@ inline void declare_training_options(CLI::App& app, Options& o) {
              "On several machines, start ./train with mpirun or srun.")
         ->transform(whole(1, 4096));
     group
-        .add("--zero", o.zero, "auto|0|1|2",
+        .add("--zero", o.zero, "auto|0|1|2|3",
              "What each of several devices keeps: 0: a copy of everything; 1: its slice of the optimizer's "
-             "state; 2: also of the gradients, with one micro-batch a device or --by-block. auto: 1.")
-        ->check(one_of({"auto", "0", "1", "2"}));
+             "state; 2: also of the gradients, with one micro-batch a device or --by-block; 3: also of the "
+             "blocks' weights. auto: 1.")
+        ->check(one_of({"auto", "0", "1", "2", "3"}));
     group
         .add("--steps", o.steps, "N",
              "Training steps. 0 only validates, merges or generates, as a run with --prompt and no --data "

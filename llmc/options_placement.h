@@ -29,7 +29,8 @@ struct PlacementOption {
 // True if the host's cores can do the updates: the state is not on the device, neither gradients nor trained
 // weights are on a disk, and it is the run's only device.
 inline bool host_can_update(const Options& o) {
-    return o.devices == 1 && o.state != "device" && o.gradients != "disk" && (o.weights != "disk" || o.trains_adapter());
+    return o.devices == 1 && o.state != "device" && o.gradients != "disk" &&
+           (o.weights != "disk" || o.trains_adapter());
 }
 
 // Sets a field to a placement. Returns what is wrong with it, or "".

@@ -130,7 +130,7 @@ MemoryReport make_report(const Options& o, const Plans& plans, const InputBytes&
     r.seq_len = o.seq_len;
     r.grad_accum = o.grad_accum;
     r.devices = o.devices;
-    r.zero = o.slices_gradients() ? "2" : o.slices_state() ? "1" : "0";
+    r.zero = o.slices_weights() ? "3" : o.slices_gradients() ? "2" : o.slices_state() ? "1" : "0";
     r.sent_to_ranks =
         bytes_to_ranks(o.own_micro_batches() > o.micro_batches_together() ? plans.add : plans.train) +
         bytes_to_ranks(plans.update);

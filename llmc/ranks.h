@@ -79,10 +79,10 @@ class RankEngine {
     // Sends send[r] to rank r and receives receive[r] from it, for every r, this rank included. What rank a
     // sends to b must have as many bytes as b receives from a; at most kMostBytes each.
     virtual void exchange(std::span<const Part> send, std::span<const Part> receive) = 0;
-    // Starts an exchange, which goes on beside the computation until finish(). Only one can be under way, and
-    // no other call may be made meanwhile.
+    // Starts an exchange, which goes on beside the computation, after those that were started before.
+    // finish(n) waits for the n-th exchange that was started, from 0, and for all before it.
     virtual void start(std::span<const Part> send, std::span<const Part> receive) = 0;
-    virtual void finish() = 0;
+    virtual void finish(size_t number) = 0;
     // Ends all ranks at once, with this exit code.
     virtual void end_all(int code) = 0;
     // How many of the ranks run on this machine.

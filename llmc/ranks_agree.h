@@ -50,12 +50,15 @@ inline std::string first_difference(const RankFacts& own, const RankFacts& first
     return "";
 }
 
-// A digest of the weights: of the first elements of each unit.
+// A digest of the weights: of the first elements of each unit that every rank has.
 template <class T>
 std::string digest_of_weights(const State<T>& state) {
     uint64_t digest = 0;
     std::vector<T> values;
-    for (const Unit& u : state.layout.units()) {
+    const auto& units = state.layout.units();
+    for (size_t unit = 0; unit < units.size(); unit++) {
+        if (state.options.slices_blocks && state.layout.is_block(static_cast<int>(unit))) continue;
+        const Unit& u = units[unit];
         values.resize(static_cast<size_t>(std::min<int64_t>(u.size, 1 << 16)));
         if (values.empty()) continue;
         state.find(StatePart::Weights)->read(u.offset, static_cast<int64_t>(values.size()), values.data());

@@ -13,6 +13,7 @@
 #include <condition_variable>
 #include <csignal>
 #include <cstring>
+#include <deque>
 #include <mutex>
 #include <thread>
 
@@ -63,13 +64,30 @@ class MpiEngine : public RankEngine {
     MpiEngine(const MpiEngine&) = delete;
     ~MpiEngine() override {
         if (worker_.joinable()) {
-            set_state(State::Ends);
+            change([this] { ends_ = true; });
             worker_.join();
         }
         finalize_();
     }
 
     void exchange(std::span<const Part> send, std::span<const Part> receive) override {
+        if (started_ > 0) finish(started_ - 1);  // so that the worker is not in a call of MPI
+        move(send, receive);
+    }
+    void start(std::span<const Part> send, std::span<const Part> receive) override {
+        if (!worker_.joinable()) start_worker();
+        change([&] { waiting_.push_back({{send.begin(), send.end()}, {receive.begin(), receive.end()}}); });
+        started_++;
+    }
+    void finish(size_t number) override {
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [&] { return done_ > number; });
+    }
+    void end_all(int code) override { abort_(world_, code); }
+    int on_this_machine() const override { return on_this_machine_; }
+
+  private:
+    void move(std::span<const Part> send, std::span<const Part> receive) {
         requests_.clear();
         const auto call = [&](auto function, const Part& part, int peer) {
             if (part.bytes == 0) return;
@@ -86,26 +104,12 @@ class MpiEngine : public RankEngine {
             std::memcpy(receive[own].at, send[own].at, send[own].bytes);
         wait_all_(static_cast<int>(requests_.size()), requests_.data(), MPI_STATUSES_IGNORE);
     }
-    void start(std::span<const Part> send, std::span<const Part> receive) override {
-        send_.assign(send.begin(), send.end());
-        receive_.assign(receive.begin(), receive.end());
-        if (!worker_.joinable()) start_worker();
-        set_state(State::Works);
-    }
-    void finish() override {
-        std::unique_lock lock(mutex_);
-        changed_.wait(lock, [this] { return state_ == State::Idle; });
-    }
-    void end_all(int code) override { abort_(world_, code); }
-    int on_this_machine() const override { return on_this_machine_; }
-
-  private:
-    // State of the worker thread. MPI moves bytes only while a thread is inside one of its calls, so the
-    // worker stays in one while the main thread computes.
-    enum class State { Idle, Works, Ends };
-    void set_state(State state) {
+    // MPI moves bytes only while a thread is inside one of its calls, so a worker thread stays in one while
+    // the main thread computes.
+    template <class Change>
+    void change(Change&& change) {
         const std::lock_guard lock(mutex_);
-        state_ = state;
+        change();
         changed_.notify_all();
     }
     void start_worker() {
@@ -116,15 +120,16 @@ class MpiEngine : public RankEngine {
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
     void work() {
+        std::unique_lock lock(mutex_);
         for (;;) {
-            {
-                std::unique_lock lock(mutex_);
-                changed_.wait(lock, [this] { return state_ != State::Idle; });
-                if (state_ == State::Ends) return;
-            }
-            exchange(send_, receive_);
-            const std::lock_guard lock(mutex_);
-            if (state_ == State::Works) state_ = State::Idle;
+            changed_.wait(lock, [this] { return ends_ || !waiting_.empty(); });
+            if (ends_) return;
+            const Parts parts = std::move(waiting_.front());
+            waiting_.pop_front();
+            lock.unlock();
+            move(parts.send, parts.receive);
+            lock.lock();
+            done_++;
             changed_.notify_all();
         }
     }
@@ -151,8 +156,12 @@ class MpiEngine : public RankEngine {
     std::vector<MPI_Request> requests_;
     std::mutex mutex_;
     std::condition_variable changed_;
-    State state_ = State::Idle;
-    std::vector<Part> send_, receive_;  // of the exchange under way
+    struct Parts {
+        std::vector<Part> send, receive;
+    };
+    std::deque<Parts> waiting_;  // exchanges that were started and not begun
+    size_t started_ = 0, done_ = 0;
+    bool ends_ = false;
     std::thread worker_;
     decltype(&MPI_Isend) isend_;
     decltype(&MPI_Irecv) irecv_;

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <span>
 #include <sstream>
@@ -199,15 +200,17 @@ class RankTransfers {
     }
     RankTransfers(const RankTransfers&) = delete;
     ~RankTransfers() {
-        if (under_way_)
+        if (finished_ < started_)
             nccl_.comm_abort(communicator_);
         else
             nccl_.comm_destroy(communicator_);
     }
 
     // Starts to send send[r] to rank r and to receive receive[r] from it, for every r, after the work that
-    // `stream` has by now. One exchange can be under way.
-    void start(std::span<const Part> send, std::span<const Part> receive, Stream stream) {
+    // `stream` has by now. Exchanges are made one after another, and kMostUnderWay can be under way. Returns
+    // the exchange's number.
+    size_t start(std::span<const Part> send, std::span<const Part> receive, Stream stream) {
+        if (started_ - finished_ >= kMostUnderWay) bug("too many exchanges are under way");
         ready_.record(stream);
         ready_.block(own_.get());
         const auto own = static_cast<size_t>(rank_.number);
@@ -227,19 +230,20 @@ class RankTransfers {
                     "bytes cannot be received");
         }
         nccl_.check(nccl_.group_end(), "an exchange cannot start");
-        arrived_.record(own_.get());
-        under_way_ = true;
+        arrived_[started_ % kMostUnderWay].record(own_.get());
+        return started_++;
     }
-    // Later work of `stream` comes after the exchange.
-    void finish(Stream stream) {
+    // Later work of `stream` comes after this exchange, and all that were started before it.
+    void finish(size_t number, Stream stream) {
         int status = Nccl::kSuccess;
         nccl_.check(nccl_.comm_get_async_error(communicator_, &status), "its state is not known");
         nccl_.check(status, "an exchange failed");
-        arrived_.block(stream);
-        under_way_ = false;
+        arrived_[number % kMostUnderWay].block(stream);
+        finished_ = std::max(finished_, number + 1);
     }
 
   private:
+    static constexpr size_t kMostUnderWay = 64;
     // NCCL allocates buffers for a peer when it first sends to it, so that is done now.
     void connect_all() {
         const auto ranks = static_cast<size_t>(rank_.count);
@@ -249,17 +253,18 @@ class RankTransfers {
             send.push_back({buffer.data() + 16 * r, 16});
             receive.push_back({buffer.data() + 16 * (ranks + r), 16});
         }
-        start(send, receive, own_.get());
-        arrived_.wait();
-        under_way_ = false;
+        const size_t number = start(send, receive, own_.get());
+        arrived_[number].wait();
+        finished_ = number + 1;
     }
 
     const Rank rank_;
     const Nccl nccl_;
     OwnStream own_;
-    Event ready_, arrived_;
+    Event ready_;
+    std::array<Event, kMostUnderWay> arrived_;
     NcclCommunicator* communicator_ = nullptr;
-    bool under_way_ = false;
+    size_t started_ = 0, finished_ = 0;
 };
 
 #else
@@ -271,22 +276,19 @@ class RankTransfers {
   public:
     RankTransfers(RankEngine& engine, const Rank&) : engine_(engine) {}
     RankTransfers(const RankTransfers&) = delete;
-    // If the run fails while an exchange is under way, its memory must not end before it.
+    // If the run fails while exchanges are under way, their memory must not end before them.
     ~RankTransfers() {
-        if (under_way_) engine_.finish();
+        if (started_ > 0) engine_.finish(started_ - 1);
     }
-    void start(std::span<const Part> send, std::span<const Part> receive, Stream) {
+    size_t start(std::span<const Part> send, std::span<const Part> receive, Stream) {
         engine_.start(send, receive);
-        under_way_ = true;
+        return started_++;
     }
-    void finish(Stream) {
-        engine_.finish();
-        under_way_ = false;
-    }
+    void finish(size_t number, Stream) { engine_.finish(number); }
 
   private:
     RankEngine& engine_;
-    bool under_way_ = false;
+    size_t started_ = 0;
 };
 
 #endif

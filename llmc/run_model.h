@@ -56,6 +56,7 @@ StateOptions state_options(const Options& o) {
     s.updated = named<Placement>(kPlacementNames, o.state);
     if (o.slices_state()) s.slices.rank = o.rank.number, s.slices.ranks = o.devices;
     s.slices_gradients = o.slices_gradients();
+    s.slices_blocks = o.slices_weights();
     return s;
 }
 

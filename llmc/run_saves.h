@@ -66,6 +66,8 @@ class RunSaves {
         if (!o_.rank.is_first()) {
             saved_step_ = step;
             const State<floatX>& state = model_.trained();
+            if (state.options.slices_blocks)
+                read_all(state.layout, weight_buffers(state), read, [](const char*, size_t) {});
             return read_all(state.layout, training_buffers(state), read, [](const char*, size_t) {});
         }
         folder_.others.erase(step);

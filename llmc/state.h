@@ -51,7 +51,8 @@ struct StateOptions {
     Placement block_gradients = Placement::Device;  // of their gradients,
     Placement updated = Placement::Device;          // and of what only updates need: moments, master
     Slices slices = {};  // of several ranks: what only updates need is there for this rank's slices alone,
-    bool slices_gradients = false;  // and so are gradients
+    bool slices_gradients = false;  // and so are gradients,
+    bool slices_blocks = false;     // and the weights of blocks
 
     // Whether blocks' weights, or their gradients, are streamed to the device.
     bool streams_blocks() const { return blocks != Placement::Device; }
@@ -306,15 +307,18 @@ class State {
     static bool only_updates_need(const StateBuffer& b) {
         return b.part != StatePart::Weights && b.part != StatePart::Gradients;
     }
-    // Leaves this rank's slices of what only updates need, and of gradients.
+    // Leaves this rank's slices of what only updates need, of gradients, and of the blocks' weights.
     void keep_slices() {
         for (StateBuffer& b : buffers_) {
-            const bool is_sliced =
-                only_updates_need(b) || (b.part == StatePart::Gradients && options.slices_gradients);
+            const bool has_weights = b.part == StatePart::Weights;
+            const bool is_sliced = only_updates_need(b) || (has_weights && options.slices_blocks) ||
+                                   (b.part == StatePart::Gradients && options.slices_gradients);
             if (!is_sliced) continue;
             size_t bytes = 0;
-            for (const Unit& u : layout.units()) {
-                const Slice s = own_slice(u);
+            for (size_t unit = 0; unit < layout.units().size(); unit++) {
+                const Unit& u = layout.units()[unit];
+                const bool is_whole = has_weights && !layout.is_block(static_cast<int>(unit));
+                const Slice s = is_whole ? Slice{0, u.size} : own_slice(u);
                 b.slices.push_back({u.offset + s.first, s.count, bytes});
                 bytes += b.bytes_of(ceil_div(s.count, int64_t{kParameterAlignment}) * kParameterAlignment);
             }
@@ -358,6 +362,21 @@ class State {
     std::vector<size_t> first_chunks_;  // the first chunk of each unit; then the number of chunks
     size_t chunk_bytes_ = 0;
 };
+
+// This rank's slice of a unit's weights, of which it has no others, and where the unit would begin.
+template <class T>
+struct OwnWeights {
+    T *unit, *slice;
+    Slice elements;
+};
+template <class T>
+OwnWeights<T> own_slice_of_weights(const State<T>& state, int unit) {
+    const Unit& u = state.layout.units()[static_cast<size_t>(unit)];
+    const Slice own = state.own_slice(u);
+    T* const slice =
+        own.count > 0 ? state.template data<T>(StatePart::Weights, u.offset + own.first) : nullptr;
+    return {slice ? slice - own.first : nullptr, slice, own};
+}
 
 // A unit's elements of a State's buffer; at no address where there is none.
 template <class T>

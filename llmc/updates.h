@@ -114,7 +114,8 @@ class Updates {
             if (!gradients_.streams_blocks() && exchange_.is_alone())
                 complete_sums(unit, gradients_.of(unit).data());
         compute_norm_and_loss();
-        const bool weights_come = weights_.streams_trained_blocks() && !places_.updates_on_host();
+        const bool weights_come =
+            weights_.streams_trained_blocks() && !o_.slices_weights() && !places_.updates_on_host();
         fetch_state(units);
         if (weights_come) weights_.expect_blocks();
         if (!gradients_stay_with_host()) gradients_.expect_update();
@@ -224,7 +225,8 @@ class Updates {
         }
         floatX* const weights = weights_.to_update(unit);
         update_own(unit, u, weights, gradients, norm);
-        if (o_.slices_state()) exchange_.gather_slices(weights, u.size);
+        const bool stay_in_slices = o_.slices_weights() && trained_.layout.is_block(unit);
+        if (o_.slices_state() && !stay_in_slices) exchange_.gather_slices(weights, u.size);
     }
     // Updates the elements whose state this rank has.
     void update_own(int unit, const Unit& u, floatX* weights, const floatX* gradients, const TensorF& norm) {

@@ -1,9 +1,9 @@
 // weights.h - the weights that a step computes with: views of tensors on the device, wherever a block is
 // kept.
 //
-// A block in host memory or in files is streamed: expect_blocks() prefetches the blocks in order, and block()
-// waits for the one it is asked for. With all blocks on the device both cost nothing. Matrices of a frozen
-// model may be quantized; linear.h dequantizes them where a product reads them.
+// A block in host memory, in files, or in slices on several devices is streamed: expect_blocks() prefetches
+// the blocks in order, and block() waits for the one it is asked for. With all blocks on the device both cost
+// nothing. Matrices of a frozen model may be quantized; linear.h dequantizes them where a product reads them.
 #pragma once
 
 #include <array>
@@ -61,13 +61,16 @@ class Weights {
         if (is_frozen()) bind_adapter();
     }
     // Says where streamed blocks come from, the bytes of each, and how many are prefetched.
-    void stream_blocks_from(PieceSource* source, Route route, std::vector<size_t> bytes, int prefetch) {
-        streamed_.stream_from(route, std::move(bytes), prefetch, source);
+    template <class Bytes>
+    void stream_blocks_from(PieceSource* source, Route route, const std::vector<Bytes>& bytes, int prefetch) {
+        streamed_.stream_from(route, bytes, prefetch, source);
     }
 
     // True if the model is frozen, and only an adapter is trained.
     bool is_frozen() const { return &trained_ != &model_; }
-    bool streams_trained_blocks() const { return model_.options.streams_blocks(); }
+    bool streams_trained_blocks() const {
+        return model_.options.streams_blocks() || model_.options.slices_blocks;
+    }
     bool streams_blocks() const {
         return streams_trained_blocks() || (outside_.matrices && outside_.matrices->is_streamed());
     }
@@ -90,10 +93,12 @@ class Weights {
         return block;
     }
     // The weights of a trained unit, for changing them. A streamed block must be the one that block()
-    // returned last; its weights are stored before their buffer is reused.
+    // returned last; its weights are stored before their buffer is reused. Of a block in slices only this
+    // rank's elements are there, and the next gather brings what has changed.
     floatX* to_update(int unit) {
-        if (!trained_.layout.is_block(unit) || !streams_trained_blocks())
-            return unit_of(trained_, StatePart::Weights, unit).data();
+        const bool is_block = trained_.layout.is_block(unit);
+        if (is_block && trained_.options.slices_blocks) return own_slice_of_weights(trained_, unit).unit;
+        if (!is_block || !streams_trained_blocks()) return unit_of(trained_, StatePart::Weights, unit).data();
         return reinterpret_cast<floatX*>(aligned_buffer(streamed_.change()));
     }
     // Ends the sweeps: stores what was changed and releases the buffers.

@@ -32,7 +32,7 @@ class SocketEngine : public RankEngine {
                 read(socket_, static_cast<char*>(receive[other].at) + done, receive[other].bytes - done));
     }
     void start(std::span<const Part>, std::span<const Part>) override {}
-    void finish() override {}
+    void finish(size_t) override {}
     void end_all(int code) override { _exit(code); }
     int on_this_machine() const override { return 2; }
 
@@ -198,11 +198,11 @@ bool host_memory(int rank, RankEngine& e, bool wrong) {
 struct Exchanges : Side {
     Exchanges(int number, RankEngine& e) : Side(number, e), transfers(e, rank) {}
     // Starts to exchange `sent` for `received`, after the work of a stream.
-    void start(const OwnStream& stream) {
+    size_t start(const OwnStream& stream) {
         std::vector<Part> send(2), receive(2);
         send[static_cast<size_t>(other())] = {sent, kCount * sizeof(float)};
         receive[static_cast<size_t>(other())] = {received, kCount * sizeof(float)};
-        transfers.start(send, receive, stream.get());
+        return transfers.start(send, receive, stream.get());
     }
     void sum_received() const { add<<<1, kCount, 0, computes.get()>>>(sum, received); }
 
@@ -214,14 +214,14 @@ bool gather_before_update(int rank, RankEngine& e, bool wrong) {
     Exchanges x(rank, e);
     x.set(x.sent, x.own() + 10);
     x.start(wrong ? x.beside : x.computes);
-    x.transfers.finish(x.computes.get());
+    x.transfers.finish(0, x.computes.get());
     return x.is(x.received, x.others() + 10);
 }
 // What was received is summed before it has arrived.
 bool sum_before_arrival(int rank, RankEngine& e, bool wrong) {
     Exchanges x(rank, e);
     x.start(x.computes);
-    x.transfers.finish(wrong ? x.beside.get() : x.computes.get());
+    x.transfers.finish(0, wrong ? x.beside.get() : x.computes.get());
     x.sum_received();
     return x.is(x.sum, x.others());
 }
@@ -229,10 +229,10 @@ bool sum_before_arrival(int rank, RankEngine& e, bool wrong) {
 bool received_before_sum(int rank, RankEngine& e, bool wrong) {
     Exchanges x(rank, e);
     x.start(x.computes);
-    x.transfers.finish(x.computes.get());
+    x.transfers.finish(0, x.computes.get());
     x.sum_received();
     x.start(wrong ? x.beside : x.computes);
-    x.transfers.finish(x.computes.get());
+    x.transfers.finish(1, x.computes.get());
     x.sum_received();
     return x.is(x.sum, 2 * x.others());
 }
@@ -240,9 +240,9 @@ bool received_before_sum(int rank, RankEngine& e, bool wrong) {
 bool overwritten_before_sent(int rank, RankEngine& e, bool wrong) {
     Exchanges x(rank, e);
     x.start(x.computes);
-    if (!wrong) x.transfers.finish(x.computes.get());
+    if (!wrong) x.transfers.finish(0, x.computes.get());
     x.set(x.sent, -1);
-    if (wrong) x.transfers.finish(x.computes.get());
+    if (wrong) x.transfers.finish(0, x.computes.get());
     return x.is(x.received, x.others());
 }
 

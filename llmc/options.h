@@ -127,5 +127,7 @@ struct Options {
     bool trains_adapter() const { return train != "all" || !adapter.empty(); }
 };
 
-// True if blocks or their gradients are streamed to the device.
-inline bool streams_blocks_of(const Options& o) { return o.weights != "device" || o.gradients != "device"; }
+// True if blocks or their gradients are streamed to the device, or gathered from several.
+inline bool streams_blocks_of(const Options& o) {
+    return o.weights != "device" || o.gradients != "device" || o.slices_weights();
+}

@@ -170,7 +170,7 @@ def test_a_run_goes_on_on_other_devices(train_fp32, work, one_device, tmp_path, 
     folder = in_folder(work, tmp_path / "run")
     formats = ("--state-formats", "m=8bit")
     def on(devices):
-        return ("--devices", devices, "--zero", "1") if devices > 1 else ()
+        return ("--devices", devices, "--zero", "3" if devices == 4 else "1") if devices > 1 else ()
     train_fp32(*BASE, *formats, "--grad-accum", 4, "--steps", 2, *on(first), cwd=folder)
     train_fp32("--resume", "out", "--steps", 4, *on(then), cwd=folder)
     whole = one_device(train_fp32, formats, 4)
@@ -220,8 +220,33 @@ def test_the_plan_of_a_rank(train, work):
     assert 0.9 * moved < four["ranks"]["sent_bytes"] < 1.2 * moved
 
 
-def test_bytes_between_ranks_are_those_of_the_plan(train, work):
-    options = ("--model", "model", "--devices", 2, "--batch", 2, "--seq-len", 24)
+def test_the_plan_of_gathered_blocks(train, work):
+    """With --zero 3 a rank has its slices of the blocks' weights, and buffers for blocks. The two blocks are gathered once a
+    step if both stay in buffers, which moves as much as gathering what was updated, and else one of them twice."""
+    two = plan(train, work, "--devices", 2, "--zero", "2")
+    one_buffer, two_buffers = (plan(train, work, "--devices", 2, "--zero", "3", "--prefetch", ahead) for ahead in (0, 1))
+    for three, count in ((one_buffer, 1), (two_buffers, 2)):
+        buffers = [b["bytes"] for b in three["buffers"] if b["name"] == "streamed_block"]
+        assert len(buffers) == count and two["totals"]["weights"] < 2 * three["totals"]["weights"]
+        assert three["totals"]["weights"] < two["totals"]["weights"]
+    assert two_buffers["ranks"]["sent_bytes"] == two["ranks"]["sent_bytes"]
+    block = buffers[0] / 2
+    more = one_buffer["ranks"]["sent_bytes"] - two["ranks"]["sent_bytes"]
+    assert 0.8 * block < more < 1.2 * block
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_blocks_are_gathered_ahead(train_fp32, work, one_device, tmp_path, ahead):
+    folder = in_folder(work, tmp_path / "run")
+    train_fp32(*BASE, "--devices", 2, "--zero", "3", "--prefetch", ahead, cwd=folder)
+    saved, (log, one, _) = files_of(folder / "out" / "latest"), one_device(train_fp32, (), 2)
+    assert figures(folder / "log") == log
+    assert all(saved[f] == one[f] for f in ("model.safetensors", "trainer_state.safetensors"))
+
+
+@pytest.mark.parametrize("zero", ["1", "3"])
+def test_bytes_between_ranks_are_those_of_the_plan(train, work, zero):
+    options = ("--model", "model", "--devices", 2, "--zero", zero, "--batch", 2, "--seq-len", 24)
     planned = json.loads(train(*options, "--plan", "json", cwd=work).stdout)["ranks"]["sent_bytes"]
     link = json.loads(train(*options, "--bench", "json", "--steps", 3, cwd=work).stdout)["links"]["to_ranks"]
     assert link["bytes"] == planned
@@ -262,6 +287,8 @@ def test_ranks_that_differ(train_fp32, work, tmp_path, change, said):
     (("--zero", "1"), "add --devices N"),
     (("--zero", "2", "--devices", 2, "--grad-accum", 4), "add --by-block"),
     (("--zero", "2", "--devices", 2, "--offload", "gradients=disk"), "--zero 1"),
+    (("--zero", "3", "--devices", 2, "--offload", "weights=disk"), "--zero 1"),
+    (("--zero", "3", "--devices", 2, "--train", "lora"), "a frozen model's stay whole"),
     (("--devices", 2, "--memory", "1GiB"), "does not choose for several devices yet"),
     (("--devices", 2, "--batch", "auto"), "does not choose for several devices yet"),
     (("--devices", 2, "--steps", 0), "--steps is 0"),

@@ -1075,7 +1075,7 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
       saves_(o_, in_, model_, metrics_, exchange_),
       loss_by_position_(o_.loss_by_position.empty() ? 0 : o_.seq_len),
       choices_(std::move(choices)),
-      rates_(rates_of<floatX>(o_.rates)),
+      rates_(rates_of<floatX>(o_)),
       updates_(o_, arena_, stream_, model_.trained(), gpt_.weights(), gpt_.gradients(), offloaded_,
                square_sums_, metrics_, exchange_),
       offloaded_(o_, in_.adapter.prompt_tokens, model_.state, model_.trained(), pointer_to(model_.quantized)),
@@ -1345,7 +1345,7 @@ void Trainer::bench() {
                      .flops = 0,  // when the data are open
                      .matmul_peak = measured_matmul_flops<floatX>(stream_, report_.allocated()),
                      .copy_peak = measured_copy_bandwidth(stream_),
-                     .limits = rates_.measured() ? rates_.transfers : kNoLimits};
+                     .limits = rates_.measured_transfers()};
     if (forward_only)
         r.plans = {{&plans_.evaluate, o_.own_micro_batches()}};
     else

@@ -62,7 +62,7 @@ CASES = """
     --memory 24000MiB,host=400GiB
 """
 ALL_THE_MEMORY = "1000000GiB"
-WAITS = ("disk", "link", "host")
+WAITS = ("disk", "link", "host", "exchange")
 
 
 def fail(message):

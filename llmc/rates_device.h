@@ -114,12 +114,14 @@ DeviceRates nominal_rates(double threads = omp_get_max_threads()) {
 // The nominal rates of transfers beside the operations, in bytes/s by Route. A disk beside a GPU is assumed
 // to be an NVMe drive on four lanes of PCI Express 4, which reads 7 GB/s and writes some 5. A CPU's is the
 // virtual disk that dev/results/streaming.md was measured on. An update by a GPU's host is assumed to reach
-// half of its memory's rate. Ranks on one machine exchange some 2 GB/s each through its memory.
-constexpr double kNominalRanks = 2e9;
+// half of its memory's rate. CPU ranks on one machine exchange some 2 GB/s each through its memory; GPUs
+// exchange by NVLink or, without it, over their links to the host. Machines with CPUs are assumed to be
+// connected by 10 Gbit/s, those with GPUs by 100.
+constexpr double kNominalRanks = 2e9, kNominalNetwork = kHostIsDevice ? 1.25e9 : 12.5e9;
 inline std::array<double, kRoutes> nominal_transfers() {
     if (kHostIsDevice) return {1e9, 1e9, kFree, kFree, kFree, kNominalRanks};
-    const double link = nominal_gpu().link * 0.8;
-    return {7e9, 5e9, link, link, nominal_gpu().host / 2, kNominalRanks};
+    const double link = nominal_gpu().link * 0.8, nvlink = nominal_gpu().nvlink * 0.8;
+    return {7e9, 5e9, link, link, nominal_gpu().host / 2, nvlink > 0 ? nvlink : link};
 }
 
 // The side of a large square product whose three matrices fit `space` bytes: on a GPU a multiple of 256, on a

@@ -62,7 +62,7 @@ TEST(DeviceRates, GpusAreKnownByWholeNames) {
         return std::string(gpu ? gpu->name : "");
     };
     EXPECT_EQ(known("NVIDIA A100-SXM4-80GB"), "A100-SXM4-80GB");
-    EXPECT_EQ(known("NVIDIA A100 80GB PCIe"), "A100");
+    EXPECT_EQ(known("NVIDIA A100 80GB PCIe"), "A100 80GB PCIe");
     EXPECT_EQ(known("A100-PCIE-40GB"), "A100-PCIE-40GB");
     EXPECT_EQ(known("NVIDIA H100 80GB HBM3"), "H100");
     EXPECT_EQ(known("NVIDIA H100 PCIe"), "H100 PCIe");
@@ -84,6 +84,13 @@ TEST(DeviceRates, GpusAreKnownByWholeNames) {
         EXPECT_EQ(known(other), "") << other;
 }
 
+TEST(DeviceRates, SomeGpusAreConnectedByNvlink) {
+    for (const char* name : {"A100-SXM4-80GB", "A100"}) EXPECT_EQ(gpu_named(name)->nvlink, 300e9);
+    for (const char* name : {"H100", "H200"}) EXPECT_EQ(gpu_named(name)->nvlink, 450e9);
+    for (const char* name : {"A100 80GB PCIe", "H100 PCIe", "L40S", "RTX 4090"})
+        EXPECT_EQ(gpu_named(name)->nvlink, 0);
+}
+
 // Each entry is found by its own name, not by an earlier entry's. It has the numbers that a plan divides by,
 // and its rates are ordered as the formats are.
 TEST(DeviceRates, EveryEntryIsFoundAndWhole) {
@@ -96,6 +103,7 @@ TEST(DeviceRates, EveryEntryIsFoundAndWhole) {
         EXPECT_GT(gpu.bandwidth, 0.15e12) << gpu.name;
         EXPECT_GE(gpu.link, kPcie4 / 2) << gpu.name;
         EXPECT_GE(gpu.host, kDesktop) << gpu.name;
+        EXPECT_TRUE(gpu.nvlink == 0 || gpu.nvlink > 4 * kPcie5) << gpu.name;
         EXPECT_DOUBLE_EQ(rates_of_gpu<float>(gpu).flops, 0.75 * gpu.fp32);
         EXPECT_DOUBLE_EQ(rates_of_gpu<bf16>(gpu).flops, 0.65 * gpu.flops);
     }

@@ -57,6 +57,7 @@
 #include "llmc/plan_report.h"         // MemoryReport
 #include "llmc/plan_timeline.h"       // write_timeline()
 #include "llmc/ranks_agree.h"         // check_ranks_agree()
+#include "llmc/ranks_choose.h"        // chosen_by_first_rank()
 #include "llmc/ranks_launch.h"        // launch_ranks(), open_rank_streams()
 #include "llmc/rates_calibrate.h"     // calibrate()
 #include "llmc/rates_file.h"          // rates_of(): how fast the device is
@@ -1256,7 +1257,7 @@ void Trainer::take_memory() {
     offloaded_.make();
     connect_placements();
     updates_.allocate();
-    if (offloaded_.any() || model_.embeddings) metrics_.count_waiting(stream_);
+    if (offloaded_.any() || model_.embeddings || !exchange_.is_alone()) metrics_.count_waiting(stream_);
     if (model_.adapter) model_.adapter->allocate();
     const int length = in_.feeds() ? o_.seq_len + in_.adapter.prompt_tokens : 0;
     if (const std::vector<float> positions = position_factors(config_, length); !positions.empty()) {
@@ -1362,6 +1363,7 @@ void Trainer::bench() {
     const bool graphs = replays() && !o_.profile_ops;
     replays_ = false;  // a graph has no phases that could be seen
     bench_phases(r, stream_, o_.bench_steps, run_one);
+    if (!exchange_.is_alone()) r.gather_ranks(exchange_);
     metrics_.finish();
     replays_ = graphs;
     if (graphs) bench_replays(r, stream_, o_.bench_steps, run_one);
@@ -1416,10 +1418,14 @@ int run(int argc, char** argv, RankEngine* engine) {
         return 0;
     }
     Choices choices;
-    options = with_chosen_context<Trainer>(options, choices);
+    options =
+        chosen_by_first_rank(engine, options, [&] { return with_chosen_context<Trainer>(options, choices); });
     RunInputs inputs(options, std::move(resumed));
     malloc_trim(0);  // returns what reading and tokenizing have freed to the system
-    const Options chosen = with_chosen_setting<Trainer>(options, inputs, choices);
+    const Options chosen = chosen_by_first_rank(
+        engine, options, [&] { return with_chosen_setting<Trainer>(options, inputs, choices); });
+    std::optional<MeasuredEngine> measured;
+    if (engine && !options.bench.empty()) engine = &measured.emplace(*engine);
     Trainer trainer(chosen, inputs, std::move(choices));
     trainer.rehearse();
     if (engine) trainer.connect(*engine);

@@ -79,6 +79,8 @@ class RankEngine {
     // no other call may be made meanwhile.
     virtual void start(std::span<const Part> send, std::span<const Part> receive) = 0;
     virtual void finish() = 0;
+    // How long the latest of these took, from start() until it was complete; negative if that is not known.
+    virtual double latest_seconds() const { return -1; }
     // Ends all ranks at once, with this exit code.
     virtual void end_all(int code) = 0;
     // How many of the ranks run on this machine.

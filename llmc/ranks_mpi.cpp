@@ -10,6 +10,7 @@
 #include <dlfcn.h>
 #include <mpi.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <csignal>
 #include <cstring>
@@ -90,12 +91,14 @@ class MpiEngine : public RankEngine {
         send_.assign(send.begin(), send.end());
         receive_.assign(receive.begin(), receive.end());
         if (!worker_.joinable()) start_worker();
+        began_ = Clock::now();
         set_state(State::Works);
     }
     void finish() override {
         std::unique_lock lock(mutex_);
         changed_.wait(lock, [this] { return state_ == State::Idle; });
     }
+    double latest_seconds() const override { return std::chrono::duration<double>(ended_ - began_).count(); }
     void end_all(int code) override { abort_(world_, code); }
     int on_this_machine() const override { return on_this_machine_; }
 
@@ -124,6 +127,7 @@ class MpiEngine : public RankEngine {
             }
             exchange(send_, receive_);
             const std::lock_guard lock(mutex_);
+            ended_ = Clock::now();
             if (state_ == State::Works) state_ = State::Idle;
             changed_.notify_all();
         }
@@ -153,6 +157,8 @@ class MpiEngine : public RankEngine {
     std::condition_variable changed_;
     State state_ = State::Idle;
     std::vector<Part> send_, receive_;  // of the exchange under way
+    using Clock = std::chrono::steady_clock;
+    Clock::time_point began_ = {}, ended_ = {};  // of the latest exchange
     std::thread worker_;
     decltype(&MPI_Isend) isend_;
     decltype(&MPI_Irecv) irecv_;

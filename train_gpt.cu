@@ -1414,7 +1414,7 @@ int run(int argc, char** argv, RankEngine* engine) {
     tf32_products = options.tf32;
     if (!options.calibrate.empty()) {
         check_device(options);
-        calibrate<floatX>(options.calibrate);
+        calibrate<floatX>(options, engine);
         return 0;
     }
     Choices choices;

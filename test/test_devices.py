@@ -259,8 +259,6 @@ def test_ranks_that_differ(train_fp32, work, tmp_path, change, said):
     (("--zero", "1"), "add --devices N"),
     (("--zero", "2", "--devices", 2, "--grad-accum", 4), "add --by-block"),
     (("--zero", "2", "--devices", 2, "--offload", "gradients=disk"), "--zero 1"),
-    (("--devices", 2, "--memory", "1GiB"), "does not choose for several devices yet"),
-    (("--devices", 2, "--batch", "auto"), "does not choose for several devices yet"),
     (("--devices", 2, "--steps", 0), "--steps is 0"),
     (("--devices", 0), "0 is not"),
     (("--devices", 2, "--data", "none.bin"), "none.bin"),

@@ -146,7 +146,7 @@ def bounds(plan):
         if phase["seconds"] < 1e-3 * plan["estimated_seconds"]:
             continue
         waits = [f"{100 * phase[w] / phase['seconds']:.0f}% waiting for the {w}" for w in WAITS
-                 if phase[w] / phase["seconds"] >= 0.005]
+                 if phase.get(w, 0) / phase["seconds"] >= 0.005]
         texts.append(", ".join([f"{phase['name']} {phase['seconds']:.3g} s: {phase['bound_by']}", *waits]))
     return "; ".join(texts)
 

@@ -64,26 +64,21 @@ struct RankTimes {
     double computing = 0, hidden = 0, not_hidden = 0, waiting = 0;
 };
 
-// The times of all ranks, from the seconds of this rank's steps and the exchanges in each of them. All ranks
-// must call it, for as many steps.
-inline std::vector<RankTimes> gather_rank_times(Exchange& exchange, const std::vector<double>& steps,
-                                                const std::vector<std::vector<ExchangeTime>>& exchanges) {
-    std::vector<double> own;
-    for (size_t s = 0; s < steps.size(); s++) {
-        own.push_back(steps[s]);
-        for (const ExchangeTime& e : exchanges[s]) own.insert(own.end(), {e.took, e.waited});
-    }
-    const std::vector<double> all = exchange.gather(own);
-    std::vector<RankTimes> ranks(all.size() / own.size());
+// The times of all ranks, from what each of them has measured: `all` has for one rank after another, and for
+// each step, the step's seconds and then those of its exchanges, of which there are exchanges[step].
+inline std::vector<RankTimes> rank_times(const std::vector<double>& all, size_t count,
+                                         const std::vector<size_t>& exchanges) {
+    std::vector<RankTimes> ranks(count);
+    const size_t row = all.size() / count;
     size_t at = 0;
-    for (size_t s = 0; s < steps.size(); s++) {
-        for (size_t r = 0; r < ranks.size(); r++) ranks[r].computing += all[r * own.size() + at];
+    for (const size_t of_step : exchanges) {
+        for (size_t r = 0; r < count; r++) ranks[r].computing += all[r * row + at];
         at++;
-        for (size_t e = 0; e < exchanges[s].size(); e++, at += 2) {
+        for (size_t e = 0; e < of_step; e++, at += 2) {
             double shortest = all[at];
-            for (size_t r = 1; r < ranks.size(); r++) shortest = std::min(shortest, all[r * own.size() + at]);
-            for (size_t r = 0; r < ranks.size(); r++) {
-                const double waited = all[r * own.size() + at + 1], not_hidden = std::min(waited, shortest);
+            for (size_t r = 1; r < count; r++) shortest = std::min(shortest, all[r * row + at]);
+            for (size_t r = 0; r < count; r++) {
+                const double waited = all[r * row + at + 1], not_hidden = std::min(waited, shortest);
                 ranks[r].computing -= waited;
                 ranks[r].hidden += shortest - not_hidden;
                 ranks[r].not_hidden += not_hidden;
@@ -93,6 +88,21 @@ inline std::vector<RankTimes> gather_rank_times(Exchange& exchange, const std::v
     }
     for (RankTimes& r : ranks)
         for (double* seconds : {&r.computing, &r.hidden, &r.not_hidden, &r.waiting})
-            *seconds /= static_cast<double>(steps.size());
+            *seconds /= static_cast<double>(exchanges.size());
     return ranks;
+}
+
+// The same, from the seconds of this rank's steps and the exchanges in each of them. All ranks must call it,
+// for as many steps.
+inline std::vector<RankTimes> gather_rank_times(Exchange& exchange, const std::vector<double>& steps,
+                                                const std::vector<std::vector<ExchangeTime>>& exchanges) {
+    std::vector<double> own;
+    std::vector<size_t> counts;
+    for (size_t s = 0; s < steps.size(); s++) {
+        own.push_back(steps[s]);
+        for (const ExchangeTime& e : exchanges[s]) own.insert(own.end(), {e.took, e.waited});
+        counts.push_back(exchanges[s].size());
+    }
+    const std::vector<double> all = exchange.gather(own);
+    return rank_times(all, all.size() / own.size(), counts);
 }

@@ -56,6 +56,21 @@ TEST(Bench, ReplayedStepsAreTheSteps) {
     }
 }
 
+// Two steps of two ranks. In the first, the second rank comes 3 s late to an exchange of 1 s; in the second,
+// the exchange is hidden behind computing on one rank, and a half of it on the other.
+TEST(Bench, WhatAnExchangeTakesAndWhatOthersTake) {
+    const std::vector<double> all = {10, 4, 4, 8, 2, 0, /* the other */ 10, 1, 1, 8, 2, 1};
+    const std::vector<RankTimes> ranks = rank_times(all, 2, {1, 1});
+    EXPECT_EQ(ranks[0].computing, (6 + 8) / 2.);
+    EXPECT_EQ(ranks[0].hidden, (0 + 2) / 2.);
+    EXPECT_EQ(ranks[0].not_hidden, (1 + 0) / 2.);
+    EXPECT_EQ(ranks[0].waiting, (3 + 0) / 2.);
+    EXPECT_EQ(ranks[1].computing, (9 + 7) / 2.);
+    EXPECT_EQ(ranks[1].hidden, (0 + 1) / 2.);
+    EXPECT_EQ(ranks[1].not_hidden, (1 + 1) / 2.);
+    EXPECT_EQ(ranks[1].waiting, 0);
+}
+
 TEST(DeviceRates, GpusAreKnownByWholeNames) {
     const auto known = [](const char* name) {
         const KnownGpu* gpu = gpu_named(name);

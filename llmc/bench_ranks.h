@@ -1,9 +1,9 @@
 // bench_ranks.h - where the time of each of several ranks goes in a step (--bench): computing, exchanges that
 // are hidden behind that, exchanges that are not, and waiting for other ranks.
 //
-// An exchange is over when all ranks have taken part in it, so the rank that comes last waits for nobody: the
-// shortest time that any rank has for an exchange is what it takes. Of the time that another rank waits for
-// it, that much is the exchange's, and the rest is waiting for others. No clocks are compared.
+// An exchange moves data only when the last rank has started it. Until then, a rank that waits for it waits
+// for others. The clocks of machines differ, so they are compared once: all ranks look at theirs when they
+// leave a barrier.
 #pragma once
 
 #include <algorithm>
@@ -14,9 +14,10 @@
 #include "llmc/exchange.h"
 #include "llmc/ranks.h"
 
-// The seconds of an exchange on a rank, from its start to its end, and those that the rank waits for it.
+// An exchange on a rank: when the rank started it and from when on it waited for it, by its clock; and the
+// seconds that these took.
 struct ExchangeTime {
-    double took, waited;
+    double began, asked, took, waited;
 };
 
 // Passes everything on to another engine, and measures it.
@@ -29,7 +30,8 @@ class MeasuredEngine : public RankEngine {
     void exchange(std::span<const Part> send, std::span<const Part> receive) override {
         const double began = now();
         engine_.exchange(send, receive);
-        times_.push_back({now() - began, now() - began});
+        const double took = now() - began;
+        times_.push_back({began, began, took, took});
     }
     void start(std::span<const Part> send, std::span<const Part> receive) override {
         began_ = now();
@@ -39,7 +41,8 @@ class MeasuredEngine : public RankEngine {
         const double asked = now();
         engine_.finish();
         const double took = engine_.latest_seconds();
-        times_.push_back({took < 0 ? now() - began_ : took, now() - asked});
+        const double ended = now();
+        times_.push_back({began_, asked, took < 0 ? ended - began_ : took, ended - asked});
     }
     double latest_seconds() const override { return engine_.latest_seconds(); }
     void end_all(int code) override { engine_.end_all(code); }
@@ -49,11 +52,12 @@ class MeasuredEngine : public RankEngine {
     std::vector<ExchangeTime> take() { return std::exchange(times_, {}); }
 
     static inline MeasuredEngine* now_measured = nullptr;  // the one that there is, if any
-
-  private:
+    // This rank's clock.
     static double now() {
         return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
     }
+
+  private:
     RankEngine& engine_;
     std::vector<ExchangeTime> times_;
     double began_ = 0;
@@ -64,25 +68,37 @@ struct RankTimes {
     double computing = 0, hidden = 0, not_hidden = 0, waiting = 0;
 };
 
-// The times of all ranks, from what each of them has measured: `all` has for one rank after another, and for
-// each step, the step's seconds and then those of its exchanges, of which there are exchanges[step].
+constexpr size_t kBarriers = 9;
+
+// The times of `count` ranks from what each of them has measured. `all` has, for one rank after another, its
+// clock at each barrier; then for each step its seconds, and its exchanges, of which there are
+// exchanges[step].
 inline std::vector<RankTimes> rank_times(const std::vector<double>& all, size_t count,
                                          const std::vector<size_t>& exchanges) {
-    std::vector<RankTimes> ranks(count);
     const size_t row = all.size() / count;
-    size_t at = 0;
+    std::vector<double> ahead(count);  // by how much each clock is ahead of the first rank's
+    for (size_t r = 0; r < count; r++) {
+        std::vector<double> differences;
+        for (size_t b = 0; b < kBarriers; b++) differences.push_back(all[r * row + b] - all[b]);
+        std::nth_element(differences.begin(), differences.begin() + kBarriers / 2, differences.end());
+        ahead[r] = differences[kBarriers / 2];
+    }
+    std::vector<RankTimes> ranks(count);
+    size_t at = kBarriers;
     for (const size_t of_step : exchanges) {
         for (size_t r = 0; r < count; r++) ranks[r].computing += all[r * row + at];
         at++;
-        for (size_t e = 0; e < of_step; e++, at += 2) {
-            double shortest = all[at];
-            for (size_t r = 1; r < count; r++) shortest = std::min(shortest, all[r * row + at]);
+        for (size_t e = 0; e < of_step; e++, at += 4) {
+            double last = all[at];  // when the last rank started it
+            for (size_t r = 1; r < count; r++) last = std::max(last, all[r * row + at] - ahead[r]);
             for (size_t r = 0; r < count; r++) {
-                const double waited = all[r * row + at + 1], not_hidden = std::min(waited, shortest);
+                const double* const t = &all[r * row + at];
+                const double began = t[0] - ahead[r], asked = t[1] - ahead[r], took = t[2], waited = t[3];
+                const double waiting = std::clamp(last - asked, 0.0, waited);
                 ranks[r].computing -= waited;
-                ranks[r].hidden += shortest - not_hidden;
-                ranks[r].not_hidden += not_hidden;
-                ranks[r].waiting += waited - not_hidden;
+                ranks[r].waiting += waiting;
+                ranks[r].not_hidden += waited - waiting;
+                ranks[r].hidden += std::max(0.0, began + took - last - (waited - waiting));
             }
         }
     }
@@ -98,9 +114,14 @@ inline std::vector<RankTimes> gather_rank_times(Exchange& exchange, const std::v
                                                 const std::vector<std::vector<ExchangeTime>>& exchanges) {
     std::vector<double> own;
     std::vector<size_t> counts;
+    for (size_t b = 0; b < kBarriers; b++) {
+        exchange.largest(0);
+        own.push_back(MeasuredEngine::now());
+    }
     for (size_t s = 0; s < steps.size(); s++) {
         own.push_back(steps[s]);
-        for (const ExchangeTime& e : exchanges[s]) own.insert(own.end(), {e.took, e.waited});
+        for (const ExchangeTime& e : exchanges[s])
+            own.insert(own.end(), {e.began, e.asked, e.took, e.waited});
         counts.push_back(exchanges[s].size());
     }
     const std::vector<double> all = exchange.gather(own);

@@ -56,10 +56,15 @@ TEST(Bench, ReplayedStepsAreTheSteps) {
     }
 }
 
-// Two steps of two ranks. In the first, the second rank comes 3 s late to an exchange of 1 s; in the second,
-// the exchange is hidden behind computing on one rank, and a half of it on the other.
+// Two steps of two ranks; the second one's clock is 100 s ahead. In the first step that rank comes 3 s late
+// to an exchange of 1 s. In the second step the exchange takes 2 s: the first rank computes meanwhile, the
+// other one for half of it.
 TEST(Bench, WhatAnExchangeTakesAndWhatOthersTake) {
-    const std::vector<double> all = {10, 4, 4, 8, 2, 0, /* the other */ 10, 1, 1, 8, 2, 1};
+    std::vector<double> all(kBarriers, 50);
+    all.insert(all.end(), {10, 5, 5, 4, 4, 8, 20, 23, 2, 0});
+    all.insert(all.end(), kBarriers, 150);
+    all.insert(all.end(), {10, 108, 108, 1, 1, 8, 120, 121, 2, 1});
+    all[kBarriers / 2] = 49;  // a rank that was interrupted
     const std::vector<RankTimes> ranks = rank_times(all, 2, {1, 1});
     EXPECT_EQ(ranks[0].computing, (6 + 8) / 2.);
     EXPECT_EQ(ranks[0].hidden, (0 + 2) / 2.);

@@ -55,6 +55,7 @@
 #include "llmc/plan_report.h"         // MemoryReport
 #include "llmc/plan_timeline.h"       // write_timeline()
 #include "llmc/ranks_agree.h"         // check_ranks_agree()
+#include "llmc/ranks_choose.h"        // chosen_by_first_rank()
 #include "llmc/ranks_launch.h"        // launch_ranks(), open_rank_streams()
 #include "llmc/rates_calibrate.h"     // calibrate()
 #include "llmc/rates_file.h"          // rates_of(): how fast the device is
@@ -1077,7 +1078,7 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
       saves_(o_, in_, model_, metrics_, exchange_),
       loss_by_position_(o_.loss_by_position.empty() ? 0 : o_.seq_len),
       choices_(std::move(choices)),
-      rates_(rates_of<floatX>(o_.rates)),
+      rates_(rates_of<floatX>(o_)),
       updates_(o_, arena_, stream_, model_.trained(), gpt_.weights(), gpt_.gradients(), offloaded_,
                square_sums_, metrics_, exchange_),
       offloaded_(o_, in_.adapter.prompt_tokens, model_.state, model_.trained(), pointer_to(model_.quantized)),
@@ -1264,7 +1265,7 @@ void Trainer::take_memory() {
     if (o_.slices_weights()) gathered_.emplace(model_.trained(), exchange_.transfers());
     connect_placements();
     updates_.allocate();
-    if (offloaded_.any() || model_.embeddings) metrics_.count_waiting(stream_);
+    if (offloaded_.any() || model_.embeddings || !exchange_.is_alone()) metrics_.count_waiting(stream_);
     if (model_.adapter) model_.adapter->allocate();
     const int length = in_.feeds() ? o_.seq_len + in_.adapter.prompt_tokens : 0;
     if (const std::vector<float> positions = position_factors(config_, length); !positions.empty()) {
@@ -1353,7 +1354,7 @@ void Trainer::bench() {
                      .flops = 0,  // when the data are open
                      .matmul_peak = measured_matmul_flops<floatX>(stream_, report_.allocated()),
                      .copy_peak = measured_copy_bandwidth(stream_),
-                     .limits = rates_.measured() ? rates_.transfers : kNoLimits};
+                     .limits = rates_.measured_transfers()};
     if (forward_only)
         r.plans = {{&plans_.evaluate, o_.own_micro_batches()}};
     else
@@ -1370,6 +1371,7 @@ void Trainer::bench() {
     const bool graphs = replays() && !o_.profile_ops;
     replays_ = false;  // a graph has no phases that could be seen
     bench_phases(r, stream_, o_.bench_steps, run_one);
+    if (!exchange_.is_alone()) r.gather_ranks(exchange_);
     metrics_.finish();
     replays_ = graphs;
     if (graphs) bench_replays(r, stream_, o_.bench_steps, run_one);
@@ -1422,14 +1424,18 @@ int run(int argc, char** argv, RankEngine* engine) {
     tf32_products = options.tf32;
     if (!options.calibrate.empty()) {
         check_device(options);
-        calibrate<floatX>(options.calibrate);
+        calibrate<floatX>(options, engine);
         return 0;
     }
     Choices choices;
-    options = with_chosen_context<Trainer>(options, choices);
+    options =
+        chosen_by_first_rank(engine, options, [&] { return with_chosen_context<Trainer>(options, choices); });
     RunInputs inputs(options, std::move(resumed));
     malloc_trim(0);  // returns what reading and tokenizing have freed to the system
-    const Options chosen = with_chosen_setting<Trainer>(options, inputs, choices);
+    const Options chosen = chosen_by_first_rank(
+        engine, options, [&] { return with_chosen_setting<Trainer>(options, inputs, choices); });
+    std::optional<MeasuredEngine> measured;
+    if (engine && !options.bench.empty()) engine = &measured.emplace(*engine);
     Trainer trainer(chosen, inputs, std::move(choices));
     trainer.rehearse();
     if (engine) trainer.connect(*engine);

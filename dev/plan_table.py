@@ -62,7 +62,7 @@ CASES = """
     --memory 24000MiB,host=400GiB
 """
 ALL_THE_MEMORY = "1000000GiB"
-WAITS = ("disk", "link", "host")
+WAITS = ("disk", "link", "host", "exchange")
 
 
 def fail(message):
@@ -146,7 +146,7 @@ def bounds(plan):
         if phase["seconds"] < 1e-3 * plan["estimated_seconds"]:
             continue
         waits = [f"{100 * phase[w] / phase['seconds']:.0f}% waiting for the {w}" for w in WAITS
-                 if phase[w] / phase["seconds"] >= 0.005]
+                 if phase.get(w, 0) / phase["seconds"] >= 0.005]
         texts.append(", ".join([f"{phase['name']} {phase['seconds']:.3g} s: {phase['bound_by']}", *waits]))
     return "; ".join(texts)
 

@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "llmc/bench_ranks.h"
 #include "llmc/plan_report.h"
 #include "llmc/random.h"
 #include "llmc/rates_device.h"
@@ -48,6 +49,7 @@ struct StepTimes {
     std::map<OperationKey, OperationTime> operations;
     std::vector<Waits> waits = {};  // in the order of the step
     std::array<double, kRoutes> moved = {};
+    std::vector<ExchangeTime> exchanges = {};  // with other ranks
     Waits& waits_at(const std::string& place) {
         const auto at = std::find_if(waits.rbegin(), waits.rend(), [&](auto& w) { return w.place == place; });
         return at != waits.rend() ? *at : waits.emplace_back(Waits{place});
@@ -94,6 +96,7 @@ class StepWatch : RangeListener, OperationListener, WaitListener {
         for (size_t route = 0; route < kRoutes; route++)
             times_.moved[route] = bytes_moved[route] - moved_before_[route];
         moved_before_ = bytes_moved;
+        if (MeasuredEngine::now_measured) times_.exchanges = MeasuredEngine::now_measured->take();
         spans_.clear();
         turns_.clear();
         waits_.clear();
@@ -214,6 +217,7 @@ struct BenchReport {
     StepTimes cold = {};
     std::vector<StepTimes> steps = {};
     std::vector<double> replayed = {};  // seconds of whole steps, if a training replays them as graphs
+    std::vector<RankTimes> ranks = {};  // of several devices
 
     const char* whole() const { return forward_only ? "forward" : "step"; }
     // The ranges that were measured, in order; the update is missing if backward contains it.
@@ -256,6 +260,14 @@ struct BenchReport {
         double bytes = 0;
         for (const StepTimes& s : steps) bytes += s.moved[route];
         return bytes / static_cast<double>(steps.size());
+    }
+    // Collects the times of all ranks; each of them must call it.
+    void gather_ranks(Exchange& exchange) {
+        std::vector<double> seconds;
+        std::vector<std::vector<ExchangeTime>> exchanges;
+        for (const StepTimes& s : steps)
+            seconds.push_back(s.ranges.at(whole())), exchanges.push_back(s.exchanges);
+        ranks = gather_rank_times(exchange, seconds, exchanges);
     }
     // Whether anything is placed outside the device.
     bool moves() const {
@@ -350,6 +362,14 @@ inline nlohmann::ordered_json bench_json(const BenchReport& r) {
     j["planned_bytes"] = m.total();
     j["taken_bytes"] = r.taken_bytes;
     if (r.moves()) add_waits(j, r);
+    for (size_t number = 0; number < r.ranks.size(); number++) {
+        const RankTimes& t = r.ranks[number];
+        j["ranks"].push_back({{"rank", number},
+                              {"computing_ms", 1e3 * t.computing},
+                              {"exchange_hidden_ms", 1e3 * t.hidden},
+                              {"exchange_not_hidden_ms", 1e3 * t.not_hidden},
+                              {"waiting_ms", 1e3 * t.waiting}});
+    }
     if (!r.profiled) return j;
     for (const OperationLine& o : r.operations())
         j["operations"].push_back({{"name", o.name},
@@ -399,6 +419,17 @@ inline void print_waits(FILE* to, const BenchReport& r) {
         }
 }
 
+// Prints a line for each rank: where the time of a step goes.
+inline void print_rank_times(FILE* to, const BenchReport& r) {
+    fprintf(to, "\n%-13s %10s %16s %20s %16s\n", "ms of a step", "computing", "exchange hidden",
+            "exchange not hidden", "waits for others");
+    for (size_t number = 0; number < r.ranks.size(); number++) {
+        const RankTimes& t = r.ranks[number];
+        fprintf(to, "rank %-8zu %10.3f %16.3f %20.3f %16.3f\n", number, 1e3 * t.computing, 1e3 * t.hidden,
+                1e3 * t.not_hidden, 1e3 * t.waiting);
+    }
+}
+
 inline void print_bench(FILE* to, const BenchReport& r) {
     const MemoryReport& m = r.memory;
     fprintf(to, "%s: %s, %s, batch %d, seq_len %d, grad_accum %d, recompute %s, %d CPU threads\n",
@@ -417,6 +448,7 @@ inline void print_bench(FILE* to, const BenchReport& r) {
             100 * r.bytes_per_second() / r.copy_peak, r.copy_peak / 1e9);
     fprintf(to, "%.1f MiB planned, %.1f MiB taken\n", mebibytes(m.total()), mebibytes(r.taken_bytes));
     if (r.moves()) print_waits(to, r);
+    if (!r.ranks.empty()) print_rank_times(to, r);
     if (r.profiled) print_operations(to, r);
 }
 

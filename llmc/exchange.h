@@ -48,7 +48,7 @@ class Exchange {
         summed_.emplace(
             Sum{x, size, arena_.take<floatX>("ranks_gradients", {slices_.ranks, columns}, "exchange")});
         const auto [sent, received] = parts_of_sum(0);
-        start(sent, received);
+        start(sent, received, "gradients");
     }
     // Finishes that sum, if one is under way: writes it to `to`, or to x if that is null. Slices that are
     // longer than the receiving memory are completed now, piece by piece.
@@ -60,7 +60,7 @@ class Exchange {
         for (int64_t first = 0; first < length; first += summed_->parts.columns()) {
             if (first > 0) {
                 const auto [sent, received] = parts_of_sum(first);
-                start(sent, received);
+                start(sent, received, "gradients");
             }
             join();
             const Tensor<floatX> sum(to + first, {count_from(first, own.count)});
@@ -68,8 +68,8 @@ class Exchange {
         }
         summed_.reset();
     }
-    // Every rank gets the other ranks' slices of x, a unit's `size` elements.
-    void gather_slices(floatX* x, int64_t size) {
+    // Every rank gets the other ranks' slices of x, a unit's `size` elements: of its weights or gradients.
+    void gather_slices(floatX* x, int64_t size, const char* content) {
         const int64_t length = slices_.length(size), most = most_elements();
         for (int64_t first = 0; first < length; first += most) {
             const auto part = [&](int rank) {
@@ -79,7 +79,7 @@ class Exchange {
             Parts sent, received;
             for (int rank = 0; rank < slices_.ranks; rank++)
                 sent.push_back(part(slices_.rank)), received.push_back(part(rank));
-            start(sent, received);
+            start(sent, received, content);
             join();
         }
     }
@@ -90,7 +90,7 @@ class Exchange {
         Parts sent, received;
         for (int rank = 0; rank < slices_.ranks; rank++)
             sent.push_back(part_of(x.data(), n)), received.push_back(part_of(parts.at(rank * columns), n));
-        start(sent, received);
+        start(sent, received, "sums");
         join();
         if (!active_) return;
         const Tensor<float> sum(parts.data(), {n});  // in place, because x may not be aligned
@@ -171,13 +171,17 @@ class Exchange {
     }
 
     // start() starts an exchange, which join() waits for.
-    void start(const Parts& sent, const Parts& received) {
+    void start(const Parts& sent, const Parts& received, const char* content) {
         if (!active_) return;
         size_t bytes = 0;
         for (int rank = 0; rank < slices_.ranks; rank++)
             if (rank != slices_.rank) bytes += sent[static_cast<size_t>(rank)].bytes;
         if (arena_.rehearsing()) {
-            noted_ = note_transfer({Transfer::Ranks, false, Route::ToRanks, static_cast<double>(bytes)});
+            noted_ = note_transfer({.of = Transfer::Ranks,
+                                    .waits = false,
+                                    .route = Route::ToRanks,
+                                    .bytes = static_cast<double>(bytes),
+                                    .content = content});
             return;
         }
         host_act([this, sent, received, bytes] {

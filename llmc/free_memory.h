@@ -191,6 +191,7 @@ constexpr uint64_t kNoCgroupLimit = uint64_t{1} << 60;
 struct MemoryLimit {
     size_t most, free, in_all;
     std::string name;
+    bool of_process = false;  // else all processes on this machine share it
 };
 
 // What the kernel takes in a cgroup for a process besides the pages that the process asks for: one page of
@@ -245,7 +246,7 @@ inline std::vector<MemoryLimit> memory_limits(const std::string& root = "",
         if (most == RLIM_INFINITY || !kib) return;
         const uint64_t used = (*kib << 10) + limits.untouched, free = most - std::min<uint64_t>(most, used);
         all.push_back({most, free, free + own.anonymous + own.libraries,
-                       format("ulimit %s %llu", option, static_cast<unsigned long long>(most >> 10))});
+                       format("ulimit %s %llu", option, static_cast<unsigned long long>(most >> 10)), true});
     };
     limit_by(limits.address_space, "VmSize:", "-v");
     limit_by(limits.data, "VmData:", "-d");
@@ -266,6 +267,16 @@ inline FreeMemory host_memory_in_all(const std::vector<MemoryLimit>& limits) {
     FreeMemory free;
     for (const MemoryLimit& limit : limits) free.at_most(limit.in_all, limit.name);
     return free;
+}
+
+// The share that each of `ranks` processes has of these limits.
+inline std::vector<MemoryLimit> shared_limits(std::vector<MemoryLimit> limits, int ranks) {
+    for (MemoryLimit& limit : limits) {
+        if (limit.of_process || ranks == 1) continue;
+        for (size_t* bytes : {&limit.most, &limit.free, &limit.in_all}) *bytes /= static_cast<size_t>(ranks);
+        limit.name += format(", shared by %d ranks", ranks);
+    }
+    return limits;
 }
 
 // How much of a budget of `bytes` is really available: less if a limit that allows at least `bytes` has less

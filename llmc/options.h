@@ -45,7 +45,8 @@ struct Options {
     int positions = 0;  // 0: the model's
     int batch = 8,      // 0: auto
         seq_len = 128, grad_accum = 1;
-    int devices = 1;
+    int devices = 1, machines = 1;
+    double network = 0;  // bytes/s of a machine, each way; 0: nominal
     std::string zero = "auto";
     std::string context;          // "auto" with --seq-len auto, else empty
     bool chose_length = false;    // not an option: --seq-len auto tries lengths, or has chosen one

@@ -28,7 +28,8 @@ inline void check_bench_options(const Options& o) {
 inline void check_calibration(const Options& o) {
     if (o.calibrate.empty()) return;
     for (const auto& [name, values] : o.given)
-        if (name != "--calibrate" && name != "--threads")
+        if (name != "--calibrate" && name != "--threads" && name != "--devices" &&
+            !(name == "--grad-accum" && o.devices > 1))  // complete_devices() has set it
             fail("--calibrate %s measures the device and stops: leave %s out", o.calibrate.c_str(),
                  o.spelled(name).c_str());
 }
@@ -139,10 +140,17 @@ inline void check_devices(const Options& o) {
     if (o.devices == 1) {
         if (o.has("--zero") && o.zero != "auto")
             fail("--zero %s: is for several devices: add --devices N", o.zero.c_str());
+        for (const char* name : {"--machines", "--network"})
+            if (o.has(name)) fail("%s: is for several devices: add --devices N", o.spelled(name).c_str());
         return;
     }
     if (o.updates == "host")
         fail("--devices %d: the host's cores update for one device only: leave out --offload updates=host",
+             o.devices);
+    if (o.has("--machines") && !o.plan)
+        fail("--machines %d: is for --plan; ranks know which machines they are on", o.machines);
+    if (o.devices % o.machines)
+        fail("--machines %d: each has as many of the %d devices: give a number that divides them", o.machines,
              o.devices);
     if (o.steps == 0) fail("--devices %d: is for training, and --steps is 0", o.devices);
     if (o.grad_accum % o.devices) {
@@ -150,7 +158,8 @@ inline void check_devices(const Options& o) {
         fail("--grad-accum %d: the %d devices share the micro-batches of a step equally: give %s%d",
              o.grad_accum, o.devices, less > 0 ? (std::to_string(less) + " or ").c_str() : "", more);
     }
-    if ((o.zero == "2" || o.zero == "3") && o.own_micro_batches() > o.micro_batches_together())
+    const bool is_chosen = o.has("--memory") && o.batch > 0;  // how many micro-batches a step has
+    if ((o.zero == "2" || o.zero == "3") && o.own_micro_batches() > o.micro_batches_together() && !is_chosen)
         fail(
             "--zero %s: each device keeps no gradients between its %d micro-batches: add --by-block, or give "
             "--grad-accum %d",
@@ -165,9 +174,6 @@ inline void check_devices(const Options& o) {
     if (o.zero == "3" && o.weights != "device")
         fail("--zero 3: with --offload weights=%s the blocks' weights are not on the devices: give --zero 1",
              o.weights.c_str());
-    if (o.batch == 0 || o.has("--memory"))
-        fail("--devices %d: %s does not choose for several devices yet: give numbers", o.devices,
-             o.batch == 0 ? "--batch auto" : "--memory");
 }
 
 // Fails if gradients would be needed in backward that are not complete yet.

@@ -91,6 +91,24 @@ CLI::Validator one_of(const char* const (&names)[count]) {
     return one_of(std::vector<std::string>(std::begin(names), std::end(names)));
 }
 
+// The bytes/s of "50GB/s", "12.5GiB/s" or "100Gbit/s"; 0 if it is no rate.
+inline double rate_of(const std::string& text) {
+    char* end = nullptr;
+    const double value = strtod(text.c_str(), &end);
+    const std::string unit = end;
+    if (text.empty() || !isdigit(static_cast<unsigned char>(text[0])) || !(value > 0) || value > 1e9)
+        return 0;
+    constexpr const char* kLetters = "KMGT";
+    for (int i = 0; i < 4; i++) {
+        const std::string letter(1, kLetters[i]);
+        const double decimal = std::pow(1e3, i + 1);
+        if (unit == letter + "B/s") return value * decimal;
+        if (unit == letter + "iB/s") return value * std::pow(1024, i + 1);
+        if (unit == letter + "bit/s" || (i == 0 && unit == "kbit/s")) return value * decimal / 8;
+    }
+    return 0;
+}
+
 // Declares the options of one group. `value` is what a value looks like in the help.
 class OptionGroup {
   public:
@@ -183,8 +201,21 @@ inline void declare_training_options(CLI::App& app, Options& o) {
         .add("--zero", o.zero, "auto|0|1|2|3",
              "What each of several devices keeps: 0: a copy of everything; 1: its slice of the optimizer's "
              "state; 2: also of the gradients, with one micro-batch a device or --by-block; 3: also of the "
-             "blocks' weights. auto: 1.")
+             "blocks' weights. auto: 1, or what --memory, --batch auto or --seq-len auto choose.")
         ->check(one_of({"auto", "0", "1", "2", "3"}));
+    group
+        .add("--machines", o.machines, "M",
+             "For --plan: how many machines the devices are in. A run knows where its ranks are.")
+        ->transform(whole(1, 4096));
+    group
+        .add_set("--network", "RATE",
+                 "What a machine sends to the others and receives from them, as in 50GB/s or 100Gbit/s. Only "
+                 "estimates of time use it.",
+                 [&o](const std::string& text) -> std::string {
+                     o.network = rate_of(text);
+                     return o.network > 0 ? "" : "a rate is needed, as in 50GB/s or 100Gbit/s";
+                 })
+        ->default_str("10Gbit/s on CPUs, 100Gbit/s with GPUs");
     group
         .add("--steps", o.steps, "N",
              "Training steps. 0 only validates, merges or generates, as a run with --prompt and no --data "
@@ -307,11 +338,12 @@ inline void declare_adapter_options(CLI::App& app, Options& o) {
 
 inline void declare_plan_options(CLI::App& app, Options& o) {
     OptionGroup group(app, "Memory");
-    group.add("--memory", o.memory, "SIZE[,host=SIZE]",
-              "Chooses --recompute, --chunk-rows, --batch and --grad-accum so that the run fits, as in 8GiB; "
-              "and, where that is not enough, --offload, --prefetch and --by-block.");
+    group.add(
+        "--memory", o.memory, "SIZE[,host=SIZE]",
+        "Chooses --recompute, --chunk-rows, --batch, --grad-accum and --zero so that the run fits, as in "
+        "8GiB for each device; and, where that is not enough, --offload, --prefetch and --by-block.");
     group.add("--memory.host", o.host_memory, "SIZE",
-              "Pinned host memory that may be used beside a GPU, as in 8GiB,host=64GiB.");
+              "Pinned host memory that the GPUs of a machine may use, as in 8GiB,host=64GiB.");
     group
         .add_set("--plan", "[table|json]", "Prints what every buffer takes, and stops.",
                  [&o](const std::string& form) {
@@ -322,7 +354,8 @@ inline void declare_plan_options(CLI::App& app, Options& o) {
     group.add("--timeline", o.timeline, "FILE",
               "Writes the bytes that are in use after each operation of a step, and what is copied.");
     group.add("--calibrate", o.calibrate, "FILE",
-              "Measures how fast this device does each kind of operation, into a file, and stops.");
+              "Measures how fast this device does each kind of operation, into a file, and stops. With "
+              "--devices also how fast ranks send each other data.");
     group.add("--rates", o.rates, "FILE",
               "A file of --calibrate, by which times are estimated. Without it, by nominal rates.");
 }

@@ -120,6 +120,8 @@ inline void complete_devices(Options& o) {
             fail("--devices %d: %d ranks were started: leave it out, or start as many", o.devices,
                  o.rank.count);
         o.devices = o.rank.count;
+    } else if (o.plan) {  // of the first rank
+        o.rank = {0, o.devices, std::max(1, o.devices / o.machines)};
     }
     if (o.devices == 1 || o.has("--grad-accum")) return;
     o.grad_accum = o.devices;

@@ -164,5 +164,6 @@ inline std::string placements_text(const Options& chosen, const Options& given) 
     }
     if (chosen.prefetch != given.prefetch) text += " --prefetch " + std::to_string(chosen.prefetch);
     if (chosen.by_block && !given.by_block) text += " --by-block";
+    if (chosen.zero != given.zero) text += " --zero " + chosen.zero;
     return offload + text;
 }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <iterator>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -50,6 +51,13 @@ inline size_t process_bytes([[maybe_unused]] size_t copied) {
     const size_t threads = static_cast<size_t>(omp_get_max_threads());
     return libraries + (size_t{23} << 19) + threads * ((1536 << 10) + copied);
 #endif
+}
+
+// The pages of MPI's libraries, which a rank on a CPU has and a plan without ranks counts. As OpenMPI 4.1 has
+// them.
+inline size_t mpi_bytes(const Options& o) {
+    const bool is_plan = kHostIsDevice && o.devices > 1 && rank_of_environment().is_alone();
+    return is_plan ? size_t{81} << 18 : 0;
 }
 
 // The buffers beside the arena: those of the model's state and the adapter's, the batch's if the run reads
@@ -99,21 +107,49 @@ std::vector<MemoryReport::Buffer> buffers_of(const State<T>& model, const Quanti
     return all;
 }
 
-// The time of a step by phases, in order.
-inline PhaseTimes phases_of(const Plans& plans, int grad_accum, const Rates& rates) {
+// What takes time in a plan, without exchanges between ranks and the sums that complete them.
+inline Plan without_exchanges(const Plan& plan) {
+    Plan alone;
+    alone.work = plan.work;
+    for (Work& w : alone.work)
+        if (w.name == std::string_view(kSumRanks)) w.flops = w.bytes = w.calls = 0;
+    std::copy_if(plan.transfers.begin(), plan.transfers.end(), std::back_inserter(alone.transfers),
+                 [](const Transfer& t) { return t.of != Transfer::Ranks; });
+    return alone;
+}
+
+// The time of a step by phases, in order, if a rank has `micro_batches` passes. Ranks exchange gradients only
+// in the last one.
+inline PhaseTimes phases_of(const Plans& plans, int micro_batches, const Rates& rates) {
     PhaseTimes phases;
     add_phases(phases, plans.train, 1, rates);
-    add_phases(phases, plans.add, grad_accum - 1, rates);
+    if (micro_batches > 2) add_phases(phases, without_exchanges(plans.add), micro_batches - 2, rates);
+    if (micro_batches > 1) add_phases(phases, plans.add, 1, rates);
     add_phases(phases, plans.update, 1, rates);
     return phases;
 }
 
-// The bytes that a rank sends to others in the operations of a plan.
-inline double bytes_to_ranks(const Plan& plan) {
-    double bytes = 0;
-    for (const Transfer& t : plan.transfers)
-        if (!t.waits && t.route == Route::ToRanks) bytes += t.bytes;
-    return bytes;
+// What a rank sends to the others in a step, and how long that takes.
+inline RanksReport report_ranks(const Options& o, const Plan& last, const Plan& update,
+                                const PhaseTimes& phases, const Rates& rates) {
+    RanksReport r;
+    r.devices = o.devices;
+    r.on_a_machine = rates.ranks.on_a_machine;
+    r.zero = o.slices_weights() ? "3" : o.slices_gradients() ? "2" : o.slices_state() ? "1" : "0";
+    for (const Plan* plan : {&last, &update})
+        for (const Transfer& t : plan->transfers)
+            for (size_t i = 0; i < std::size(kExchanged); i++) {
+                const bool is_gathered = t.of == Transfer::StreamedBlock;  // a block's weights
+                const std::string_view content = is_gathered ? "weights" : t.content;
+                if (!t.waits && t.route == Route::ToRanks && content == kExchanged[i]) r.sent[i] += t.bytes;
+            }
+    r.links = rates.ranks;
+    r.link_rate = rates.transfers[static_cast<size_t>(Route::ToRanks)];
+    for (const PhaseTime& p : phases) {
+        r.seconds += p.busy[static_cast<size_t>(Cost::Exchange)];
+        r.waited_seconds += p.seconds[static_cast<size_t>(Cost::Exchange)];
+    }
+    return r;
 }
 
 // What a run takes beside its buffers, and what its step costs by these rates. The report points to the
@@ -129,11 +165,6 @@ MemoryReport make_report(const Options& o, const Plans& plans, const InputBytes&
     r.batch = o.batch;
     r.seq_len = o.seq_len;
     r.grad_accum = o.grad_accum;
-    r.devices = o.devices;
-    r.zero = o.slices_weights() ? "3" : o.slices_gradients() ? "2" : o.slices_state() ? "1" : "0";
-    r.sent_to_ranks =
-        bytes_to_ranks(o.own_micro_batches() > o.micro_batches_together() ? plans.add : plans.train) +
-        bytes_to_ranks(plans.update);
     r.head_rows = o.head_rows;
     r.mlp_rows = o.mlp_rows;
     r.attention_rows = o.attention_rows;
@@ -148,24 +179,28 @@ MemoryReport make_report(const Options& o, const Plans& plans, const InputBytes&
     size_t copied = 0;
     for (const Plan* plan : plans.all()) copied = std::max(copied, plan->copied);
     r.nccl = nccl_bytes(o.devices);
-    r.process = process_bytes(copied) + r.tokenizer + r.data + r.context + r.nccl;
+    r.process = process_bytes(copied) + mpi_bytes(o) + r.tokenizer + r.data + r.context + r.nccl;
     r.train = &plans.train;
     r.update = &plans.update;
+    const bool adds = o.own_micro_batches() > o.micro_batches_together();
+    r.last = o.devices > 1 && adds ? &plans.add : &plans.train;
     for (const auto& [name, plan] :
          {std::pair{"the update", &plans.update}, std::pair{"validation", &plans.evaluate},
           std::pair{"sampling", &plans.sample}, std::pair{"a sample's continuation", &plans.slide},
           std::pair{"merging", &plans.merge}, std::pair{"loading", &plans.load},
           std::pair{"a soft prompt's begin", &plans.first_prompt}})
         if (!plan->takes.empty()) r.others.emplace_back(name, plan);
-    r.phases = phases_of(plans, o.own_micro_batches(), rates);
+    r.phases = phases_of(plans, o.own_micro_batches() / o.micro_batches_together(), rates);
+    r.ranks = report_ranks(o, *r.last, plans.update, r.phases, rates);
     for (const Plan* plan : {r.train, r.update}) add_costs(r.operations, plan->work, rates);
     r.update_seconds = seconds_of(plans.update.work, rates);
-    r.seconds = seconds_of(plans.train.work, rates) +
-                (o.own_micro_batches() - 1) * seconds_of(plans.add.work, rates) + r.update_seconds +
+    const double adds_seconds = seconds_of(without_exchanges(plans.add).work, rates);
+    r.seconds = seconds_of(plans.train.work, rates) + (o.own_micro_batches() - 1) * adds_seconds +
+                (seconds_of(plans.add.work, rates) - adds_seconds) + r.update_seconds +
                 seconds_waited(r.phases);
     r.rates = o.rates;
     if (o.rates.empty() && !kHostIsDevice) r.gpu = nominal_gpu().called;
-    if (!o.memory.empty()) r.budget = describe_budget(o.memory, budget_of(o.memory));
+    if (!o.memory.empty()) r.budget = describe_budget(o.memory, budget_of(o.memory, o.rank));
     r.choice = choices.memory;
     r.batch_choice = choices.batch;
     r.context_choice = choices.context;

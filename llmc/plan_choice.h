@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 
@@ -31,9 +32,11 @@
 // The memory that a run may take: --memory or, without it, most of what is free. Fails if there is no device
 // to ask.
 inline FreeMemory memory_for(const Options& o) {
-    if (o.has("--memory")) return {budget_of(o.memory).bytes, "--memory"};
+    if (o.has("--memory")) return {budget_of(o.memory, o.rank).bytes, "--memory"};
     check_device(o);
-    return with_reserve(memory_free_at_start(), context_bytes());
+    FreeMemory free = with_reserve(memory_of_rank(o.rank), context_bytes());
+    free.at_most(least_of_ranks.device.bytes, least_of_ranks.device.limit);
+    return free;
 }
 
 // The questions that the choosers ask of a trial. A run without training chooses its chunks of rows by a
@@ -43,20 +46,39 @@ Rehearsals rehearsals_of(Trial& trial, const Options& o, const RunInputs& inputs
     using T = typename Trial::Element;
     return {.layers = static_cast<size_t>(inputs.config.layers),
             .heads = inputs.config.heads,
+            .devices = o.devices,
             .seq_len = inputs.feeds() ? o.seq_len : 0,
             .most_sequences = most_sequences,
-            .rates = rates_of<T>(o.rates),
+            .rates = rates_of<T>(o),
             .report = [&](const MemorySetting& s) { return trial.apply(s), trial.rehearse(); },
             .outline = [&](const MemorySetting& s) { return trial.apply(s), trial.rehearse(false); },
             .training =
                 [&](const MemorySetting& s) { return trial.apply(s), trial.rehearse_training(false, false); },
             .chunk_seconds =
-                [&, rates = rates_of<T>(o.rates, kChunkThreads)](const MemorySetting& s) {
+                [&, rates = rates_of<T>(o, kChunkThreads)](const MemorySetting& s) {
                     trial.apply(s);
                     return seconds_without_update(o.steps > 0 ? trial.rehearse_training(false, false)
                                                               : trial.rehearse_validation(false),
                                                   rates);
                 }};
+}
+
+// Calls choose(way) for each way in which several devices may share what is trained without changing other
+// options, and returns the answer of which size(answer) is largest; the first of those. Fails if all do.
+template <class Choose, class Size>
+auto largest_of_ways(const Options& given, Choose&& choose, Size&& size) {
+    std::optional<decltype(choose(given))> best;
+    std::string why;
+    for (const Options& way : ways_to_share_alone(given)) {
+        try {
+            auto answer = choose(way);
+            if (!best || size(answer) > size(*best)) best = std::move(answer);
+        } catch (const UserError& error) {
+            why = error.what();
+        }
+    }
+    if (!best) throw UserError(why);
+    return *best;
 }
 
 // The options with all open settings chosen; how they were chosen goes to `choices`.
@@ -86,13 +108,27 @@ Options with_chosen_setting(const Options& given, RunInputs& inputs, Choices& ch
         };
         chosen = fit_memory(given, mixes, fit, choices.memory);
     } else {
-        Trial trial(given, inputs);
-        const Rehearsals rehearsals = rehearsals_of(trial, given, inputs, most);
-        MemorySetting s = setting_of(given);
-        s.levels = parse_levels(given.recompute, recompute_names(), inputs.config.layers, "--recompute");
-        s = given.batch > 0
-                ? rehearsals.with_rows(s)
-                : fit_batch(s, memory_for(given), batch_cap(given.seq_len, epoch), rehearsals, choices.batch);
+        MemorySetting open = setting_of(given);
+        open.levels = parse_levels(given.recompute, recompute_names(), inputs.config.layers, "--recompute");
+        const auto choose_rows = [&](const Options& o) {
+            Trial trial(o, inputs);
+            return rehearsals_of(trial, o, inputs, most).with_rows(open);
+        };
+        // Every device has as many sequences of a step.
+        if (epoch) *epoch /= static_cast<uint64_t>(given.devices);
+        const auto choose_batch = [&](const Options& way) {
+            Trial trial(way, inputs);
+            std::string why;
+            const MemorySetting s = fit_batch(open, memory_for(way), batch_cap(way.seq_len, epoch),
+                                              rehearsals_of(trial, way, inputs, most), why);
+            return std::tuple(s, way.zero, why);
+        };
+        MemorySetting s = open;
+        if (given.batch > 0)
+            s = choose_rows(given);
+        else
+            std::tie(s, chosen.zero, choices.batch) = largest_of_ways(
+                given, choose_batch, [](const auto& answer) { return std::get<0>(answer).batch; });
         apply_setting(s, chosen);
     }
     remember_choice(given, chosen);
@@ -173,10 +209,10 @@ inline Options options_of_plan(Options o) {
     return o;
 }
 
-// The options with the longest sequences that fit; the reason for the length goes to `choices`.
+// The options with the longest sequences that fit, for --seq-len auto; the reason for the length goes to
+// `choices`.
 template <class Trial>
-Options with_chosen_context(const Options& given, Choices& choices) {
-    if (given.context.empty()) return given;
+Options with_longest_context(const Options& given, Choices& choices) {
     Options chosen = given;
     chosen.chose_length = true;
     if (!given.has("--batch")) chosen.batch = 1;
@@ -221,5 +257,23 @@ Options with_chosen_context(const Options& given, Choices& choices) {
                              planned(chosen.seq_len).second);
     chosen.given["--seq-len"] = {std::to_string(chosen.seq_len)};
     chosen.given["--batch"] = {std::to_string(chosen.batch)};
+    return chosen;
+}
+
+// The same if --seq-len is auto; else the given options. Unless --memory chooses how several devices share
+// what is trained, it is what leaves room for the longest sequences.
+template <class Trial>
+Options with_chosen_context(const Options& given, Choices& choices) {
+    if (given.context.empty()) return given;
+    if (given.has("--memory")) return with_longest_context<Trial>(given, choices);
+    const auto choose = [&](const Options& way) {
+        Choices of_way = choices;
+        Options chosen = with_longest_context<Trial>(way, of_way);
+        if (way.zero != given.zero) chosen.given["--zero"] = {way.zero};
+        return std::pair(std::move(chosen), std::move(of_way));
+    };
+    auto [chosen, of_chosen] =
+        largest_of_ways(given, choose, [](const auto& answer) { return answer.first.seq_len; });
+    choices = of_chosen;
     return chosen;
 }

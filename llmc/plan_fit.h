@@ -18,6 +18,7 @@
 struct Rehearsals {
     size_t layers;
     int heads;               // of queries
+    int devices;             // that share the micro-batches of a step
     int64_t seq_len;         // of batches; 0 if there are none
     int64_t most_sequences;  // that a micro-batch may have
     Rates rates;
@@ -70,9 +71,10 @@ inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const Options
     std::vector<MemorySetting> all;
     for (int64_t batch : batches) {
         const int64_t tokens = batch * o.seq_len, accumulated = sequences / batch;
-        if (batch > rehearsals.most_sequences || accumulated > INT32_MAX ||
-            (o.update_in_backward && !o.by_block && accumulated > 1))
-            continue;
+        if (batch > rehearsals.most_sequences || accumulated > INT32_MAX || accumulated % o.devices) continue;
+        // Several micro-batches add to gradients that are kept.
+        const bool keeps_none = o.update_in_backward || o.slices_gradients();
+        if (keeps_none && !o.by_block && accumulated > o.devices) continue;
         s.batch = static_cast<int>(batch), s.grad_accum = static_cast<int>(accumulated);
         s.head_rows = 0;
         s.mlp_rows = o.has("--chunk-rows.mlp") ? o.mlp_rows : -1;
@@ -144,7 +146,7 @@ inline Profiles profiles_of(std::vector<MemorySetting> settings, bool by_block,
                         part.inside.peak += static_cast<int64_t>(arena_align(workspaces[level]) -
                                                                  arena_align(least_workspace));
         }
-        p.runs = by_block ? 1 : s.grad_accum;
+        p.runs = by_block ? 1 : s.grad_accum / rehearsals.devices;
         p.fixed_bytes = report.in_steps() - report.activations() -
                         (arena_align(report.train->workspace) - arena_align(least_workspace));
         p.arena_floor = report.activations_of_others();
@@ -215,7 +217,7 @@ inline std::optional<size_t> least_of_hopeless(std::vector<MemorySetting> settin
 // than `best`, only the least memory that it takes is returned. Fails if no micro-batch is possible.
 inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals& rehearsals,
                         const BesideDevice& space, const Fit* best) {
-    const size_t budget = budget_of(o.memory).bytes;
+    const size_t budget = budget_of(o.memory, o.rank).bytes;
     Fit fit;
     fit.mix = o;
     std::vector<MemorySetting>& settings = fit.settings;
@@ -274,12 +276,14 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
 [[noreturn]] inline void fail_to_fit(const Options& given, const Fit& fit, const std::string& options,
                                      bool short_of_memory) {
     if (fit.solution.least.exact == kTooMuchOffloaded) {
+        const int ranks = given.rank.on_this_machine;
+        const std::string of_each = ranks > 1 ? format(" for each of %d ranks", ranks) : "";
         if (fit.beside.pinned > memory_beside_device(given).pinned)
-            fail("--memory host=%s: what is offloaded to the host takes %s at the least",
-                 given.host_memory.c_str(), size_text(fit.beside.pinned).c_str());
-        fail("--memory %s: the run's files take %s at the least, and %s has %s (TMPDIR names another)",
-             given.memory.c_str(), size_text(fit.beside.files).c_str(), temporary_folder().c_str(),
-             size_text(space_on_disk()).c_str());
+            fail("--memory host=%s: what is offloaded to the host takes %s at the least%s",
+                 given.host_memory.c_str(), size_text(fit.beside.pinned).c_str(), of_each.c_str());
+        fail("--memory %s: the run's files take %s at the least%s, and %s has %s (TMPDIR names another)",
+             given.memory.c_str(), size_text(fit.beside.files).c_str(), of_each.c_str(),
+             temporary_folder().c_str(), size_text(space_on_disk()).c_str());
     }
     const auto [name, bytes] = fit.largest;
     const bool may_move =
@@ -294,8 +298,9 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
             format("%sa TMPDIR with room: %s has %s", kHostIsDevice ? "" : "a larger host= in --memory, or ",
                    temporary_folder().c_str(), size_text(space_on_disk()).c_str());
     fail("--memory %s: the least that this takes is %.1f MiB (%s), %s of it for %s; less with %s",
-         describe_budget(given.memory, budget_of(given.memory)).c_str(), mebibytes(fit.solution.least.exact),
-         options.c_str(), size_text(bytes).c_str(), name.c_str(), less.c_str());
+         describe_budget(given.memory, budget_of(given.memory, given.rank)).c_str(),
+         mebibytes(fit.solution.least.exact), options.c_str(), size_text(bytes).c_str(), name.c_str(),
+         less.c_str());
 }
 
 // --memory: returns the options whose plan fits and is the fastest by estimate; `choices` gets this choice
@@ -303,12 +308,17 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
 // host= also if they might be faster. The first of mixes() is the configuration that was given;
 // fit(mix, space, best) tries its settings. With a GPU, trained state goes to files only if the host's memory
 // is too small. Streaming without prefetching is tried only if nothing else fits, and longer prefetch
-// distances are used if they are faster.
+// distances are used if they are faster. What several devices share is tried before anything is streamed.
 template <class Mixes, class FitMix>
 Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, std::vector<MemoryChoice>& choices) {
     const bool offered = given.has("--memory.host");
-    Fit best = fit(given, offered ? memory_beside_device(given) : BesideDevice(), nullptr);
+    const BesideDevice given_space = offered ? memory_beside_device(given) : BesideDevice();
+    const std::vector<Options> as_given = ways_to_share(given);
+    Fit best = fit(as_given[0], given_space, nullptr);
     const double fastest = best.solution.fastest.seconds;
+    for (size_t i = 1; i < as_given.size(); i++)
+        if (Fit more = fit(as_given[i], given_space, &best); more.is_better_than(best))
+            best = std::move(more);
     bool short_of_memory = false;
     const auto try_all = [&](const std::vector<Options>& all, bool only_files) {
         const BesideDevice space = memory_beside_device(given);
@@ -321,7 +331,7 @@ Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, std::vecto
     };
     const auto other_mixes = [&](bool with_files) {
         std::vector<Options> all = mixes(with_files);
-        all.erase(all.begin());
+        all.erase(all.begin(), all.begin() + static_cast<ptrdiff_t>(as_given.size()));
         return all;
     };
     if (!best.solution.chosen || (offered && best.solution.chosen->seconds > 1.01 * fastest))

@@ -47,21 +47,27 @@ inline const FreeMemory& memory_free_at_start() {
     return free;
 }
 
-// What one of the ranks on this machine may use: an equal share.
+// If ranks on other machines, or with other GPUs, may use less than this one: how much of the device, and of
+// files. The first rank, which chooses for all of them, learns it from them (ranks_choose.h).
+struct LeastOfRanks {
+    FreeMemory device;
+    size_t files = SIZE_MAX;
+};
+inline LeastOfRanks least_of_ranks;
+
+// What one of the ranks on this machine may use: an equal share, on a GPU all of its own.
 inline FreeMemory memory_of_rank(const Rank& rank) {
-    FreeMemory free = memory_free_at_start();
-    if (kHostIsDevice && free.known() && rank.on_this_machine > 1) {
-        free.bytes /= static_cast<size_t>(rank.on_this_machine);
-        free.limit += format(", shared by %d ranks", rank.on_this_machine);
-    }
-    return free;
+    if (!kHostIsDevice || rank.on_this_machine == 1) return memory_free_at_start();
+    return host_memory_in_all(shared_limits(limits_at_start(), rank.on_this_machine));
 }
 
-// The bytes that --memory allows, or what is left of them on this machine.
-inline FreeMemory budget_of(const std::string& memory) {
-    const size_t bytes = parse_bytes(memory, "--memory");
-    if (!kHostIsDevice) return {bytes, ""};
-    return available_of(bytes, limits_at_start());
+// The bytes that --memory allows each rank, or its share of what is left of them on this machine.
+inline FreeMemory budget_of(const std::string& memory, const Rank& rank) {
+    FreeMemory budget{parse_bytes(memory, "--memory"), ""};
+    if (kHostIsDevice)
+        budget = available_of(budget.bytes, shared_limits(limits_at_start(), rank.on_this_machine));
+    budget.at_most(least_of_ranks.device.bytes, least_of_ranks.device.limit);
+    return budget;
 }
 
 // If less is left than --memory says, says so.
@@ -90,11 +96,14 @@ inline std::string describe_shortage(const MemoryReport& r, const FreeMemory& fr
 inline void require_memory(const MemoryReport& r, const FreeMemory& free, bool trains) {
     if (!kHostIsDevice) {
         const FreeMemory host = host_memory_free();
-        if (r.all_pinned() > host.bytes)
+        const size_t pinned = r.all_pinned() * static_cast<size_t>(r.ranks.on_a_machine);
+        if (pinned > host.bytes)
             fail(
-                "the plan pins %.1f MiB of host memory and %.1f are free (%s); smaller: --batch or "
+                "the plan pins %.1f MiB of host memory%s and %.1f are free (%s); smaller: --batch or "
                 "--seq-len, or more that stays on the device or goes to a disk",
-                mebibytes(r.all_pinned()), mebibytes(host.bytes), host.limit.c_str());
+                mebibytes(pinned),
+                r.ranks.on_a_machine > 1 ? format(" for %d ranks", r.ranks.on_a_machine).c_str() : "",
+                mebibytes(host.bytes), host.limit.c_str());
     }
     if (still_to_take(r) <= free.bytes) return;
     const size_t budget = with_reserve(free, r.context).bytes;
@@ -107,6 +116,6 @@ inline void require_memory(const MemoryReport& r, const FreeMemory& free, bool t
 // For a plan that is only printed: says on stderr that it would not fit.
 inline void remark_shortage(const MemoryReport& r) {
     if (!kHostIsDevice) return;  // a plan can be printed without a GPU
-    const FreeMemory& free = memory_free_at_start();
+    const FreeMemory free = memory_of_rank({0, r.ranks.devices, r.ranks.on_a_machine});
     if (still_to_take(r) > free.bytes) fprintf(stderr, "here %s\n", describe_shortage(r, free).c_str());
 }

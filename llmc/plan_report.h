@@ -65,6 +65,19 @@ struct InputBytes {
     size_t tokenizer = 0, data = 0, reading = 0;
 };
 
+// What a rank of several devices sends to the others in a step, and receives from them; and how long that
+// takes by estimate.
+struct RanksReport {
+    int devices = 1, on_a_machine = 1;
+    std::string zero;                                     // what each of them keeps
+    std::array<double, std::size(kExchanged)> sent = {};  // bytes, by content
+    RankLinks links;
+    double link_rate = 0;                    // bytes/s of the link of a rank
+    double seconds = 0, waited_seconds = 0;  // of exchanges, and those of them that a step waits for
+
+    double all_sent() const { return std::accumulate(sent.begin(), sent.end(), 0.0); }
+};
+
 struct MemoryReport {
     // A buffer outside the arena, alive for the whole run. `kind` is also its line in the totals.
     struct Buffer {
@@ -78,9 +91,7 @@ struct MemoryReport {
     int vocabulary = 0;
     std::string vocabulary_of;  // why it is this size, if neither data nor a file say it
     int batch = 0, seq_len = 0, grad_accum = 1;
-    int devices = 1;           // the number of ranks; the report is about one of them
-    std::string zero;          // what each of them keeps
-    double sent_to_ranks = 0;  // bytes in a step
+    RanksReport ranks;  // the report is about one of them
     int64_t head_rows = 0, mlp_rows = 0, attention_rows = 0;
     double seconds = 0;                // of a step, by estimate
     double update_seconds = 0;         // of the update in it
@@ -112,6 +123,7 @@ struct MemoryReport {
     // The plans of a micro-batch, and of what uses the arena at other times. They are the trainer's own, as
     // it last rehearsed them.
     const Plan *train = &kNoPlan, *update = &kNoPlan;
+    const Plan* last = &kNoPlan;  // of a step's last micro-batch, in which ranks exchange gradients
     std::vector<std::pair<const char*, const Plan*>> others;
 
     size_t workspace() const {
@@ -193,6 +205,22 @@ inline nlohmann::ordered_json phases_json(const PhaseTimes& phases) {
     return all;
 }
 
+inline nlohmann::ordered_json ranks_json(const RanksReport& r) {
+    nlohmann::ordered_json j = {{"devices", r.devices},
+                                {"machines", r.devices / r.on_a_machine},
+                                {"zero", r.zero},
+                                {"sent_bytes", r.all_sent()}};
+    for (size_t i = 0; i < r.sent.size(); i++) j["sent"][kExchanged[i]] = r.sent[i];
+    j["link"] = {{"bytes_per_second", r.link_rate}, {"of", r.links.link_is_nominal ? "nominal" : "measured"}};
+    if (r.links.outside > 0)
+        j["network"] = {{"bytes_per_second", r.links.network},
+                        {"of", r.links.network_of},
+                        {"sent_by_a_machine", r.all_sent() * r.links.outside * r.on_a_machine}};
+    j["exchange_seconds"] = r.seconds;
+    j["waited_seconds"] = r.waited_seconds;
+    return j;
+}
+
 inline nlohmann::ordered_json report_json(const MemoryReport& r) {
     nlohmann::ordered_json j = {
         {"model", r.model},           {"parameters", r.parameters}, {"trained", r.trained},
@@ -200,11 +228,10 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r) {
         {"batch", r.batch},           {"seq_len", r.seq_len},       {"grad_accum", r.grad_accum},
         {"head_rows", r.head_rows},   {"mlp_rows", r.mlp_rows},     {"attention_rows", r.attention_rows},
         {"recompute", r.recompute}};
-    if (r.devices > 1)
-        j["ranks"] = {{"devices", r.devices},
-                      {"zero", r.zero},
-                      {"sent_bytes", r.sent_to_ranks},
-                      {"nccl_bytes", r.nccl}};
+    if (r.ranks.devices > 1) {
+        j["ranks"] = ranks_json(r.ranks);
+        j["ranks"]["nccl_bytes"] = r.nccl;
+    }
     auto& totals = j["totals"];
     for (const char* kind : {"weights", "gradients", "optimizer_m", "optimizer_v", "master", "input"})
         totals[kind] = r.of_kind(kind);
@@ -305,7 +332,10 @@ inline void print_summary(FILE* to, const MemoryReport& r, const char* verb, con
             r.vocabulary_of.empty() ? "" : format(" (%s)", r.vocabulary_of.c_str()).c_str(), r.batch,
             r.seq_len, r.recompute.c_str(), static_cast<long long>(r.head_rows),
             rows(", mlp_rows", r.mlp_rows).c_str(), rows(", attention_rows", r.attention_rows).c_str(),
-            r.devices > 1 ? format("; each of %d devices", r.devices).c_str() : "", verb);
+            r.ranks.devices > 1
+                ? format("; each of %d devices, --zero %s", r.ranks.devices, r.ranks.zero.c_str()).c_str()
+                : "",
+            verb);
     const auto line = [&](size_t bytes, const std::string& what) {
         if (bytes > 0) fprintf(to, "%12.2f  %s\n", mebibytes(bytes), what.c_str());
     };
@@ -361,10 +391,28 @@ inline void print_phases(FILE* to, const MemoryReport& r) {
     }
 }
 
+// Prints what ranks send each other in a step, over what, and how long a step waits for it.
+inline void print_ranks(FILE* to, const RanksReport& r) {
+    if (r.devices == 1) return;
+    fprintf(to, "each device sends %.2f MB in a step, and receives as much:", r.all_sent() / 1e6);
+    for (size_t i = 0; i < r.sent.size(); i++)
+        fprintf(to, "%s %s %.2f", i > 0 ? "," : "", kExchanged[i], r.sent[i] / 1e6);
+    fprintf(to, "\n  over %s of %.4g GB/s each way, %s\n",
+            r.links.over_host_link ? "its link to the host" : "a link", r.link_rate / 1e9,
+            r.links.link_is_nominal ? "a nominal rate (--devices N --calibrate measures it)" : "as measured");
+    if (r.links.outside > 0)
+        fprintf(to,
+                "  %.0f%% of it leaves the machine, whose %d devices share a network of %.4g GB/s each way "
+                "(%s)\n",
+                100 * r.links.outside, r.on_a_machine, r.links.network / 1e9, r.links.network_of);
+    fprintf(to, "  that takes %.4g s, of which a step waits for %.4g s\n", r.seconds, r.waited_seconds);
+}
+
 // Prints the summary, a table of every buffer, and the sum again, which a long table has moved out of sight.
 inline void print_report(FILE* to, const MemoryReport& r) {
     print_summary(to, r, "takes");
     print_phases(to, r);
+    print_ranks(to, r.ranks);
     std::vector<std::string> order;
     std::map<std::string, TableLine> table;
     for (const auto& b : r.buffers) {

@@ -17,6 +17,7 @@
 
 #include "llmc/options.h"
 #include "llmc/options_placement.h"
+#include "llmc/plan_free_memory.h"
 #include "llmc/plan_solver.h"
 #include "llmc/recompute.h"
 #include "llmc/run_inputs.h"
@@ -75,6 +76,7 @@ inline void remember_choice(const Options& given, Options& o) {
     }
     for (const PlacementOption& p : kPlacements)
         if (p.value(o) != p.value(given)) remember(p.setting().c_str(), p.value(o));
+    if (o.zero != given.zero) remember("--zero", o.zero);
     if (o.prefetch != given.prefetch) remember("--prefetch", std::to_string(o.prefetch));
     if (o.by_block != given.by_block) remember("--by-block", "true");
     for (const char* budget : {"--memory", "--memory.host", "--state-formats"}) o.given.erase(budget);
@@ -195,7 +197,8 @@ Movable movable(const Options& o, const RunInputs& inputs, bool with_files) {
     if (is_open("embeddings") && inputs.may_move_embeddings())
         m.values["embeddings"] = {offered ? placement : "disk"};
     const bool has_state = o.optimizer == "adamw" || (std::is_same_v<T, bf16> && o.master != "none");
-    if (is_open("gradients") && !frozen && !o.update_in_backward && moves) m.values["gradients"] = placements;
+    if (is_open("gradients") && !frozen && !o.update_in_backward && !o.slices_gradients() && moves)
+        m.values["gradients"] = placements;
     if (is_open("state") && !frozen && has_state && moves) m.values["state"] = placements;
     if (is_open("updates") && !kHostIsDevice) m.values["updates"] = {"host"};
     const auto state = o.given.find("--offload.state");
@@ -212,10 +215,44 @@ Movable movable(const Options& o, const RunInputs& inputs, bool with_files) {
 // --by-block is tried only with at most this many sequences in a step: a dry run executes each micro-batch.
 constexpr int64_t kMostTogether = 64;
 
+// True if --by-block may be tried: the rank's sequences of a step are few enough, and more than one.
+inline bool may_go_by_block(const Options& o) {
+    const int64_t sequences = int64_t{o.batch} * o.grad_accum / o.devices;
+    return !o.by_block && sequences > 1 && sequences <= kMostTogether;
+}
+
+// What each of several devices may keep, if --zero leaves it open. What takes the least traffic comes first;
+// --zero 0 saves none. A device keeps only its slice of the gradients if it has one micro-batch, or all of
+// them go through a block together. Another way to share is one more line here.
+inline std::vector<Options> ways_to_share(const Options& o) {
+    if (o.devices == 1 || o.zero != "auto") return {o};
+    std::vector<Options> all;
+    const auto add = [&](const char* zero, bool by_block) {
+        Options& way = all.emplace_back(o);
+        way.zero = zero, way.by_block = by_block;
+    };
+    add("1", o.by_block);
+    if (o.gradients == "device" && !o.update_in_backward) {
+        add("2", o.by_block);
+        if (may_go_by_block(o)) add("2", true);
+    }
+    return all;
+}
+// Those of them that change no other option and hold for the --grad-accum that was given.
+inline std::vector<Options> ways_to_share_alone(const Options& o) {
+    std::vector<Options> all = ways_to_share(o);
+    std::erase_if(all, [&](const Options& way) {
+        const bool keeps_sums = way.own_micro_batches() > way.micro_batches_together();
+        return way.by_block != o.by_block || (way.slices_gradients() && keeps_sums);
+    });
+    return all;
+}
+
 // The options with each combination of placements; the given ones come first. Where blocks are streamed, it
 // also tries to take all micro-batches of a step through a block before the next block, so that each block is
 // fetched once (GreedySnake, arXiv:2512.17570). Where state is updated in backward, it also tries buffers for
-// the state of a whole block, which is then fetched while the block computes.
+// the state of a whole block, which is then fetched while the block computes. Each combination comes with all
+// ways in which several devices may share what is trained.
 inline std::vector<Options> placements_to_try(const Options& given, const Movable& movable) {
     std::vector<Options> all = {given};
     // After each of the options, inserts a copy changed by change(copy), if that returns true.
@@ -232,8 +269,6 @@ inline std::vector<Options> placements_to_try(const Options& given, const Movabl
         const bool with_host = o.updates == "host" && host_can_update(o);
         return o.state != "device" && o.update_in_backward && !with_host;
     };
-    const int64_t sequences = int64_t{given.batch} * given.grad_accum;
-    const bool may_go_together = !given.by_block && sequences > 1 && sequences <= kMostTogether;
     for (const PlacementOption& p : kPlacements) {
         const auto values = movable.values.find(p.key);
         std::vector<Options> more;
@@ -253,9 +288,13 @@ inline std::vector<Options> placements_to_try(const Options& given, const Movabl
     vary([&](Options& o) {
         const bool moves_less =
             moves(o) || (o.state != "device" && o.update_in_backward) || o.gradients != "device";
-        return o.by_block = true, may_go_together && moves_less;
+        const bool may = may_go_by_block(o);
+        return o.by_block = true, may && moves_less;
     });
-    return all;
+    std::vector<Options> shared;
+    for (const Options& o : all)
+        for (Options& way : ways_to_share(o)) shared.push_back(std::move(way));
+    return shared;
 }
 
 // The combinations that stream blocks, with prefetching turned off: these take the least memory.
@@ -297,9 +336,10 @@ inline size_t space_on_disk() {
     return space;
 }
 
-// How much memory outside the device --memory may use.
+// How much memory outside the device --memory may use: a rank's share of what its machine has.
 inline BesideDevice memory_beside_device(const Options& o) {
-    BesideDevice space = {.files = space_on_disk()};
-    if (o.has("--memory.host")) space.pinned = parse_bytes(o.host_memory, "--memory host=");
+    const auto ranks = static_cast<size_t>(o.rank.on_this_machine);
+    BesideDevice space = {.files = std::min(space_on_disk() / ranks, least_of_ranks.files)};
+    if (o.has("--memory.host")) space.pinned = parse_bytes(o.host_memory, "--memory host=") / ranks;
     return space;
 }

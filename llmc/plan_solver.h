@@ -87,9 +87,20 @@ inline double moving_seconds(const Plan& plan, const std::vector<Segment>& segme
     return seconds / static_cast<double>(std::max<ptrdiff_t>(blocks, 1));
 }
 
+// True if a take is of a unit's gradients that ranks exchange while backward is in the next unit.
+inline bool outlives_its_block(const Take& t) {
+    return is_exchange(t.dies_at) && !is_exchange(t.born_at) &&
+           !(block_range(t.born_at).empty() && block_range(t.dies_at).empty());
+}
+
 // Cuts a rehearsed step at its blocks. A block takes as long as it computes or as its transfers move,
 // whichever is longer. Bytes are rounded as in the arena; seconds to 2^-40 (a picosecond), so that their sums
 // are exact and the same in any order.
+//
+// Ranks complete a block's gradients in the range of the next block, so the block that goes backward first
+// has less to do than the others. To keep all blocks alike, memory for exchanges does not count here, and
+// gradients end with their own block: what is composed is a lower bound, as always. The seconds of their sums
+// count at the end.
 inline std::vector<Segment> segments_of(const Plan& plan, const Rates& rates) {
     struct Event {
         int time;
@@ -97,10 +108,16 @@ inline std::vector<Segment> segments_of(const Plan& plan, const Rates& rates) {
         std::string_view path;
     };
     std::vector<Event> events;
+    std::vector<Take> outlive;
+    double exchange_seconds = 0;
     for (const Take& t : plan.takes) {
+        if (is_exchange(t.born_at)) continue;
         const int64_t bytes = static_cast<int64_t>(arena_align(t.bytes));
         events.push_back({t.born, bytes, t.born_at});
-        events.push_back({t.dies, -bytes, t.dies_at});
+        if (outlives_its_block(t))
+            outlive.push_back(t);
+        else
+            events.push_back({t.dies, -bytes, t.dies_at});
     }
     std::sort(events.begin(), events.end(), [](const Event& a, const Event& b) { return a.time < b.time; });
 
@@ -113,8 +130,19 @@ inline std::vector<Segment> segments_of(const Plan& plan, const Rates& rates) {
         Stretch& s = block.empty() ? segments.back().after : segments.back().inside;
         s = s.then({std::max<int64_t>(e.bytes, 0), e.bytes, 0});
     }
+    for (const Take& t : outlive) {
+        const std::string_view block = block_range(t.born_at);
+        const auto own = std::find_if(segments.begin(), segments.end(),
+                                      [&](const Segment& s) { return !block.empty() && s.block == block; });
+        Stretch& s = own == segments.end() ? segments[segments.size() / 2].after : own->inside;
+        s = s.then({0, -static_cast<int64_t>(arena_align(t.bytes)), 0});
+    }
     size_t at = 0;
     for (const Work& w : plan.work) {
+        if (is_exchange(w.range)) {
+            exchange_seconds += rates.seconds(w);
+            continue;
+        }
         const std::string_view block = block_range(w.range);
         while (!block.empty() && block != segments[at].block) {
             at++;
@@ -122,6 +150,7 @@ inline std::vector<Segment> segments_of(const Plan& plan, const Rates& rates) {
         }
         (block.empty() ? segments[at].after : segments[at].inside).seconds += rates.seconds(w);
     }
+    segments.back().after.seconds += exchange_seconds;
     for (const char* phase : {"forward", "backward"}) {
         const double moving = moving_seconds(plan, segments, phase, rates);
         for (Segment& s : segments)

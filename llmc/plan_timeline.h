@@ -43,7 +43,7 @@ inline std::vector<std::string> timeline_kinds(const MemoryReport& report, const
     };
     for (const auto& b : report.buffers) add(b.kind);
     for (const char* kind : {"activation", "gradient"}) add(kind);
-    for (const Plan* plan : {report.train, &update})
+    for (const Plan* plan : {report.last, &update})
         for (const Take& t : plan->takes) add(t.kind);
     kinds.push_back("workspace");
     return kinds;
@@ -150,13 +150,13 @@ inline void append_bars(Timeline& timeline, const Plan& plan, const std::string&
     }
 }
 
-// The timeline of one micro-batch and of the update. State, batch and workspace live all the time.
+// The timeline of a step's last micro-batch and of the update. State, batch and workspace live all the time.
 inline Timeline make_timeline(const MemoryReport& report, const Plan& update, const Rates& rates) {
     Timeline timeline{timeline_kinds(report, update), {}, {}};
     std::vector<size_t> live;
     for (const std::string& kind : timeline.kinds)
         live.push_back(kind == "workspace" ? report.workspace() : report.of_kind(kind));
-    append_bars(timeline, *report.train, "", append_plan(timeline, *report.train, "", live), rates);
+    append_bars(timeline, *report.last, "", append_plan(timeline, *report.last, "", live), rates);
     append_bars(timeline, update, "update", append_plan(timeline, update, "update", live), rates);
     return timeline;
 }
@@ -170,6 +170,7 @@ inline nlohmann::ordered_json bar_json(const TimelineBar& bar) {
                                 {"bytes", static_cast<int64_t>(t.bytes)},
                                 {"begins", bar.begins},
                                 {"ends", bar.ends}};
+    if (*t.content) j["content"] = t.content;
     if (bar.seconds > 0) j["seconds"] = bar.seconds, j["waited"] = bar.waited;
     return j;
 }

@@ -29,7 +29,7 @@ void sum_ranks(const Tensor<T>& out, const Tensor<T>& parts, Stream stream) {
     const int64_t ranks = parts.rows(), n = out.size();
     assert(parts.columns() % kVectorSize<T> == 0 && n <= parts.columns());
     if (n == 0) return;
-    const Operation operation("sum_ranks", 0, static_cast<double>((ranks + 1) * n) * sizeof(T));
+    const Operation operation(kSumRanks, 0, static_cast<double>((ranks + 1) * n) * sizeof(T));
     launch<sum_ranks_kernel<T>>(elementwise_blocks<T>(n), kBlockThreads, 0, stream, out.data(), parts.data(),
                                 static_cast<int>(ranks), parts.columns(), n);
 }

@@ -83,6 +83,9 @@ class RankEngine {
     // finish(n) waits for the n-th exchange that was started, from 0, and for all before it.
     virtual void start(std::span<const Part> send, std::span<const Part> receive) = 0;
     virtual void finish(size_t number) = 0;
+    // How long an exchange that finish() has waited for took, from start() until it was complete; negative if
+    // that is not known.
+    virtual double seconds_of([[maybe_unused]] size_t number) const { return -1; }
     // Ends all ranks at once, with this exit code.
     virtual void end_all(int code) = 0;
     // How many of the ranks run on this machine.

@@ -10,6 +10,8 @@
 #include <dlfcn.h>
 #include <mpi.h>
 
+#include <array>
+#include <chrono>
 #include <condition_variable>
 #include <csignal>
 #include <cstring>
@@ -77,11 +79,15 @@ class MpiEngine : public RankEngine {
     void start(std::span<const Part> send, std::span<const Part> receive) override {
         if (!worker_.joinable()) start_worker();
         change([&] { waiting_.push_back({{send.begin(), send.end()}, {receive.begin(), receive.end()}}); });
-        started_++;
+        times_[started_++ % times_.size()].began = Clock::now();
     }
     void finish(size_t number) override {
         std::unique_lock lock(mutex_);
         changed_.wait(lock, [&] { return done_ > number; });
+    }
+    double seconds_of(size_t number) const override {
+        const Times& t = times_[number % times_.size()];
+        return std::chrono::duration<double>(t.ended - t.began).count();
     }
     void end_all(int code) override { abort_(world_, code); }
     int on_this_machine() const override { return on_this_machine_; }
@@ -129,7 +135,7 @@ class MpiEngine : public RankEngine {
             lock.unlock();
             move(parts.send, parts.receive);
             lock.lock();
-            done_++;
+            times_[done_++ % times_.size()].ended = Clock::now();
             changed_.notify_all();
         }
     }
@@ -162,6 +168,11 @@ class MpiEngine : public RankEngine {
     std::deque<Parts> waiting_;  // exchanges that were started and not begun
     size_t started_ = 0, done_ = 0;
     bool ends_ = false;
+    using Clock = std::chrono::steady_clock;
+    struct Times {
+        Clock::time_point began, ended;
+    };
+    std::array<Times, 256> times_ = {};  // of the latest exchanges, by their numbers
     std::thread worker_;
     decltype(&MPI_Isend) isend_;
     decltype(&MPI_Irecv) irecv_;

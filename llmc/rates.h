@@ -111,11 +111,11 @@ struct ProductRates {
     }
 };
 
-// What a phase's time is spent on.
-enum class Cost { Products, Attention, Passes, Disk, Link, Host };
-constexpr size_t kCosts = 6, kComputing = 3;  // the first of them compute, the others move data
-inline constexpr const char* kCostNames[kCosts] = {"products", "attention", "memory passes",
-                                                   "disk",     "link",      "host"};
+// What a phase's time is spent on. Exchange: between the ranks of several devices.
+enum class Cost { Products, Attention, Passes, Disk, Link, Host, Exchange };
+constexpr size_t kCosts = 7, kComputing = 3;  // the first of them compute, the others move data
+inline constexpr const char* kCostNames[kCosts] = {"products", "attention", "memory passes", "disk",
+                                                   "link",     "host",      "exchange"};
 
 inline Cost cost_of(const Work& work) {
     if (work.product.m > 0) return Cost::Products;
@@ -124,6 +124,7 @@ inline Cost cost_of(const Work& work) {
 
 inline Cost cost_of(Route route) {
     if (route == Route::HostUpdate) return Cost::Host;
+    if (route == Route::ToRanks) return Cost::Exchange;
     return is_disks(route) ? Cost::Disk : Cost::Link;
 }
 
@@ -148,15 +149,35 @@ constexpr std::array<double, kRoutes> kNoLimits = {kFree, kFree, kFree, kFree, k
 // The share of its speed that computing keeps, by Route, if transfers do not slow it down.
 constexpr std::array<double, kRoutes> kUndisturbed = {1, 1, 1, 1, 1, 1};
 
+// How the bytes that a rank sends to the others travel: to those on its machine over a link of its own, whose
+// rate is that of Route::ToRanks; to those on other machines over the network, which the ranks of a machine
+// share.
+struct RankLinks {
+    int on_a_machine = 1;         // ranks
+    double outside = 0;           // the share of a rank's bytes that leave its machine
+    double network = kFree;       // bytes/s of a machine, each way
+    bool over_host_link = false;  // a GPU reaches the other ranks over its link to the host
+    bool link_is_nominal = true;  // else measured
+    const char* network_of = "";  // where its rate is from: "nominal", "measured", "--network"
+};
+
 struct Rates {
     DeviceRates nominal;
     std::map<std::string, ProductRates> products = {};  // by product_form()
     std::map<std::string, RateCurve> operations = {};   // by rate_name(): FLOP/s of attention, else bytes/s
     std::array<double, kRoutes> transfers = kNoLimits;  // bytes/s, by Route
     std::array<double, kRoutes> beside = kUndisturbed;  // share of its speed that computing keeps meanwhile
+    RankLinks ranks = {};
 
     Rates(const DeviceRates& nominal) : nominal(nominal) {}
     bool measured() const { return !operations.empty(); }
+    // The bytes/s of transfers, where they were measured.
+    std::array<double, kRoutes> measured_transfers() const {
+        if (!measured()) return kNoLimits;
+        auto all = transfers;
+        if (ranks.link_is_nominal) all[static_cast<size_t>(Route::ToRanks)] = kFree;
+        return all;
+    }
 
     // The seconds of all calls of an operation.
     double seconds(const Work& w) const {
@@ -176,7 +197,13 @@ struct Rates {
     // The seconds that a transfer takes.
     double seconds(const Transfer& t) const { return seconds_moving(t.bytes, t.route); }
     double seconds_moving(double bytes, Route route) const {
-        return bytes / transfers[static_cast<size_t>(route)];
+        if (route != Route::ToRanks) return bytes / transfers[static_cast<size_t>(route)];
+        return std::max(seconds_on_link(bytes), bytes * ranks.outside * ranks.on_a_machine / ranks.network);
+    }
+    // The seconds that a rank's link to the others carries what it sends them.
+    double seconds_on_link(double bytes) const {
+        const double carried = ranks.over_host_link ? bytes : bytes * (1 - ranks.outside);
+        return carried / transfers[static_cast<size_t>(Route::ToRanks)];
     }
 };
 
@@ -250,7 +277,7 @@ inline double seconds_waited(const PhaseTimes& phases, std::string_view phase = 
 // request after the other; the link does one in each direction. A fetch begins after all earlier stores of
 // its kind, as in offload_storage.h, and so does the host's update. What a GPU gets from a disk crosses the
 // link while it is read; what it writes there crosses the link first (offload_storage.h). What stays with the
-// host does not cross it.
+// host does not cross it. An exchange between ranks may take both directions of that link.
 class Media {
   public:
     explicit Media(const Rates& rates) : rates_(rates) {}
@@ -267,7 +294,12 @@ class Media {
         }
         double &free = free_of(t.route), &stored = stored_[t.of];
         const bool follows = t.route == Route::FromHost || t.route == Route::HostUpdate;
-        const double at = std::max({now, free, follows ? stored : 0});
+        double at = std::max({now, free, follows ? stored : 0});
+        if (t.route == Route::ToRanks && rates_.ranks.over_host_link) {
+            double &in = free_of(Route::FromHost), &out = free_of(Route::ToHost);
+            at = std::max({at, in, out});
+            in = out = at + rates_.seconds_on_link(t.bytes);
+        }
         double done = free = at + rates_.seconds(t);
         if (const double share = rates_.beside[static_cast<size_t>(t.route)]; share < 1)
             disturbs_.push_back({at, done, share});
@@ -283,6 +315,7 @@ class Media {
     }
     // The time that computing takes from `now` on which takes `seconds` alone.
     double computing(double now, double seconds) {
+        if (disturbing_ == disturbs_.size()) return seconds;
         const double begun = now;
         for (; disturbing_ < disturbs_.size() && seconds > 0; disturbing_++) {
             const Disturbs& d = disturbs_[disturbing_];

@@ -26,6 +26,7 @@
 #include "llmc/bench.h"
 #include "llmc/cross_entropy.cuh"
 #include "llmc/elementwise.cuh"
+#include "llmc/exchange.h"
 #include "llmc/global_norm.cuh"
 #include "llmc/gradient_sums.cuh"
 #include "llmc/lora.cuh"
@@ -616,15 +617,86 @@ class Calibration {
     size_t most_bytes_ = 0;
 };
 
-// Measures the device, and writes its rates into a file.
+// Measures how fast ranks exchange bytes, in pieces as large as those of a step: with those on this machine,
+// and with those on others. All ranks must call it.
+class RanksCalibration {
+  public:
+    RanksCalibration(RankEngine& engine, const Rank& rank)
+        : engine_(engine),
+          rank_(rank),
+          slices_{rank.number, rank.count, 1},
+          exchange_(none_, stream_, slices_) {
+        exchange_.connect(&engine);
+        char host[256] = "";
+        gethostname(host, sizeof host - 1);
+        hosts_ = exchange_.gather(std::vector<uint64_t>{name_hash(host)});
+    }
+    void measure(Rates& rates) {
+        const double here = bytes_per_second(true), away = bytes_per_second(false);
+        if (here > 0) rates.transfers[static_cast<size_t>(Route::ToRanks)] = here;
+        const auto own = hosts_[static_cast<size_t>(rank_.number)];
+        if (away > 0)  // which all ranks of this machine send at the same time
+            rates.ranks.network = away * static_cast<double>(std::count(hosts_.begin(), hosts_.end(), own));
+    }
+    size_t bytes() const { return 2 * static_cast<size_t>(rank_.count) * kSlice; }
+
+  private:
+    static constexpr size_t kSlice = size_t{32} << 20;
+    static constexpr int kTimes = 7;
+
+    // What a rank sends to those on its machine, or on others, while it receives as much; 0 if there are
+    // none.
+    double bytes_per_second(bool here) {
+        const DeviceBuffer sent(bytes() / 2, "what ranks send"), received(bytes() / 2, "what ranks receive");
+        device_fill(sent.data(), 1, sent.bytes(), stream_);
+        device_fill(received.data(), 1, received.bytes(), stream_);
+        stream_synchronize(stream_);
+        std::vector<Part> send(hosts_.size()), receive(hosts_.size());
+        double bytes = 0;
+        for (size_t r = 0; r < hosts_.size(); r++) {
+            const bool same = hosts_[r] == hosts_[static_cast<size_t>(rank_.number)];
+            if (same != here || static_cast<int>(r) == rank_.number) continue;
+            send[r] = {sent.data() + r * kSlice, kSlice};
+            receive[r] = {received.data() + r * kSlice, kSlice};
+            bytes += static_cast<double>(kSlice);
+        }
+        std::vector<double> seconds;
+        for (int i = 0; i < kTimes; i++) {
+            exchange_.largest(0);  // all ranks begin together
+            const WallClock clock;
+            engine_.start(send, receive);
+            engine_.finish();
+            if (i > 0) seconds.push_back(clock.seconds());
+        }
+        return bytes / statistics(std::move(seconds)).median;
+    }
+
+    RankEngine& engine_;
+    const Rank rank_;
+    const Slices slices_;
+    Arena none_;
+    const Stream stream_ = nullptr;
+    Exchange exchange_;
+    std::vector<uint64_t> hosts_;  // by rank: a digest of the machine's name
+};
+
+// Measures the device, and writes its rates into a file. Of several ranks, each measures its own device at
+// the same time, as they also compute at the same time; then how fast they exchange bytes. The first one
+// writes the file.
 template <class T>
-void calibrate(const std::string& file) {
-    check_output_file({"--calibrate", file, "{\n \"rates\":", Output::Replaced});
-    check_rates_writable(file);
+void calibrate(const Options& o, RankEngine* engine) {
+    const std::string& file = o.calibrate;
+    if (o.rank.is_first()) {
+        check_output_file({"--calibrate", file, "{\n \"rates\":", Output::Replaced});
+        check_rates_writable(file);
+    }
     const WallClock clock;
     const OwnStream stream;
     Calibration<T> calibration(stream.get());
-    write_rates(file, calibration.measure(), dtype_name<T>());
+    Rates rates = calibration.measure();
+    if (engine) RanksCalibration(*engine, o.rank).measure(rates);
+    if (!o.rank.is_first()) return;
+    write_rates(file, rates, dtype_name<T>());
     printf("measured %s in %.1f s, in %.0f MiB of memory: %s\n", device_name().c_str(), clock.seconds(),
            mebibytes(calibration.most_bytes()), file.c_str());
 }

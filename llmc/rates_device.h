@@ -25,15 +25,18 @@
 
 // The bytes/s of 16 lanes of PCI Express, each way, and of NVLink between a GPU and its own CPU.
 constexpr double kPcie4 = 32e9, kPcie5 = 64e9, kNvlinkC2c = 450e9;
+// The bytes/s of the NVLinks of a GPU to the others of its machine, each way, by generation.
+constexpr double kNvlink3 = 300e9, kNvlink4 = 450e9, kNvlink5 = 900e9;
 // Bytes/s of the memory of the host that a GPU is assumed to be in: eight channels of DDR4-3200, or two of
 // DDR5-5600.
 constexpr double kServer = 205e9, kDesktop = 90e9;
 
 // FLOP/s of dense products in bf16, in TF32 and in fp32 without tensor cores; bytes/s of the GPU's memory, of
-// its link to the host, each way, and of the host's memory.
+// its link to the host, each way, of the host's memory, and of NVLink to all other GPUs of its machine, each
+// way; without that they reach each other over the link to the host.
 struct KnownGpu {
     const char* name;  // empty: computed, not in the table
-    double flops, tf32, fp32, bandwidth, link, host = kServer;
+    double flops, tf32, fp32, bandwidth, link, host = kServer, nvlink = 0;
 };
 
 // A GeForce from its fp32 TFLOP/s and GB/s: products in bf16 have twice that rate, in TF32 the same.
@@ -45,26 +48,27 @@ constexpr KnownGpu workstation(const char* name, double fp32, double bandwidth, 
     return {name, 4e12 * fp32, 2e12 * fp32, 1e12 * fp32, 1e9 * bandwidth, link};
 }
 
-// What a build plans for if no GPU answers.
-constexpr KnownGpu kA100 = {"A100", 312e12, 156e12, 19.5e12, 1.94e12, kPcie4};
+// What a build plans for if no GPU answers: one of several that NVLink connects.
+constexpr KnownGpu kA100 = {"A100", 312e12, 156e12, 19.5e12, 1.94e12, kPcie4, kServer, kNvlink3};
 
 constexpr KnownGpu kKnownGpus[] = {
     // if two names fit, the first counts
-    {"GB200", 2500e12, 1250e12, 80e12, 8.0e12, kNvlinkC2c},
-    {"B300", 2250e12, 1125e12, 75e12, 8.0e12, kPcie5},
-    {"B200", 2250e12, 1125e12, 75e12, 8.0e12, kPcie5},
+    {"GB200", 2500e12, 1250e12, 80e12, 8.0e12, kNvlinkC2c, kServer, kNvlink5},
+    {"B300", 2250e12, 1125e12, 75e12, 8.0e12, kPcie5, kServer, kNvlink5},
+    {"B200", 2250e12, 1125e12, 75e12, 8.0e12, kPcie5, kServer, kNvlink5},
     {"GH200 480GB", 989e12, 494e12, 67e12, 4.0e12, kNvlinkC2c},
     {"GH200 144G HBM3e", 989e12, 494e12, 67e12, 4.9e12, kNvlinkC2c},
     {"H200 NVL", 835e12, 417e12, 60e12, 4.8e12, kPcie5},
-    {"H200", 989e12, 494e12, 67e12, 4.8e12, kPcie5},
+    {"H200", 989e12, 494e12, 67e12, 4.8e12, kPcie5, kServer, kNvlink4},
     {"H100 PCIe", 756e12, 378e12, 51e12, 2.0e12, kPcie5},
     {"H100 NVL", 835e12, 417e12, 60e12, 3.9e12, kPcie5},
-    {"H100", 989e12, 494e12, 67e12, 3.35e12, kPcie5},
-    {"H20", 148e12, 74e12, 44e12, 4.0e12, kPcie5},
-    {"A100-SXM4-80GB", 312e12, 156e12, 19.5e12, 2.039e12, kPcie4},
-    {"A100-SXM4-40GB", 312e12, 156e12, 19.5e12, 1.555e12, kPcie4},
+    {"H100", 989e12, 494e12, 67e12, 3.35e12, kPcie5, kServer, kNvlink4},
+    {"H20", 148e12, 74e12, 44e12, 4.0e12, kPcie5, kServer, kNvlink4},
+    {"A100-SXM4-80GB", 312e12, 156e12, 19.5e12, 2.039e12, kPcie4, kServer, kNvlink3},
+    {"A100-SXM4-40GB", 312e12, 156e12, 19.5e12, 1.555e12, kPcie4, kServer, kNvlink3},
     {"A100-PCIE-40GB", 312e12, 156e12, 19.5e12, 1.555e12, kPcie4},
-    kA100,  // A100 80GB PCIe
+    {"A100 80GB PCIe", 312e12, 156e12, 19.5e12, 1.94e12, kPcie4},
+    kA100,
     {"A30", 165e12, 82e12, 10.3e12, 0.933e12, kPcie4},
     {"A10G", 70e12, 35e12, 35e12, 0.6e12, kPcie4},
     workstation("A40", 37.4, 696, kPcie4),
@@ -272,12 +276,14 @@ DeviceRates nominal_rates(double threads = omp_get_max_threads()) {
 // The nominal rates of transfers beside the operations, in bytes/s by Route. A disk beside a GPU is assumed
 // to be an NVMe drive on four lanes of PCI Express 4, which reads 7 GB/s and writes some 5. A CPU's is the
 // virtual disk that dev/results/streaming.md was measured on. An update by a GPU's host is assumed to reach
-// half of its memory's rate. Ranks on one machine exchange some 2 GB/s each through its memory.
-constexpr double kNominalRanks = 2e9;
+// half of its memory's rate. CPU ranks on one machine exchange some 2 GB/s each through its memory; GPUs
+// exchange by NVLink or, without it, over their links to the host. Machines with CPUs are assumed to be
+// connected by 10 Gbit/s, those with GPUs by 100.
+constexpr double kNominalRanks = 2e9, kNominalNetwork = kHostIsDevice ? 1.25e9 : 12.5e9;
 inline std::array<double, kRoutes> nominal_transfers() {
     if (kHostIsDevice) return {1e9, 1e9, kFree, kFree, kFree, kNominalRanks};
-    const double link = nominal_gpu().link * 0.8;
-    return {7e9, 5e9, link, link, nominal_gpu().host / 2, kNominalRanks};
+    const double link = nominal_gpu().link * 0.8, nvlink = nominal_gpu().nvlink * 0.8;
+    return {7e9, 5e9, link, link, nominal_gpu().host / 2, nvlink > 0 ? nvlink : link};
 }
 
 // The side of a large square product whose three matrices fit `space` bytes: on a GPU a multiple of 256, on a

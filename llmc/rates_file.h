@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "llmc/file.h"
+#include "llmc/options.h"
 #include "llmc/rates.h"
 #include "llmc/rates_device.h"
 #include "llmc/simt.h"
@@ -70,6 +71,7 @@ inline void write_rates(const std::string& path, const Rates& rates, const char*
     for (size_t route = 0; route < rates.transfers.size(); route++)
         if (std::isfinite(rates.transfers[route]))
             j["transfers"][kRouteNames[route]] = rounded({rates.transfers[route]})[0];
+    if (std::isfinite(rates.ranks.network)) j["network"] = rounded({rates.ranks.network})[0];
     for (size_t route = 0; route < rates.beside.size(); route++)
         if (kHostIsDevice && is_disks(static_cast<Route>(route)))
             j["computing_beside"][kRouteNames[route]] = rounded({rates.beside[route]})[0];
@@ -109,7 +111,10 @@ class RatesReader {
             if (of.rates.size() != of.sizes.size()) wrong(where, "as many rates as sizes");
         }
         if (!rates.operations.contains(kCopyRate)) wrong("operations", kCopyRate);
+        rates.transfers[static_cast<size_t>(Route::ToRanks)] = 0;  // older files, and those of one device
         by_route(file, "transfers", rates.transfers);
+        if (const auto network = file.find("network"); network != file.end())
+            rates.ranks.network = number(*network, "network");
         if (kHostIsDevice) by_route(file, "computing_beside", rates.beside, 1);
         return rates;
     }
@@ -141,13 +146,17 @@ class RatesReader {
         if (x > most) wrong(where, format("numbers up to %g", most));
         return x;
     }
-    // Reads a number for each direction that exists: on a CPU the disk's alone.
+    // Reads a number for each direction that exists: on a CPU the disk's alone. That between ranks may be
+    // missing.
     void by_route(const nlohmann::json& file, const char* name, std::array<double, kRoutes>& to,
                   double most = kLargest) const {
         const nlohmann::json& from = object(file, name);
         for (size_t route = 0; route < to.size(); route++) {
-            if (kHostIsDevice && !is_disks(static_cast<Route>(route))) continue;
-            if (static_cast<Route>(route) == Route::ToRanks) continue;  // --calibrate measures one device
+            if (static_cast<Route>(route) == Route::ToRanks) {
+                if (!from.contains(kRouteNames[route])) continue;
+            } else if (kHostIsDevice && !is_disks(static_cast<Route>(route))) {
+                continue;
+            }
             if (!from.contains(kRouteNames[route])) wrong(name, kRouteNames[route]);
             to[route] = number(from[kRouteNames[route]], name, most);
         }
@@ -184,10 +193,30 @@ inline void limit_launches(const Rates& rates, bool tf32) {
     longest_product = kLongestLaunch * (tf32 ? nominal.tf32_flops : nominal.flops);
 }
 
-// The rates that a run plans with: those of `file`, or the nominal ones if that is empty.
+// How the ranks of a run are connected. The rates may have what --calibrate has measured of that; the rest is
+// nominal.
+inline void set_rank_links(Rates& rates, const Options& o) {
+    RankLinks& links = rates.ranks;
+    double& link = rates.transfers[static_cast<size_t>(Route::ToRanks)];
+    links.link_is_nominal = !rates.measured() || link == 0;
+    if (links.link_is_nominal) link = nominal_transfers()[static_cast<size_t>(Route::ToRanks)];
+    links.over_host_link = !kHostIsDevice && nominal_gpu().nvlink == 0;
+    links.on_a_machine = std::min(o.devices, o.rank.on_this_machine);
+    if (o.devices == links.on_a_machine) return;
+    links.outside = static_cast<double>(o.devices - links.on_a_machine) / (o.devices - 1);
+    links.network_of = o.network > 0 ? "--network" : std::isfinite(links.network) ? "measured" : "nominal";
+    if (o.network > 0)
+        links.network = o.network;
+    else if (!std::isfinite(links.network))
+        links.network = kNominalNetwork;
+}
+
+// The rates that a run plans with: those of the file of --rates, or the nominal ones.
 template <class T>
-Rates rates_of(const std::string& file, double threads = omp_get_max_threads()) {
+Rates rates_of(const Options& o, double threads = omp_get_max_threads()) {
     Rates nominal(nominal_rates<T>(threads));
     nominal.transfers = nominal_transfers();
-    return file.empty() ? nominal : RatesReader(file, dtype_name<T>()).read(nominal.nominal);
+    Rates rates = o.rates.empty() ? nominal : RatesReader(o.rates, dtype_name<T>()).read(nominal.nominal);
+    set_rank_links(rates, o);
+    return rates;
 }

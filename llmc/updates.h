@@ -101,7 +101,10 @@ class Updates {
         if (o_.update_in_backward) fetch_state(units_in_order(true));
     }
     void end_backward() {
-        finish_exchange();
+        if (exchanged_.unit >= 0) {
+            Range range("backward");
+            finish_exchange();
+        }
         if (o_.update_in_backward) compute_norm_and_loss();
         exchange_.set_active(true);
         finish();
@@ -164,11 +167,13 @@ class Updates {
     // As complete_sums(); the gradients are exchanged while backward computes those of the next unit.
     void exchange_beside_backward(int unit, Gradients::OfUnit& g) {
         finish_exchange();
+        Range range(kExchangeRange, unit);
         exchange_.start_sum(g.all.data(), size_of(unit));
         exchanged_ = {unit, g.all.data(), std::move(g.buffer)};
     }
     void finish_exchange() {
         if (exchanged_.unit < 0) return;
+        Range range(kExchangeRange, exchanged_.unit);
         complete_exchanged(exchanged_.unit, exchanged_.gradients);
         exchanged_ = {};
     }
@@ -177,7 +182,8 @@ class Updates {
         const int64_t size = size_of(unit);
         floatX* const kept = kept_slice(unit);
         exchange_.finish_sum(kept);
-        if (!exchange_.is_alone() && !o_.slices_state()) exchange_.gather_slices(gradients, size);
+        if (!exchange_.is_alone() && !o_.slices_state())
+            exchange_.gather_slices(gradients, size, "gradients");
         TensorF all = sums_of(unit);
         const Slice own = trained_.options.slices.own(size);
         if (own.count < size) fill_zero(all, stream_);  // the other ranks have the others
@@ -226,7 +232,7 @@ class Updates {
         floatX* const weights = weights_.to_update(unit);
         update_own(unit, u, weights, gradients, norm);
         const bool stay_in_slices = o_.slices_weights() && trained_.layout.is_block(unit);
-        if (o_.slices_state() && !stay_in_slices) exchange_.gather_slices(weights, u.size);
+        if (o_.slices_state() && !stay_in_slices) exchange_.gather_slices(weights, u.size, "weights");
     }
     // Updates the elements whose state this rank has.
     void update_own(int unit, const Unit& u, floatX* weights, const floatX* gradients, const TensorF& norm) {

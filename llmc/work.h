@@ -95,6 +95,17 @@ constexpr Route route_from(Placement placement) {
     return placement == Placement::Host ? Route::FromHost : Route::DiskRead;
 }
 
+// What ranks exchange in a step (exchange.h).
+inline constexpr const char* kExchanged[] = {"gradients", "weights", "sums"};
+// The operation that adds what was received.
+inline constexpr const char* kSumRanks = "sum_ranks";
+// The range of what completes a unit's gradients while backward is in the next unit (updates.h).
+inline constexpr const char* kExchangeRange = "exchange";
+inline bool is_exchange(std::string_view path) {
+    const size_t at = path.rfind(kExchangeRange);
+    return at == 0 || (at != path.npos && path[at - 1] == ' ');
+}
+
 // The beginning of a transfer, or a wait for one. A wait is also for all earlier ones of its kind.
 struct Transfer {
     enum Of { StreamedBlock, Vocabulary, Offloaded, State, Gradients, Keys, Ranks } of;
@@ -108,6 +119,7 @@ struct Transfer {
     std::string_view range = {};
     size_t after = 0;              // how many entries the ledger of work had
     bool stays_with_host = false;  // between a disk and a GPU's host, which uses it itself
+    const char* content = "";      // of what ranks exchange: one of kExchanged
 };
 
 // During a dry run: where it records its operations and its transfers, and its clock. Null otherwise.

@@ -289,8 +289,6 @@ def test_ranks_that_differ(train_fp32, work, tmp_path, change, said):
     (("--zero", "2", "--devices", 2, "--offload", "gradients=disk"), "--zero 1"),
     (("--zero", "3", "--devices", 2, "--offload", "weights=disk"), "--zero 1"),
     (("--zero", "3", "--devices", 2, "--train", "lora"), "a frozen model's stay whole"),
-    (("--devices", 2, "--memory", "1GiB"), "does not choose for several devices yet"),
-    (("--devices", 2, "--batch", "auto"), "does not choose for several devices yet"),
     (("--devices", 2, "--steps", 0), "--steps is 0"),
     (("--devices", 0), "0 is not"),
     (("--devices", 2, "--data", "none.bin"), "none.bin"),

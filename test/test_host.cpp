@@ -56,13 +56,33 @@ TEST(Bench, ReplayedStepsAreTheSteps) {
     }
 }
 
+// Two steps of two ranks; the second one's clock is 100 s ahead. In the first step that rank comes 3 s late
+// to an exchange of 1 s. In the second step the exchange takes 2 s: the first rank computes meanwhile, the
+// other one for half of it.
+TEST(Bench, WhatAnExchangeTakesAndWhatOthersTake) {
+    std::vector<double> all(kBarriers, 50);
+    all.insert(all.end(), {10, 5, 5, 4, 4, 8, 20, 23, 2, 0});
+    all.insert(all.end(), kBarriers, 150);
+    all.insert(all.end(), {10, 108, 108, 1, 1, 8, 120, 121, 2, 1});
+    all[kBarriers / 2] = 49;  // a rank that was interrupted
+    const std::vector<RankTimes> ranks = rank_times(all, 2, {1, 1});
+    EXPECT_EQ(ranks[0].computing, (6 + 8) / 2.);
+    EXPECT_EQ(ranks[0].hidden, (0 + 2) / 2.);
+    EXPECT_EQ(ranks[0].not_hidden, (1 + 0) / 2.);
+    EXPECT_EQ(ranks[0].waiting, (3 + 0) / 2.);
+    EXPECT_EQ(ranks[1].computing, (9 + 7) / 2.);
+    EXPECT_EQ(ranks[1].hidden, (0 + 1) / 2.);
+    EXPECT_EQ(ranks[1].not_hidden, (1 + 1) / 2.);
+    EXPECT_EQ(ranks[1].waiting, 0);
+}
+
 TEST(DeviceRates, GpusAreKnownByWholeNames) {
     const auto known = [](const char* name) {
         const KnownGpu* gpu = gpu_named(name);
         return std::string(gpu ? gpu->name : "");
     };
     EXPECT_EQ(known("NVIDIA A100-SXM4-80GB"), "A100-SXM4-80GB");
-    EXPECT_EQ(known("NVIDIA A100 80GB PCIe"), "A100");
+    EXPECT_EQ(known("NVIDIA A100 80GB PCIe"), "A100 80GB PCIe");
     EXPECT_EQ(known("A100-PCIE-40GB"), "A100-PCIE-40GB");
     EXPECT_EQ(known("NVIDIA H100 80GB HBM3"), "H100");
     EXPECT_EQ(known("NVIDIA H100 PCIe"), "H100 PCIe");
@@ -84,6 +104,13 @@ TEST(DeviceRates, GpusAreKnownByWholeNames) {
         EXPECT_EQ(known(other), "") << other;
 }
 
+TEST(DeviceRates, SomeGpusAreConnectedByNvlink) {
+    for (const char* name : {"A100-SXM4-80GB", "A100"}) EXPECT_EQ(gpu_named(name)->nvlink, 300e9);
+    for (const char* name : {"H100", "H200"}) EXPECT_EQ(gpu_named(name)->nvlink, 450e9);
+    for (const char* name : {"A100 80GB PCIe", "H100 PCIe", "L40S", "RTX 4090"})
+        EXPECT_EQ(gpu_named(name)->nvlink, 0);
+}
+
 // Each entry is found by its own name, not by an earlier entry's. It has the numbers that a plan divides by,
 // and its rates are ordered as the formats are.
 TEST(DeviceRates, EveryEntryIsFoundAndWhole) {
@@ -96,6 +123,7 @@ TEST(DeviceRates, EveryEntryIsFoundAndWhole) {
         EXPECT_GT(gpu.bandwidth, 0.15e12) << gpu.name;
         EXPECT_GE(gpu.link, kPcie4 / 2) << gpu.name;
         EXPECT_GE(gpu.host, kDesktop) << gpu.name;
+        EXPECT_TRUE(gpu.nvlink == 0 || gpu.nvlink > 4 * kPcie5) << gpu.name;
         EXPECT_DOUBLE_EQ(rates_of_gpu<float>(gpu).flops, 0.75 * gpu.fp32);
         EXPECT_DOUBLE_EQ(rates_of_gpu<bf16>(gpu).flops, 0.65 * gpu.flops);
     }

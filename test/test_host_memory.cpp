@@ -154,6 +154,22 @@ TEST(HostMemory, WhatIsLeftOfABudget) {
     EXPECT_EQ(left(10000 * kMiB).bytes, 10000 * kMiB);
 }
 
+// Several processes share what a machine has, but not what limits each of them. A budget that all of them
+// together could not have here is meant for another machine.
+TEST(HostMemory, RanksShareLimits) {
+    const std::vector<MemoryLimit> all = {{9000 * kMiB, 8000 * kMiB, 1000 * kMiB, "the machine"},
+                                          {300 * kMiB, 200 * kMiB, 280 * kMiB, "ulimit", true}};
+    const auto shared = shared_limits(all, 4);
+    EXPECT_EQ(host_memory_in_all(shared).bytes, 250 * kMiB);
+    EXPECT_EQ(host_memory_in_all(shared).limit, "the machine, shared by 4 ranks");
+    EXPECT_EQ(host_memory_in_all(shared_limits(all, 3)).bytes, 280 * kMiB);
+    EXPECT_EQ(host_memory_in_all(shared_limits(all, 1)).limit, "ulimit");
+    EXPECT_EQ(available_of(290 * kMiB, shared).bytes, 250 * kMiB);
+    EXPECT_EQ(available_of(240 * kMiB, shared).limit, "");
+    EXPECT_EQ(available_of(2000 * kMiB, shared).bytes, 250 * kMiB);
+    EXPECT_EQ(available_of(2300 * kMiB, shared).bytes, 2300 * kMiB);
+}
+
 // Mapped bytes of files with code, without those that are written to. A large file counts only as far as it
 // is read.
 TEST(HostMemory, Libraries) {

@@ -105,6 +105,37 @@ TEST(Simulate, WhatStaysWithTheHostCrossesNoLink) {
                      12);
 }
 
+// 6 ranks on 2 machines: each sends 3 of 5 parts to the other machine, over a network that 3 ranks share.
+TEST(Simulate, WhatLeavesAMachineIsSharedByItsRanks) {
+    Rates rates = slow_rates();
+    rates.transfers[static_cast<size_t>(Route::ToRanks)] = 8;
+    EXPECT_DOUBLE_EQ(rates.seconds_moving(100, Route::ToRanks), 12.5);
+    rates.ranks = {.on_a_machine = 3, .outside = 0.6, .network = 90};
+    EXPECT_DOUBLE_EQ(rates.seconds_moving(100, Route::ToRanks), 40 / 8.);
+    rates.ranks.network = 18;
+    EXPECT_DOUBLE_EQ(rates.seconds_moving(100, Route::ToRanks), 60 * 3 / 18.);
+    rates.ranks.over_host_link = true;  // which also carries what goes on to the network
+    EXPECT_DOUBLE_EQ(rates.seconds_moving(100, Route::ToRanks), 12.5);
+}
+
+// GPUs without NVLink exchange over their links to the host, in both directions at once.
+TEST(Simulate, AnExchangeMayShareTheLinkToTheHost) {
+    Rates rates = slow_rates();
+    rates.transfers[static_cast<size_t>(Route::ToRanks)] = 10;
+    const Plan plan = plan_of(
+        {}, {begins(Transfer::StreamedBlock, Route::FromHost, 100),
+             begins(Transfer::Ranks, Route::ToRanks, 70), begins(Transfer::Offloaded, Route::ToHost, 30),
+             waits(Transfer::Offloaded, 0, 0), waits(Transfer::Ranks, 0, 0)});
+    PhaseTimes apart, shared;
+    add_phases(apart, plan, 1, rates);
+    EXPECT_DOUBLE_EQ(total_seconds(apart), 7);
+    EXPECT_DOUBLE_EQ(apart[0].busy[static_cast<size_t>(Cost::Exchange)], 7);
+    EXPECT_DOUBLE_EQ(apart[0].seconds[static_cast<size_t>(Cost::Exchange)], 4);
+    rates.ranks.over_host_link = true;
+    add_phases(shared, plan, 1, rates);
+    EXPECT_DOUBLE_EQ(total_seconds(shared), 5 + 7 + 3);
+}
+
 TEST(DeviceRates, AttentionMayHaveARateOfItsOwn) {
     const Work product = {"", "matmul", 12, 0, 0, 0, {.m = 1}},
                attention = {"", "attention", 12, 0, 0, 0, {}, {"", 8}};

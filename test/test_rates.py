@@ -13,7 +13,7 @@ from trainer_runs import error_line, make, running, wait_for_line
 USUALLY = "fp32"  # see conftest.py
 
 MODEL = ("--model", "d4", "--batch", 4, "--seq-len", 64, "--chunk-rows", "head=0", "--threads", THREADS)
-COSTS = ["products", "attention", "memory passes", "disk", "link", "host"]
+COSTS = ["products", "attention", "memory passes", "disk", "link", "host", "exchange"]
 
 
 def phases_of(plan):

@@ -1021,12 +1021,8 @@ void Trainer::load() {
         batches_.begin_at(first_step_, in_.progress->sequences);
         evaluated_ = in_.progress->evaluated;
     } else if (model_.adapter) {
-        model_.begin_adapter([&](std::vector<floatX>& rows) {
-            arena_.run(plans_.first_prompt, [&] {
-                const TensorX made = gpt_.ends().token_rows(in_.first_prompt);
-                copy_to_host(rows.data(), made.data(), rows.size() * sizeof(floatX), stream_);
-            });
-        });
+        model_.begin_adapter(arena_, plans_.first_prompt, stream_,
+                             [this] { return gpt_.ends().token_rows(in_.first_prompt); });
     }
     in_.release_files();
 }

@@ -2,13 +2,14 @@
 // Read this to add a GPU, or to see where the rates of a plan without --rates come from.
 #pragma once
 
+#include <omp.h>
+
 #include <algorithm>
 #include <array>
 #include <cctype>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
-#include <omp.h>
 #include <string>
 
 #include "llmc/matmul.h"

@@ -136,14 +136,19 @@ class RunModel {
         else
             load_folder(blocks_in_files);
     }
-    // Loads the adapter that the run begins with, or initializes a new one. look_up(rows) as for
-    // initialize_prompt().
-    template <class LookUp>
-    void begin_adapter(LookUp&& look_up) {
+    // Loads the adapter that the run begins with, or initializes a new one. For a soft prompt whose vectors
+    // `state` does not have, token_rows() returns them, in the memory that `plan` has for it.
+    template <class TokenRows>
+    void begin_adapter(Arena& arena, Plan& plan, Stream stream, TokenRows&& token_rows) {
         if (in_.held_adapter)
             load_adapter(*adapter, in_.held_adapter->path());
         else if (in_.adapter.kind == Trained::Prompt)
-            initialize_prompt(look_up);
+            initialize_prompt([&](std::vector<floatX>& rows) {
+                arena.run(plan, [&] {
+                    const TensorX made = token_rows();
+                    copy_to_host(rows.data(), made.data(), rows.size() * sizeof(floatX), stream);
+                });
+            });
         else
             initialize_weights(*adapter, o_.seed);
     }

@@ -14,7 +14,6 @@
 #include <cmath>
 #include <cstdio>
 #include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -22,48 +21,49 @@
 #include "llmc/arena.h"                // Arena: plans a step's memory by a dry run
 #include "llmc/attention_layer.h"      // AttentionLayer: qkv, heads, attention
 #include "llmc/cross_entropy.cuh"      // the loss and its gradient
-#include "llmc/elementwise.cuh"        // GELU, SwiGLU, residual_forward()
+#include "llmc/elementwise.cuh"        // residual_forward()
 #include "llmc/embedding_and_head.h"   // EmbeddingAndHead, EndGradients
 #include "llmc/gradient_sums.cuh"      // BlockGradient: where gradients go
 #include "llmc/gradients.h"            // Gradients: of each unit, until the update
 #include "llmc/linear.h"               // linear_forward(), linear_backward(), with LoRA
-#include "llmc/model_positions.h"      // position_factors()
+#include "llmc/mlp_layer.h"            // MlpLayer: norm, products, activation
 #include "llmc/model.h"                // Block, Linear: views of a layer's parameters
+#include "llmc/model_positions.h"      // position_factors()
 #include "llmc/norm_layer.h"           // NormLayer
 #include "llmc/offload_activations.h"  // OffloadedInputs: of blocks, in host memory or a file
 #include "llmc/recompute.h"            // Keep: what a block keeps for backward
-#include "llmc/rows.h"                 // Rows, for_each_chunk()
+#include "llmc/rows.h"                 // Rows, for_each_chunk(), dropout_backward()
 #include "llmc/sequence_keys.h"        // SequenceKeys: keys of rows that went before
 #include "llmc/tensor.h"               // floatX, TensorX, TensorF
 #include "llmc/weights.h"              // Weights: of each block, wherever they are kept
 
 // What a run is made of.
-#include "llmc/batches.h"             // Batches: feeds the micro-batches of each step; print_data()
+#include "llmc/batches.h"             // Batches: feeds the micro-batches of each step
 #include "llmc/bench.h"               // BenchReport
 #include "llmc/exchange.h"            // Exchange: between the ranks of several devices
 #include "llmc/ranks_blocks.h"        // GatheredBlocks: weights that several devices share
 #include "llmc/graph.h"               // StepGraphs: CUDA graphs of steps
 #include "llmc/loss_by_position.cuh"  // LossByPosition, add_position_losses()
-#include "llmc/matmul_search.h"       // search_matmul_algorithms()
-#include "llmc/merge.h"               // for_each_merged(), write_merged()
+#include "llmc/matmul_search.h"       // use_algorithms_for(): the fastest products
+#include "llmc/merge.h"               // AdapterMerge: an adapter and its model in one
 #include "llmc/metrics.h"             // Metrics: losses and norms of steps
 #include "llmc/offload_memory.h"      // OffloadedMemory: all that is outside the device
-#include "llmc/options_parse.h"       // parse_options()
-#include "llmc/plan.h"                // Plans, make_report()
+#include "llmc/plan.h"                // Plans: of all that runs in the arena
 #include "llmc/plan_choice.h"         // with_chosen_setting(), with_chosen_context()
-#include "llmc/plan_free_memory.h"    // require_memory(), remark_shortage()
-#include "llmc/plan_report.h"         // MemoryReport
-#include "llmc/plan_timeline.h"       // write_timeline()
+#include "llmc/plan_free_memory.h"    // require_memory()
 #include "llmc/ranks_agree.h"         // check_ranks_agree()
 #include "llmc/ranks_choose.h"        // chosen_by_first_rank()
 #include "llmc/ranks_launch.h"        // launch_ranks(), open_rank_streams()
 #include "llmc/rates_calibrate.h"     // calibrate()
+#include "llmc/rates_device.h"        // device_peak_flops()
 #include "llmc/rates_file.h"          // rates_of(): how fast the device is
-#include "llmc/rates_device.h"        // device_peak_flops(), measured_matmul_flops()
 #include "llmc/run_inputs_check.h"    // RunInputs: what a run reads, opened and checked
+#include "llmc/run_memory.h"          // report_of_run(), print_plan(), check_taken()
 #include "llmc/run_model.h"           // RunModel: the states of the model and adapter
+#include "llmc/run_options.h"         // RunOptions: from the command line, and from a save
 #include "llmc/run_saves.h"           // RunSaves: saves, and resumes from them
-#include "llmc/sample.h"              // Sample, generate(): draws and prints a text
+#include "llmc/run_start.h"           // print_data(), print_start()
+#include "llmc/sample.h"              // Sampler: draws and prints texts
 #include "llmc/signals.h"             // interrupted, asked_to_save
 #include "llmc/threads.h"             // start_threads()
 #include "llmc/updates.h"             // learning_rate(), Updates: norms, clipping, the optimizer
@@ -76,13 +76,6 @@ struct MicroBatchOptions {
     std::vector<Keep> keep;  // what each layer keeps for backward
     bool adds = false;       // adds to the gradients of earlier micro-batches; else overwrites them
     DropoutOptions dropout;  // its key is the first micro-batch's; the keys of the others follow in memory
-};
-
-// The tensors of the MLP's forward, for all rows or a chunk of them.
-struct MlpActivations {
-    NormedX norm;
-    TensorX up;         // before the activation; the gate's half first if there is a gate
-    TensorX activated;  // (.., mlp_width)
 };
 
 // The tensors of a block's forward, in the order in which they are written: (B, T, C) each, except
@@ -123,11 +116,11 @@ class Gpt {
         : arena_(arena),
           stream_(stream),
           config_(model.layout.config()),
-          family_(*config_.family),
           trained_(trained),
           weights_(arena, stream, model, outside, trained),
           gradients_(arena, stream, trained),
           norm_(arena, stream, config_),
+          mlp_(arena, stream, config_, weights_, norm_),
           attention_(arena, stream, config_, hopper_attention),
           embedding_and_head_(arena, stream, config_, outside, weights_, norm_),
           inputs_(arena, stream) {}
@@ -147,14 +140,17 @@ class Gpt {
     TensorX last_logits(const TensorX& x);
     int64_t prompt_len() const { return embedding_and_head_.prompt_len(); }
 
-    // Its parts, which the Trainer connects to what is outside the arena.
+    // Its parts, which are connected to what is outside the arena (OffloadedMemory::connect()).
     Weights& weights() { return weights_; }
     Gradients& gradients() { return gradients_; }
     EmbeddingAndHead& ends() { return embedding_and_head_; }
     OffloadedInputs<floatX>& inputs() { return inputs_; }
     SequenceKeys& keys() { return attention_.keys(); }
     // Sets the sizes of chunks: rows of the batch in an MLP, queries of a sequence in attention. 0: all.
-    void set_chunk_rows(int64_t mlp, int64_t attention) { mlp_rows_ = mlp, attention_rows_ = attention; }
+    void set_chunk_rows(int64_t mlp, int64_t attention) {
+        mlp_.set_chunk_rows(mlp);
+        attention_rows_ = attention;
+    }
     // Points the views at the states' memory, and at the position factors' on the device. Call it when these
     // are allocated.
     void bind(float* position_factors_at) {
@@ -179,59 +175,35 @@ class Gpt {
     void forward_attention(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv);
     void forward_attention_rows(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv);
     TensorX attention_projection(int layer, const TensorX& attention, const Rows& rows);
-    TensorX forward_mlp(int layer, BlockActivations& a, const Rows& rows, Keep keep);
-    TensorX forward_mlp_rows(int layer, MlpActivations& m, const Rows& rows, Keep keep, const TensorX& x,
-                             TensorX out);
     void backward_block(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
                         TensorX& d_residual);
-    void backward_mlp(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
-                      TensorX& d_residual);
-    void backward_mlp_rows(int layer, BlockGradient<floatX>& g, MlpActivations& m, const TensorX& x,
-                           const Rows& rows, TensorX& d_residual);
     void backward_attention(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
                             TensorX& d_residual, KvRows* kv = nullptr);
 
     // A block in chunks of rows.
-    bool mlp_goes_in_chunks(int64_t rows) const { return mlp_rows_ > 0 && mlp_rows_ < rows; }
     bool attention_goes_in_chunks(const TensorX& x) const {
         return attention_rows_ > 0 && attention_rows_ < x.shape().dims[1];
     }
     TensorX forward_attention_in_chunks(int layer, BlockActivations& a, const Rows& rows, Keep keep);
     void add_projection_in_chunks(TensorX& sum, const TensorX& x, const TensorX& attention, int layer,
                                   const Rows& rows);
-    void backward_mlp_in_chunks(int layer, BlockGradient<floatX>& g, const TensorX& x, const Rows& rows,
-                                TensorX& d_residual);
     void backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const TensorX& x, const Rows& rows,
                                   TensorX& d_residual);
 
-    // Operations.
     TensorX take(const char* name, Shape shape) { return arena_.take<floatX>(name, shape); }
-    TensorX linear(const char* name, const TensorX& x, const Linear<floatX>& w, const Rows& rows,
-                   bool gelu = false) {
-        return linear_forward(arena_, stream_, name, x, w, rows, gelu);
-    }
-    template <class MakeX>
-    TensorX linear_backward(const char* name, LinearGradient<floatX>& g, MakeX&& make_x, const TensorX& d_out,
-                            const Linear<floatX>& w, const Rows& rows, const TensorX* gelu_input = nullptr) {
-        return ::linear_backward(arena_, stream_, name, g, make_x, d_out, w, rows, gelu_input);
-    }
-    TensorX activate(const TensorX& up);
-    TensorX dropout_backward(const TensorX& d_out, const Dropout& d);
-    // True if backward reads the input of a linear layer.
-    bool backward_reads_input(const Linear<floatX>& w) const { return !weights_.is_frozen() || w.adapter; }
 
     Arena& arena_;
     const Stream& stream_;
     const ModelConfig& config_;
-    const Family& family_;
     const State<floatX>& trained_;
     Weights weights_;
     Gradients gradients_;
     const NormLayer norm_;
+    MlpLayer mlp_;
     AttentionLayer attention_;
     EmbeddingAndHead embedding_and_head_;  // from tokens to the residual stream, and from there to logits
     OffloadedInputs<floatX> inputs_;       // of blocks
-    int64_t mlp_rows_ = 0, attention_rows_ = 0;  // the sizes of chunks; 0: all rows
+    int64_t attention_rows_ = 0;           // a chunk's queries of a sequence; 0: all
 };
 
 // ---- a training run
@@ -252,7 +224,7 @@ class Trainer {
     }
     void run();
     void bench();
-    void print_plan() const;
+    void print_plan() const { ::print_plan(o_, report_, plans_.update, rates_); }
 
     // Applies a setting that the search in plan_choice.h tries.
     void apply(const MemorySetting& s);
@@ -273,24 +245,21 @@ class Trainer {
     // Between steps.
     void validate_and_sample_if_due();
     std::optional<double> validate();
+    void evaluate_batch(float loss_scale);
     void validate_and_log();
     void sample();
     void save() { saves_.save(step_, batches_.sequences_after(step_), evaluated_); }
     void save_if_asked();
     void finish();
-    void merge();
     void stop();
     void check_logs() const;
 
     // Before the first step, and the bench.
-    void describe();
     void open_device();
-    void connect_placements();
+    void connect_streams();
     void prepare();
-    void choose_algorithms();
     void take_memory();
     void load();
-    void print_start() const;
     void forward_step();
 
     bool stopping();
@@ -327,8 +296,9 @@ class Trainer {
     std::optional<GatheredBlocks> gathered_;  // with --zero 3
     Metrics metrics_;
     RunSaves saves_;
-    DeviceBuffer positions_memory_;
     LossByPosition loss_by_position_;  // of validations
+    Sampler<Gpt> sampler_;
+    AdapterMerge merge_;
     Plans plans_;
     MemoryReport report_;
     const Choices choices_;
@@ -352,7 +322,7 @@ void Trainer::run() {
         fprintf(o_.notes(), "saved the base in %s\n", o_.save_base.c_str());
     }
     stop_on_signals(saves_.wanted());
-    print_start();
+    print_start(o_, in_, first_step_, saves_.wanted());
     try {
         train();
     } catch (const RecoverableError&) {  // what was trained until then is good
@@ -367,8 +337,8 @@ void Trainer::run() {
 // True if a signal has asked the run, or any of its ranks, to stop. All ranks must ask at the same points.
 bool Trainer::stopping() {
     if (exchange_.is_alone()) return interrupted;
-    const int agreed =
-        exchange_.largest(interrupted);  // a signal that arrives meanwhile waits for the next call
+    // A signal that arrives meanwhile waits for the next call.
+    const int agreed = exchange_.largest(interrupted);
     if (agreed) interrupted = agreed;
     return agreed;
 }
@@ -400,14 +370,7 @@ bool Trainer::train_step() {
         printf("step %5lld has no token to learn: it counts as no loss\n", static_cast<long long>(step_ + 1));
     }
     const double rate = learning_rate(o_.schedule, step_, o_.steps, o_.warmup, o_.lr, o_.min_lr);
-    updates_.begin_step({.lr = static_cast<float>(rate),
-                         .beta1 = static_cast<float>(o_.beta1),
-                         .beta2 = static_cast<float>(o_.beta2),
-                         .epsilon = static_cast<float>(o_.eps),
-                         .weight_decay = static_cast<float>(o_.weight_decay),
-                         .clip = static_cast<float>(o_.clip),
-                         .step = static_cast<int>(step_ + 1),
-                         .seed = o_.seed});
+    updates_.begin_step(step_, rate);
     fill_zero(metrics_.loss(), stream_);
     // Packed batches bring a loss scale of their own; for others loss_scale is the same in all steps.
     const int own = o_.own_micro_batches();
@@ -428,8 +391,8 @@ bool Trainer::train_step() {
 // --update-in-backward.
 void Trainer::micro_batch(float loss_scale, bool is_last) {
     // Only the last micro-batch needs the sums for the norm. The others after the first compute them too,
-    // because they share its plan and its graph.
-    // Ranks take the memory of their exchange in all of them, so that all have the same plan.
+    // because they share its plan and its graph. Ranks take the memory of their exchange in all of them, so
+    // that all have the same plan.
     const bool may_be_last = o_.own_micro_batches() == together() || micro_.adds || !exchange_.is_alone();
     updates_.begin_backward(may_be_last, is_last);
     gpt_.forward_backward(batches_.on_device(), micro_, loss_scale, metrics_.loss());
@@ -543,7 +506,7 @@ Rows Gpt::rows_of(const DeviceBatch& batch) const {
 TensorX Gpt::forward_block(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv) {
     forward_attention(layer, a, rows, keep, kv);
     if (!keep.backward) a.input.drop();
-    TensorX output = forward_mlp(layer, a, rows, keep);
+    TensorX output = mlp_.forward(layer, a.mlp, a.middle, rows, keep);
     if (!keep.middle && keep.backward) {  // only the input stays
         TensorX input = std::move(a.input);
         a = {};
@@ -567,7 +530,7 @@ void Gpt::forward_attention(int layer, BlockActivations& a, const Rows& rows, Ke
     const auto drop_attention = [&] {
         if (!keep.attention) a.attention.out.drop(), a.attention.lse.drop();
     };
-    if (mlp_goes_in_chunks(a.input.rows())) {
+    if (mlp_.goes_in_chunks(a.input.rows())) {
         a.middle = take(keep.middle ? "residual_middle" : "residual", a.input.shape());
         add_projection_in_chunks(a.middle, a.input, a.attention.out, layer, rows);
         return drop_attention();
@@ -584,7 +547,7 @@ void Gpt::forward_attention_rows(int layer, BlockActivations& a, const Rows& row
     a.norm_1 = norm_.forward(kNorm1, a.input, w.norm_1);
     auto normed = [&] { return a.norm_1.out.view(); };
     attention_.make_qkv(a.attention, normed, w, rows, keep.backward, kv ? kv->rows_before : 0);
-    if (!keep.norm || !backward_reads_input(w.qkv)) a.norm_1.out.drop();
+    if (!keep.norm || !weights_.backward_reads_input(w.qkv)) a.norm_1.out.drop();
     attention_.forward(layer, a.attention, rows, keep.backward, kv);
     if (!keep.qkv) a.attention.raw_qkv.drop();
     // With norms of heads, qkv is recomputed from raw_qkv without a product, so it counts as a norm.
@@ -593,61 +556,10 @@ void Gpt::forward_attention_rows(int layer, BlockActivations& a, const Rows& row
 
 // The projection of attention's output (.., query_width()).
 TensorX Gpt::attention_projection(int layer, const TensorX& attention, const Rows& rows) {
-    TensorX out = linear("attention_projected", attention, weights_.block(layer).attention, rows);
+    const Linear<floatX>& w = weights_.block(layer).attention;
+    TensorX out = linear_forward(arena_, stream_, "attention_projected", attention, w, rows);
     if (const Dropout d = rows.dropout_at(layer, kProjectedPlace, config_.channels))
         dropout(out, out, d, stream_);
-    return out;
-}
-
-// From a.middle, and its norm if all rows go at once, to the block's output. In chunks nothing is kept, and
-// the output overwrites a.middle unless that is kept.
-TensorX Gpt::forward_mlp(int layer, BlockActivations& a, const Rows& rows, Keep keep) {
-    if (!mlp_goes_in_chunks(a.middle.rows())) return forward_mlp_rows(layer, a.mlp, rows, keep, a.middle, {});
-    Block<floatX>& w = weights_.block(layer);
-    const DequantizedScope whole(arena_, stream_, {&w.up, &w.down});
-    const TensorX x = a.middle.view();
-    TensorX output = keep.middle ? take("residual", x.shape()) : std::move(a.middle);
-    Keep nothing = kKeepNothing;
-    nothing.backward = keep.backward;  // the same kernels as when backward recomputes this
-    for_each_chunk(arena_, rows, x.rows(), mlp_rows_, [&](const Rows& chunk, int64_t first, int64_t count) {
-        MlpActivations m;
-        forward_mlp_rows(layer, m, chunk, nothing, x.rows_at(first, count), output.rows_at(first, count));
-    });
-    return output;
-}
-
-// x (.., C) + the MLP of its norm, of all rows or a chunk: in `out`, which may be x, or else in a new tensor.
-TensorX Gpt::forward_mlp_rows(int layer, MlpActivations& m, const Rows& rows, Keep keep, const TensorX& x,
-                              TensorX out) {
-    const Block<floatX>& w = weights_.block(layer);
-    if (!m.norm.rstd) m.norm = norm_.forward(kNorm2, x, w.norm_2);
-    if (!keep.backward && family_.mlp == MlpKind::Gelu) {  // GELU's input is not needed
-        m.activated = linear("gelu", m.norm.out, w.up, rows, true);
-        m.norm.out.drop();
-    } else {
-        m.up = linear("up", m.norm.out, w.up, rows);
-        if (!keep.norm || !backward_reads_input(w.up)) m.norm.out.drop();
-        m.activated = activate(m.up);
-        if (!keep.up) m.up.drop();
-    }
-    TensorX output = linear(out ? "mlp_output" : "residual", m.activated, w.down, rows);
-    if (const Dropout d = rows.dropout_at(layer, kOutputPlace, config_.channels))
-        dropout(output, output, d, stream_);
-    if (!keep.gelu || !backward_reads_input(w.down)) m.activated.drop();
-    TensorX& sum = out ? out : output;
-    residual_forward(sum, output, x, stream_);
-    return std::move(sum);
-}
-
-// The MLP's activation (.., mlp_width) of its first product.
-TensorX Gpt::activate(const TensorX& up) {
-    Shape shape = up.shape();
-    shape.dims[shape.count - 1] = config_.mlp_width;
-    TensorX out = take(family_.mlp == MlpKind::Gelu ? "gelu" : "swiglu", shape);
-    if (family_.mlp == MlpKind::Gelu)
-        gelu_forward(out, up, stream_);
-    else
-        swiglu_forward(out, up, stream_);
     return out;
 }
 
@@ -660,49 +572,11 @@ void Gpt::backward_block(int layer, BlockGradient<floatX>& g, BlockActivations& 
         backward_block_in_chunks(layer, g, a.input, rows, d_residual);
     } else {
         if (!a.middle) forward_attention(layer, a, rows, kRecomputed, nullptr);
-        backward_mlp(layer, g, a, rows, d_residual);
+        mlp_.backward(layer, g, a.mlp, a.middle, rows, d_residual);
         a.middle.drop();
         backward_attention(layer, g, a, rows, d_residual);
     }
     a = {};
-}
-
-// The MLP half: d_residual, the gradient of the block's output, becomes that of a.middle.
-void Gpt::backward_mlp(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
-                       TensorX& d_residual) {
-    if (!mlp_goes_in_chunks(d_residual.rows()))
-        return backward_mlp_rows(layer, g, a.mlp, a.middle, rows, d_residual);
-    Block<floatX>& w = weights_.block(layer);
-    const DequantizedScope whole(arena_, stream_, {&w.up, &w.down});
-    g.begin_mlp_chunks(arena_, stream_);
-    backward_mlp_in_chunks(layer, g, a.middle, rows, d_residual);
-    g.end_mlp_chunks(stream_);
-}
-
-// Backward of the MLP half for all rows or a chunk: adds to d_residual the gradient that comes through the
-// MLP, so that it becomes the gradient of x. The norm and the activation cost no matrix product, so they are
-// dropped after each use and computed again for the next.
-void Gpt::backward_mlp_rows(int layer, BlockGradient<floatX>& g, MlpActivations& m, const TensorX& x,
-                            const Rows& rows, TensorX& d_residual) {
-    const Block<floatX>& w = weights_.block(layer);
-    auto make_norm = [&] { return norm_.output(m.norm, kNorm2, x, w.norm_2); };
-    if (!m.up) m.up = linear("up", make_norm(), w.up, rows);
-    auto make_activated = [&] { return m.activated ? std::move(m.activated) : activate(m.up); };
-    TensorX d_output = dropout_backward(d_residual, rows.dropout_at(layer, kOutputPlace, config_.channels));
-    TensorX d_up;
-    if (family_.mlp == MlpKind::Gelu) {
-        // Goes back through GELU too.
-        d_up = linear_backward("d_up", g.down, make_activated, d_output, w.down, rows, &m.up);
-        m.up.drop();
-    } else {
-        const TensorX d = linear_backward("d_swiglu", g.down, make_activated, d_output, w.down, rows);
-        d_up = std::move(m.up);  // in place: it becomes its gradient
-        swiglu_backward(d_up, d, d_up, stream_);
-    }
-    d_output.drop();
-    TensorX d_norm = linear_backward("d_ln_2", g.up, make_norm, d_up, w.up, rows);
-    d_up.drop();
-    norm_.backward(d_residual, g.norm_2, d_norm, x, m.norm, w.norm_2);
 }
 
 // Backward of the attention half: d_residual, the gradient of a.middle, becomes that of a.input. With `kv`
@@ -715,23 +589,15 @@ void Gpt::backward_attention(int layer, BlockGradient<floatX>& g, BlockActivatio
     if (!attention.qkv) attention_.make_qkv(attention, make_norm, w, rows, true, kv ? kv->rows_before : 0);
     if (!attention.out) attention_.forward(layer, attention, rows, true, kv);
     auto attended = [&] { return attention.out.view(); };
-    TensorX d_projection =
-        dropout_backward(d_residual, rows.dropout_at(layer, kProjectedPlace, config_.channels));
-    TensorX d_attended =
-        linear_backward("d_attention", g.attention, attended, d_projection, w.attention, rows);
+    TensorX d_projection = dropout_backward(arena_, stream_, d_residual,
+                                            rows.dropout_at(layer, kProjectedPlace, config_.channels));
+    TensorX d_attended = linear_backward(arena_, stream_, "d_attention", g.attention, attended, d_projection,
+                                         w.attention, rows);
     d_projection.drop();
     TensorX d_qkv = attention_.backward(layer, attention, std::move(d_attended), w, g, rows, kv);
-    TensorX d_norm = linear_backward("d_ln_1", g.qkv, make_norm, d_qkv, w.qkv, rows);
+    TensorX d_norm = linear_backward(arena_, stream_, "d_ln_1", g.qkv, make_norm, d_qkv, w.qkv, rows);
     d_qkv.drop();
     norm_.backward(d_residual, g.norm_1, d_norm, a.input, a.norm_1, w.norm_1);
-}
-
-// d_out through the mask of a dropout, or a view of d_out if nothing is dropped.
-TensorX Gpt::dropout_backward(const TensorX& d_out, const Dropout& d) {
-    if (!d) return d_out.view();
-    TensorX d_in = arena_.take<floatX>("d_dropped", d_out.shape(), "gradient");
-    dropout(d_in, d_out, d, stream_);
-    return d_in;
 }
 
 // ---- the head and the loss
@@ -811,22 +677,12 @@ void Gpt::add_projection_in_chunks(TensorX& sum, const TensorX& x, const TensorX
                                    const Rows& rows) {
     Linear<floatX>& w = weights_.block(layer).attention;
     const DequantizedScope whole(arena_, stream_, {&w});
-    for_each_chunk(arena_, rows, x.rows(), mlp_rows_, [&](const Rows& chunk, int64_t first, int64_t count) {
+    const auto project = [&](const Rows& chunk, int64_t first, int64_t count) {
         TensorX to = sum.rows_at(first, count);
         residual_forward(to, x.rows_at(first, count),
                          attention_projection(layer, attention.rows_at(first, count), chunk), stream_);
-    });
-}
-
-// Backward of the MLP half chunk by chunk. x is the residual stream before it.
-void Gpt::backward_mlp_in_chunks(int layer, BlockGradient<floatX>& g, const TensorX& x, const Rows& rows,
-                                 TensorX& d_residual) {
-    for_each_chunk(arena_, rows, x.rows(), mlp_rows_, [&](const Rows& chunk, int64_t first, int64_t count) {
-        const TensorX x_chunk = x.rows_at(first, count);
-        TensorX d_chunk = d_residual.rows_at(first, count);
-        MlpActivations m{norm_.forward(kNorm2, x_chunk, weights_.block(layer).norm_2), {}, {}};
-        backward_mlp_rows(layer, g, m, x_chunk, chunk, d_chunk);
-    });
+    };
+    for_each_chunk(arena_, rows, x.rows(), mlp_.chunk_rows(), project);
 }
 
 // Backward of a block of which only the input x (B, T, C) is kept, or offloaded, chunk by chunk of each
@@ -865,7 +721,7 @@ void Gpt::backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const Te
             a.middle = take("residual_middle", a.input.shape());
             residual_forward(a.middle, a.input, attention_projection(layer, a.attention.out, chunk), stream_);
             TensorX d_chunk = rows_of_sequence(d_residual, chunk, count);
-            backward_mlp_in_chunks(layer, g, a.middle, chunk, d_chunk);
+            mlp_.backward_in_chunks(layer, g, a.middle, chunk, d_chunk);
             a.middle.drop();
             backward_attention(layer, g, a, chunk, d_chunk, &kv);
         };
@@ -931,10 +787,7 @@ std::optional<double> Trainer::validate() {
     const auto batch = static_cast<uint64_t>(o_.batch), sequences = batches_.validation_sequences();
     const auto add_batch = [&](uint64_t number) {
         batches_.feed_validation(number * batch, scale, loss_by_position_);
-        run_step(plans_.evaluate, [&] {
-            gpt_.evaluate(batches_.first_on_device(), micro_, scale, metrics_.loss(),
-                          loss_by_position_.sums());
-        });
+        run_step(plans_.evaluate, [&] { evaluate_batch(scale); });
     };
     const auto loss = [&] {
         float sum = 0;
@@ -955,6 +808,10 @@ std::optional<double> Trainer::validate() {
         if (ranks_share && number < terms.size()) terms[number] = loss();
     }
     return double{ranks_share ? exchange_.sum_in_turn(terms) : loss()};
+}
+
+void Trainer::evaluate_batch(float loss_scale) {
+    gpt_.evaluate(batches_.first_on_device(), micro_, loss_scale, metrics_.loss(), loss_by_position_.sums());
 }
 
 void Trainer::validate_and_log() {
@@ -984,28 +841,13 @@ void Trainer::validate_and_sample_if_due() {
     evaluated_ = !interrupted;
 }
 
-// Prints the prompt and its continuation. A sample that is longer than the model's window goes on from the
-// latest half of it.
 void Trainer::sample() {
     metrics_.finish();
-    Sample text(o_, in_, step_, [this] {
+    const auto stops = [this] { return o_.slices_weights() ? stopping() : interrupted != 0; };
+    const auto explain = [this] {
         if (o_.steps == 0) model_.check_streamed_finite();
-    });
-    const std::vector<int> prompt = text.tokens();
-    const auto stops = [&] { return o_.slices_weights() ? stopping() : interrupted != 0; };
-    const auto choose = [&](const TensorX& logits) {
-        const int token = text.next(logits, stream_);
-        return stops() ? -1 : token;
     };
-    const int window = in_.sample_window(), half = window / 2;
-    const int rest = window - static_cast<int>(prompt.size());
-    arena_.run(plans_.sample, [&] { generate(arena_, stream_, config_, gpt_, prompt, rest, choose); });
-    while (!text.ended() && !stops()) {
-        const std::vector<int> latest(text.tokens().end() - half, text.tokens().end());
-        arena_.run(plans_.slide,
-                   [&] { generate(arena_, stream_, config_, gpt_, latest, window - half, choose); });
-    }
-    text.finish();
+    sampler_.sample(plans_.sample, plans_.slide, step_, stops, explain);
 }
 
 // Saves the last complete step if a signal has asked for it. Before the first step of a run is complete there
@@ -1016,21 +858,6 @@ void Trainer::save_if_asked() {
     if (!asked) return;
     asked_to_save = 0;
     if (!saves_.has(step_)) save();
-}
-
-// Saves the model with the adapter in its weights. If that fails, the trained adapter is not lost.
-void Trainer::merge() {
-    metrics_.finish();
-    try {
-        write_merged(o_.merge, model_, in_, stream_, [&](auto&& append) {
-            arena_.run(plans_.merge, [&] {
-                for_each_merged(arena_, stream_, config_, gpt_.weights(), gpt_.ends(), append);
-            });
-        });
-    } catch (const UserError& error) {
-        fail_to_merge(o_, model_, in_, step_ > first_step_, error.what());
-    }
-    fprintf(o_.notes(), "merged the adapter into a model in %s\n", o_.merge.c_str());
 }
 
 // Fails if a log could not be written.
@@ -1049,7 +876,9 @@ void Trainer::finish() {
     if (saves_.wanted() && !is_resumed_save) save();
     if (batches_.validation()) validate_and_log();
     if (samples_here() && !interrupted && in_.samples()) sample();
-    if (o_.rank.is_first() && !o_.merge.empty() && !interrupted) merge();
+    if (!o_.rank.is_first() || o_.merge.empty() || interrupted) return;
+    metrics_.finish();
+    merge_.save(plans_.merge, step_ > first_step_);
 }
 
 // The end of a run that was interrupted.
@@ -1077,6 +906,8 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
                o_.steps == 0 ? 0 : square_sums_.first.back()),
       saves_(o_, in_, model_, metrics_, exchange_),
       loss_by_position_(o_.loss_by_position.empty() ? 0 : o_.seq_len),
+      sampler_(o_, in_, arena_, stream_, gpt_),
+      merge_(o_, in_, model_, arena_, stream_, gpt_.weights(), gpt_.ends()),
       choices_(std::move(choices)),
       rates_(rates_of<floatX>(o_)),
       updates_(o_, arena_, stream_, model_.trained(), gpt_.weights(), gpt_.gradients(), offloaded_,
@@ -1098,25 +929,16 @@ void Trainer::apply(const MemorySetting& s) {
     batches_.choose();
     micro_ = {.head_rows = s.head_rows, .keep = {}, .dropout = batches_.dropout()};
     gpt_.set_chunk_rows(s.mlp_rows, s.attention_rows);
-    connect_placements();
+    connect_streams();
     for (int level : s.levels) micro_.keep.push_back(kRecomputeLevels[level].keep);
 }
 
-// Connects the model to what is kept off the device.
-void Trainer::connect_placements() {
+// Tells the model's parts what they stream, and where from.
+void Trainer::connect_streams() {
+    offloaded_.connect(gpt_);
     if (o_.slices_weights())
         gpt_.weights().stream_blocks_from(gathered_ ? &*gathered_ : nullptr, Route::ToRanks,
                                           gathered_block_bytes(model_.trained()), o_.prefetch);
-    else
-        gpt_.weights().stream_blocks_from(offloaded_.blocks(),
-                                          route_from(named<Placement>(kPlacementNames, o_.weights)),
-                                          offloaded_.streamed_block_bytes(), o_.prefetch);
-    gpt_.gradients().stream_blocks_from(offloaded_.gradients(), offloaded_.streamed_gradient_bytes(),
-                                        o_.prefetch);
-    gpt_.ends().stream_head();
-    gpt_.inputs().use(offloaded_.inputs(), offloaded_.offloaded_layers(), together(),
-                      offloaded_.input_chunk_rows());
-    gpt_.keys().offload_to(offloaded_.keys(), offloaded_.key_sums(), offloaded_.key_chunk_rows());
 }
 
 Plan Trainer::rehearse_training(bool adds, bool placed) {
@@ -1126,11 +948,7 @@ Plan Trainer::rehearse_training(bool adds, bool placed) {
 }
 
 Plan Trainer::rehearse_validation(bool placed) {
-    return arena_.rehearse(
-        [&] {
-            gpt_.evaluate(batches_.first_on_device(), micro_, 1, metrics_.loss(), loss_by_position_.sums());
-        },
-        placed);
+    return arena_.rehearse([&] { evaluate_batch(1); }, placed);
 }
 
 const MemoryReport& Trainer::rehearse(bool placed) {
@@ -1143,47 +961,15 @@ const MemoryReport& Trainer::rehearse(bool placed) {
         if (!o_.update_in_backward) plans_.update = arena_.rehearse([&] { updates_.update_all(); });
     }
     if (in_.val_data || o_.bench == "forward") plans_.evaluate = rehearse_validation(true);
-    if (in_.samples() && plans_.sample.takes.empty()) {  // once: no setting changes these
-        const auto any = [](const TensorX&) { return 0; };
-        const std::vector<int> prompt = in_.first_tokens();
-        const int window = in_.sample_window(), half = window / 2;
-        const int rest = window - static_cast<int>(prompt.size());
-        plans_.sample = arena_.rehearse([&] { generate(arena_, stream_, config_, gpt_, prompt, rest, any); });
-        if (in_.sample_slides())
-            plans_.slide = arena_.rehearse([&] {
-                generate(arena_, stream_, config_, gpt_, std::vector<int>(half), window - half, any);
-            });
-    }
-    if (!o_.merge.empty() && plans_.merge.work.empty())
-        plans_.merge = arena_.rehearse([&] {
-            for_each_merged(arena_, stream_, config_, gpt_.weights(), gpt_.ends(),
-                            [](int, Field, const TensorX&) {});
-        });
+    // No setting changes these.
+    if (in_.samples() && plans_.sample.takes.empty()) sampler_.rehearse(plans_.sample, plans_.slide);
+    if (!o_.merge.empty() && plans_.merge.work.empty()) plans_.merge = merge_.rehearse();
     if (in_.gguf) plans_.load = arena_.rehearse([&] { model_.load_gguf(arena_, stream_, nullptr); });
     if (model_.looks_up_prompt())
         plans_.first_prompt = arena_.rehearse([&] { gpt_.ends().token_rows(in_.first_prompt); });
-    describe();
+    report_ = report_of_run(o_, in_, plans_, {model_, offloaded_, batches_, metrics_, loss_by_position_},
+                            choices_, rates_);
     return report_;
-}
-
-// Fills the report: what the plans and everything beside the arena take, and how long a step should take.
-void Trainer::describe() {
-    report_ = make_report<floatX>(o_, plans_, in_.bytes(), choices_, rates_);
-    offloaded_.add_to(report_);
-    if (model_.embeddings) model_.embeddings->add_to(report_);
-    const std::vector<Feeder>* feeders = batches_.feeders();
-    report_.staged = metrics_.pinned_bytes();
-    if (feeders) report_.staged += feeders->size() * feeders->front().pinned_bytes();
-    if (model_.quantized)
-        add_stored<floatX>(report_, *model_.quantized, plans_, o_.own_micro_batches(), rates_);
-    report_.parameters = model_.whole.count();
-    report_.trained = model_.trained_count();
-    report_.vocabulary = config_.vocabulary;
-    report_.vocabulary_of = in_.assumed_vocabulary();
-    report_.buffers =
-        buffers_of(model_.state, pointer_to(model_.quantized), pointer_to(model_.quantized_head),
-                   model_.embeddings.has_value(), pointer_to(model_.adapter), feeders, metrics_.count(),
-                   batches_.dropout_keys(), loss_by_position_.numbers());
 }
 
 // Opens the device and its stream, and limits how long a launch may take.
@@ -1193,31 +979,22 @@ void Trainer::open_device() {
     stream_ = own_stream_.emplace().get();
 }
 
-void Trainer::print_plan() const {
-    if (!o_.timeline.empty()) write_timeline(o_.timeline, report_, plans_.update, rates_);
-    if (o_.json)
-        printf("%s\n", json_text(report_json(report_)).c_str());
-    else if (o_.plan)
-        print_report(stdout, report_);
-    else
-        print_summary(stdout, report_, "allocating", memory_of_rank(o_.rank));
-    if (o_.plan) remark_shortage(report_);
-}
-
 // Checks what can be checked before the first step, allocates the memory, and loads or initializes the model.
 void Trainer::prepare() {
-    used_before_ =
-        kHostIsDevice ? 0 : device_bytes_in_use();  // on a CPU the plan includes the process's own memory
+    // On a CPU the plan includes the process's own memory.
+    used_before_ = kHostIsDevice ? 0 : device_bytes_in_use();
     if (saves_.wanted()) saves_.open();
-    if (trains()) remark_no_validation(in_, o_.seq_len);
-    PeakRate peak = {};
-    if (trains()) print_plan();
+    if (trains()) {
+        remark_no_validation(in_, o_.seq_len);
+        print_plan();
+    }
     require_memory(report_, memory_of_rank(o_.rank), trains());
+    PeakRate peak = {};
     if (trains()) {
         peak = device_peak_flops<floatX>(stream_, report_.allocated());
         printf("MFU is relative to %.0f GFLOP/s, %s\n", peak.flops / 1e9, peak.of);
     }
-    choose_algorithms();
+    if (use_algorithms_for<floatX>(plans_.all(), o_.matmul_algorithms, stream_)) rehearse();
     take_memory();
     saves_.check_room();
     load();
@@ -1230,29 +1007,10 @@ void Trainer::prepare() {
                                     {batches_.tokens_of_step(), step_flops(), peak.flops * o_.devices}));
     metrics_.log().open(o_.log, !o_.resume.empty());
     loss_by_position_.open(o_.loss_by_position, !o_.resume.empty());
-    if (batches_.training() && trains())
-        print_data(o_, in_, *batches_.training(), batches_.validation(),
-                   {static_cast<double>(batches_.sequences_after(std::max(o_.steps, first_step_))),
-                    batches_.validation() ? batches_.validation_sequences() : 0});
+    if (batches_.training() && trains()) print_data(o_, in_, batches_, first_step_);
 }
 
-// With --advanced algorithms=FILE: takes the algorithm of each product from the file, which first gets those
-// that it lacks. Rehearses the steps again, because a product may now compute a bias's gradient too: other
-// operations, in the same memory.
-void Trainer::choose_algorithms() {
-#ifdef SIMT_GPU
-    if (o_.matmul_algorithms.empty()) return;
-    std::set<Product> products;
-    for (const Plan* plan : plans_.all())
-        for (const Work& w : plan->work)
-            if (w.product.m > 0 && w.product.flops() <= longest_product) products.insert(w.product);
-    search_matmul_algorithms<floatX>(o_.matmul_algorithms, products, stream_);
-    rehearse();
-#endif
-}
-
-// Allocates all device memory of the run: what the report says, to the byte. After it nothing may be
-// allocated.
+// Allocates all device memory of the run: what the report says, to the byte.
 void Trainer::take_memory() {
     if (!exchange_.is_alone()) exchange_.connect_devices(o_.rank);
     arena_.allocate(plans_.all());
@@ -1260,33 +1018,19 @@ void Trainer::take_memory() {
     batches_.allocate();
     micro_.dropout = batches_.dropout();
     loss_by_position_.allocate();
-    model_.allocate();
+    model_.allocate(in_.feeds() ? o_.seq_len + in_.adapter.prompt_tokens : 0, stream_);
     offloaded_.make();
     if (o_.slices_weights()) gathered_.emplace(model_.trained(), exchange_.transfers());
-    connect_placements();
+    connect_streams();
     updates_.allocate();
     if (offloaded_.any() || model_.embeddings || !exchange_.is_alone()) metrics_.count_waiting(stream_);
-    if (model_.adapter) model_.adapter->allocate();
-    const int length = in_.feeds() ? o_.seq_len + in_.adapter.prompt_tokens : 0;
-    if (const std::vector<float> positions = position_factors(config_, length); !positions.empty()) {
-        const size_t bytes = positions.size() * sizeof(float);
-        positions_memory_ = DeviceBuffer(bytes, "the positions' factors");
-        copy_to_device(positions_memory_.data(), positions.data(), bytes, stream_);
-    }
-    gpt_.bind(reinterpret_cast<float*>(positions_memory_.data()));
-    const auto compare = [](const char* what, size_t taken, size_t planned) {
-        if (taken != planned) bug("%zu bytes of %s were taken where %zu were planned", taken, what, planned);
-    };
-    compare("the device", device_bytes_allocated, report_.allocated());
-    compare("pinned host memory", pinned_bytes_allocated, report_.all_pinned());
-    compare("files", working_file_bytes, report_.in_files());
-    forbid_device_allocation();
+    gpt_.bind(model_.position_factors());
+    check_taken(report_);
 }
 
 void Trainer::load() {
     if (model_.adapter || in_.resumed.empty())
-        model_.load([&](auto&& load_gguf) { arena_.run(plans_.load, [&] { load_gguf(arena_, stream_); }); },
-                    offloaded_.blocks_in_files());
+        model_.load(arena_, plans_.load, stream_, offloaded_.blocks_in_files());
     if (!in_.resumed.empty() && o_.steps == 0) {
         model_.load_save();
     } else if (!in_.resumed.empty()) {
@@ -1295,34 +1039,10 @@ void Trainer::load() {
         batches_.begin_at(first_step_, in_.progress->sequences);
         evaluated_ = in_.progress->evaluated;
     } else if (model_.adapter) {
-        model_.begin_adapter([&](std::vector<floatX>& rows) {
-            arena_.run(plans_.first_prompt, [&] {
-                const TensorX made = gpt_.ends().token_rows(in_.first_prompt);
-                copy_to_host(rows.data(), made.data(), rows.size() * sizeof(floatX), stream_);
-            });
-        });
+        model_.begin_adapter(arena_, plans_.first_prompt, stream_,
+                             [this] { return gpt_.ends().token_rows(in_.first_prompt); });
     }
-    in_.held_adapter.reset();
-    in_.held_save.reset();
-    in_.held_model.reset();
-}
-
-// Prints what a user might not expect of the run that begins.
-void Trainer::print_start() const {
-    if (!o_.resume.empty() && o_.steps > 0 && first_step_ >= o_.steps)
-        printf("%s is at step %lld: of --steps %lld nothing is left to train\n", o_.resume.c_str(),
-               static_cast<long long>(first_step_), static_cast<long long>(o_.steps));
-    else if (o_.has("--resume") && o_.resume.empty())
-        printf("--resume auto: %s holds no save yet: beginning\n", o_.out.c_str());
-    if (model_.adapter || in_.resumed.empty())
-        print_longer_positions(o_.notes(), config_, o_.rope_scaling, model_.adapter.has_value());
-    if (o_.steps > first_step_ && o_.warmup >= o_.steps && o_.bench.empty())
-        printf("--warmup %lld is not over after --steps %lld: the learning rate does not reach --lr %g\n",
-               static_cast<long long>(o_.warmup), static_cast<long long>(o_.steps), o_.lr);
-    if (o_.steps > first_step_ && o_.update_in_backward && o_.clip > 0)
-        printf("--update-in-backward: the gradient of each block is clipped by its own norm\n");
-    if (o_.steps > first_step_ && !saves_.wanted())
-        printf("nothing will be saved%s: no --out\n", o_.merge.empty() ? "" : " before the merge");
+    in_.release_files();
 }
 
 // ---- the bench
@@ -1343,27 +1063,17 @@ void Trainer::forward_step() {
 void Trainer::bench() {
     open_device();
     require_memory(report_, memory_of_rank(o_.rank), false);
-    const bool forward_only = o_.bench == "forward";
-    BenchReport r = {.memory = report_,
-                     .forward_only = forward_only,
-                     .profiled = o_.profile_ops,
-                     .threads = omp_get_max_threads(),
-                     .warmup = o_.bench_warmup,
-                     .plans = {},
-                     .tokens = batches_.tokens_of_step(),
-                     .flops = 0,  // when the data are open
-                     .matmul_peak = measured_matmul_flops<floatX>(stream_, report_.allocated()),
-                     .copy_peak = measured_copy_bandwidth(stream_),
-                     .limits = rates_.measured_transfers()};
-    if (forward_only)
+    BenchReport r = begin_bench<floatX>(o_, report_, rates_, stream_);
+    r.tokens = batches_.tokens_of_step();
+    if (r.forward_only)
         r.plans = {{&plans_.evaluate, o_.own_micro_batches()}};
     else
         r.plans = {{&plans_.train, 1}, {&plans_.add, o_.own_micro_batches() - 1}, {&plans_.update, 1}};
     prepare();
-    r.flops = step_flops(forward_only);
+    r.flops = step_flops(r.forward_only);  // known when the data are open
     const auto run_one = [&](int64_t step) {
         step_ = step;
-        if (forward_only)
+        if (r.forward_only)
             forward_step();
         else
             train_step();
@@ -1377,49 +1087,19 @@ void Trainer::bench() {
     if (graphs) bench_replays(r, stream_, o_.bench_steps, run_one);
     metrics_.finish();
     r.taken_bytes = taken_bytes();
-    if (o_.json)
-        printf("%s\n", json_text(bench_json(r)).c_str());
-    else
-        print_bench(stdout, r);
+    print_bench(r, o_.json);
 }
 
 // ---- the program
 
-// Only the first rank writes files. On the others, clears the names of all but the folder of saves, to which
-// they contribute.
-void write_on_first_rank(Options& o) {
-    if (o.rank.is_first()) return;
-    for (std::string* path : {&o.log, &o.loss_by_position, &o.merge, &o.save_base, &o.timeline})
-        path->clear();
-}
-
 int run(int argc, char** argv, RankEngine* engine) {
-    std::optional<HeldSave> resumed;
-    const auto parse = [&] {
-        resumed.reset();
-        return parse_options(argc, argv, [&](const std::string& folder) {
-            return saved_options(resumed.emplace(folder).path());
-        });
-    };
-    Options options = parse();
-    if (options.devices > 1 && options.rank.is_alone() && !options.plan) {
-        check_gpus_for_ranks(options.devices);
-        return launch_ranks(options.devices, argv);
+    RunOptions command(argc, argv);
+    if (command.starts_ranks()) {
+        check_gpus_for_ranks(command.options.devices);
+        return launch_ranks(command.options.devices, argv);
     }
-    const auto become_rank = [&] {
-        if (engine) options.rank.on_this_machine = engine->on_this_machine();
-        write_on_first_rank(options);
-    };
-    become_rank();
-    std::optional<HeldFolder> lock;  // of --out
-    if (options.plan && !options.out.empty()) check_writable(options.out);
-    if (options.saves() && options.rank.is_first()) {
-        lock.emplace(options.out);
-        if (options.has("--resume")) {  // the run that held it may have saved since
-            options = parse();
-            become_rank();
-        }
-    }
+    command.begin(engine);
+    Options& options = command.options;
     start_threads(options.threads, options.rank);
     tf32_products = options.tf32;
     if (!options.calibrate.empty()) {
@@ -1430,7 +1110,7 @@ int run(int argc, char** argv, RankEngine* engine) {
     Choices choices;
     options =
         chosen_by_first_rank(engine, options, [&] { return with_chosen_context<Trainer>(options, choices); });
-    RunInputs inputs(options, std::move(resumed));
+    RunInputs inputs(options, std::move(command.resumed));
     malloc_trim(0);  // returns what reading and tokenizing have freed to the system
     const Options chosen = chosen_by_first_rank(
         engine, options, [&] { return with_chosen_setting<Trainer>(options, inputs, choices); });

@@ -8,6 +8,8 @@
 // whole.
 #pragma once
 
+#include <omp.h>
+
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -21,10 +23,9 @@
 #include <vector>
 
 #include "llmc/bench_ranks.h"
+#include "llmc/options.h"
 #include "llmc/plan_report.h"
-#include "llmc/random.h"
 #include "llmc/rates_device.h"
-#include "llmc/simt_vector.h"
 #include "llmc/work.h"
 
 // Operations are identified by name, products also by shape and form.
@@ -153,32 +154,6 @@ class StepWatch : RangeListener, OperationListener, WaitListener {
     std::vector<Wait> waits_;
     std::array<double, kRoutes> moved_before_ = bytes_moved;
 };
-
-// ---- the device
-
-template <class T>
-__global__ void __launch_bounds__(kBlockThreads) copy_kernel(T* out, const T* in, int64_t n) {
-    for_each_vector<T>(
-        n, [&]<int N>(int64_t i, std::integral_constant<int, N>) { store(out + i, load<N>(in + i)); });
-}
-
-// The bytes per second that a large copy reads and writes, the best of several.
-inline double measured_copy_bandwidth(Stream stream) {
-    const int64_t wanted = int64_t{kFastCpu ? 32 : 128} << 20;  // floats: far more than caches hold
-    const int64_t fits = static_cast<int64_t>(device_memory_free().bytes / (4 * sizeof(float)));
-    const int64_t n = std::clamp<int64_t>(fits / 1024 * 1024, 1024, wanted);
-    const size_t bytes = static_cast<size_t>(n) * sizeof(float);
-    const DeviceBuffer from(bytes, "what the bench copies"), to(bytes, "the bench's copy");
-    device_fill(from.data(), 1, bytes, stream);  // on a CPU, memory has pages only after it was written
-    device_fill(to.data(), 1, bytes, stream);
-    stream_synchronize(stream);
-    const double best = best_seconds(8, stream, [&] {
-        launch<copy_kernel<float>>(elementwise_blocks<float>(n), kBlockThreads, 0, stream,
-                                   reinterpret_cast<float*>(to.data()),
-                                   reinterpret_cast<const float*>(from.data()), n);
-    });
-    return 2 * static_cast<double>(bytes) / best;
-}
 
 // ---- the report
 
@@ -430,7 +405,7 @@ inline void print_rank_times(FILE* to, const BenchReport& r) {
     }
 }
 
-inline void print_bench(FILE* to, const BenchReport& r) {
+inline void print_table(FILE* to, const BenchReport& r) {
     const MemoryReport& m = r.memory;
     fprintf(to, "%s: %s, %s, batch %d, seq_len %d, grad_accum %d, recompute %s, %d CPU threads\n",
             m.model.c_str(), m.device.c_str(), m.precision.c_str(), m.batch, m.seq_len, m.grad_accum,
@@ -450,6 +425,33 @@ inline void print_bench(FILE* to, const BenchReport& r) {
     if (r.moves()) print_waits(to, r);
     if (!r.ranks.empty()) print_rank_times(to, r);
     if (r.profiled) print_operations(to, r);
+}
+
+// Prints the report, as tables or as JSON.
+inline void print_bench(const BenchReport& r, bool json) {
+    if (json)
+        printf("%s\n", json_text(bench_json(r)).c_str());
+    else
+        print_table(stdout, r);
+}
+
+// ---- measuring
+
+// The report of the bench that the options ask for, with the rates of the device, which it measures now. What
+// is not in it yet: the plans, tokens and FLOPs of a step, and the steps.
+template <class T>
+BenchReport begin_bench(const Options& o, const MemoryReport& memory, const Rates& rates, Stream stream) {
+    return {.memory = memory,
+            .forward_only = o.bench == "forward",
+            .profiled = o.profile_ops,
+            .threads = omp_get_max_threads(),
+            .warmup = o.bench_warmup,
+            .plans = {},
+            .tokens = 0,
+            .flops = 0,
+            .matmul_peak = measured_matmul_flops<T>(stream, memory.allocated()),
+            .copy_peak = measured_copy_bandwidth(stream),
+            .limits = rates.measured_transfers()};
 }
 
 // Measures the phases of single steps, or their operations.

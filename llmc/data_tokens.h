@@ -2,6 +2,8 @@
 // tokens of an example have a loss, and which vocabulary a new model gets. dataset.h then reads the tokens.
 #pragma once
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -11,7 +13,6 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <unistd.h>
 #include <vector>
 
 #include "llmc/data_chat_format.h"

@@ -155,3 +155,22 @@ void search_matmul_algorithms(const std::string& path, const std::set<Product>& 
     cublaslt::use_algorithms(std::move(algorithms));
 }
 #endif
+
+// With a file of algorithms (--advanced algorithms=), makes the products of these plans use it, as
+// search_matmul_algorithms() says. Returns true if it did; then the plans must be rehearsed again: a product
+// may now compute a bias's gradient too, which makes other operations, in the same memory.
+template <class T, class Plans>
+bool use_algorithms_for([[maybe_unused]] const Plans& plans, [[maybe_unused]] const std::string& path,
+                        [[maybe_unused]] Stream stream) {
+#if defined(SIMT_GPU)
+    if (path.empty()) return false;
+    std::set<Product> products;
+    for (const Plan* plan : plans)
+        for (const Work& w : plan->work)
+            if (w.product.m > 0 && w.product.flops() <= longest_product) products.insert(w.product);
+    search_matmul_algorithms<T>(path, products, stream);
+    return true;
+#else
+    return false;
+#endif
+}

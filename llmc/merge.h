@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <string>
 #include <vector>
 
@@ -120,39 +121,71 @@ void for_each_merged(Arena& arena, Stream stream, const ModelConfig& config, Wei
     ends.for_each_outside_rows([&](Field field, const TensorX& rows) { visit(config.layers, field, rows); });
 }
 
-// Writes the merged model to the new folder `folder`. for_each(visit) runs for_each_merged() in its memory.
-template <class ForEach>
-void write_merged(const std::string& folder, const RunModel& model, const RunInputs& in, Stream stream,
-                  ForEach&& for_each) {
-    write_folder(folder, [&](const std::string& temporary) {
-        write_settings<floatX>(temporary, in.config, in.saved_tokenizer());
-        const bool by_outputs = model.quantized && model.quantized->by_outputs();
-        MergedFile<floatX> file(temporary + "/model.safetensors", model.state, by_outputs,
-                                model.fields_outside(), stream);
-        for_each([&](int layer, Field field, const TensorX& matrix) { file.append(layer, field, matrix); });
-        file.finish();
-    });
-}
+// Merges the adapter of a run into its model, in memory that was planned for it, and saves the result.
+class AdapterMerge {
+  public:
+    AdapterMerge(const Options& o, const RunInputs& in, const RunModel& model, Arena& arena,
+                 const Stream& stream, Weights& weights, EmbeddingAndHead& ends)
+        : o_(o), in_(in), model_(model), arena_(arena), stream_(stream), weights_(weights), ends_(ends) {}
+    AdapterMerge(const AdapterMerge&) = delete;
 
-// Reports a merge that failed, in a line that says how to merge again. `trained`: this run has trained the
-// adapter; without --out, it is first saved beside the folder that --merge names.
-[[noreturn]] inline void fail_to_merge(const Options& o, const RunModel& model, const RunInputs& in,
-                                       bool trained, const std::string& why) {
-    const std::string failed = format("--merge %s: %s", o.merge.c_str(), why.c_str());
-    if (!trained) fail("%s", failed.c_str());
-    if (o.saves())
-        fail("%s; the adapter is saved: --resume %s --steps 0 --merge DIR merges it", failed.c_str(),
-             o.out.c_str());
-    const std::string wanted = without_last_slashes(o.merge) + ".adapter";
-    std::string kept = wanted;
-    for (int i = 2; file_exists(kept); i++) kept = format("%s-%d", wanted.c_str(), i);
-    try {
-        write_folder(kept, [&](const std::string& folder) {
-            write_adapter(folder, model.trained(), in.adapter, in.saved_tokenizer());
-        });
-    } catch (const UserError& error) {
-        fail("%s; nor can the adapter be saved: %s", failed.c_str(), error.what());
+    Plan rehearse() {
+        return arena_.rehearse([&] { for_each([](int, Field, const TensorX&) {}); });
     }
-    fail("%s; the adapter is saved: --model %s --adapter %s --steps 0 --merge DIR merges it", failed.c_str(),
-         o.model.c_str(), kept.c_str());
-}
+    // Saves the merged model in the new folder that --merge names. If that fails, the adapter is not lost:
+    // `trained` says that this run has trained it.
+    void save(Plan& plan, bool trained) {
+        try {
+            write_folder(o_.merge, [&](const std::string& temporary) { write(temporary, plan); });
+        } catch (const UserError& error) {
+            report_failure(error.what(), trained);
+        }
+        fprintf(o_.notes(), "merged the adapter into a model in %s\n", o_.merge.c_str());
+    }
+
+  private:
+    template <class Visit>
+    void for_each(Visit&& visit) {
+        for_each_merged(arena_, stream_, in_.config, weights_, ends_, visit);
+    }
+    void write(const std::string& folder, Plan& plan) {
+        write_settings<floatX>(folder, in_.config, in_.saved_tokenizer());
+        const bool by_outputs = model_.quantized && model_.quantized->by_outputs();
+        MergedFile<floatX> file(folder + "/model.safetensors", model_.state, by_outputs,
+                                model_.fields_outside(), stream_);
+        arena_.run(plan, [&] {
+            for_each(
+                [&](int layer, Field field, const TensorX& matrix) { file.append(layer, field, matrix); });
+        });
+        file.finish();
+    }
+    // Fails with a line that says how to merge again. Without --out, an adapter that was trained is first
+    // saved beside the folder that --merge names.
+    [[noreturn]] void report_failure(const std::string& why, bool trained) const {
+        const std::string failed = format("--merge %s: %s", o_.merge.c_str(), why.c_str());
+        if (!trained) fail("%s", failed.c_str());
+        if (o_.saves())
+            fail("%s; the adapter is saved: --resume %s --steps 0 --merge DIR merges it", failed.c_str(),
+                 o_.out.c_str());
+        const std::string wanted = without_last_slashes(o_.merge) + ".adapter";
+        std::string kept = wanted;
+        for (int i = 2; file_exists(kept); i++) kept = format("%s-%d", wanted.c_str(), i);
+        try {
+            write_folder(kept, [&](const std::string& folder) {
+                write_adapter(folder, model_.trained(), in_.adapter, in_.saved_tokenizer());
+            });
+        } catch (const UserError& error) {
+            fail("%s; nor can the adapter be saved: %s", failed.c_str(), error.what());
+        }
+        fail("%s; the adapter is saved: --model %s --adapter %s --steps 0 --merge DIR merges it",
+             failed.c_str(), o_.model.c_str(), kept.c_str());
+    }
+
+    const Options& o_;
+    const RunInputs& in_;
+    const RunModel& model_;
+    Arena& arena_;
+    const Stream& stream_;
+    Weights& weights_;
+    EmbeddingAndHead& ends_;
+};

@@ -235,6 +235,10 @@ inline std::vector<Options> ways_to_share(const Options& o) {
     if (o.gradients == "device" && !o.update_in_backward) {
         add("2", o.by_block);
         if (may_go_by_block(o)) add("2", true);
+        if (o.weights == "device" && !o.trains_adapter()) {
+            add("3", o.by_block);
+            if (may_go_by_block(o)) add("3", true);
+        }
     }
     return all;
 }

@@ -59,7 +59,7 @@ Options chosen_by_first_rank(RankEngine* engine, const Options& given, Choose&& 
     const Stream stream = nullptr;
     const Slices slices{given.rank.number, given.rank.count, 1};
     Exchange exchange(none, stream, slices);
-    exchange.connect(engine);
+    exchange.connect(*engine);
     RankFacts facts;  // else ranks that were given other options would silently take those of the first
     for (const auto& [name, words] : given.given) facts.emplace_back(setting_name(name), joined(words, " "));
     check_ranks_agree(exchange, given.rank, facts);

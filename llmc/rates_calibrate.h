@@ -622,11 +622,9 @@ class Calibration {
 class RanksCalibration {
   public:
     RanksCalibration(RankEngine& engine, const Rank& rank)
-        : engine_(engine),
-          rank_(rank),
-          slices_{rank.number, rank.count, 1},
-          exchange_(none_, stream_, slices_) {
-        exchange_.connect(&engine);
+        : rank_(rank), slices_{rank.number, rank.count, 1}, exchange_(none_, stream_, slices_) {
+        exchange_.connect(engine);
+        exchange_.connect_devices(rank);
         char host[256] = "";
         gethostname(host, sizeof host - 1);
         hosts_ = exchange_.gather(std::vector<uint64_t>{name_hash(host)});
@@ -664,14 +662,13 @@ class RanksCalibration {
         for (int i = 0; i < kTimes; i++) {
             exchange_.largest(0);  // all ranks begin together
             const WallClock clock;
-            engine_.start(send, receive);
-            engine_.finish();
+            exchange_.transfers().finish(exchange_.transfers().start(send, receive, stream_), stream_);
+            stream_synchronize(stream_);
             if (i > 0) seconds.push_back(clock.seconds());
         }
         return bytes / statistics(std::move(seconds)).median;
     }
 
-    RankEngine& engine_;
     const Rank rank_;
     const Slices slices_;
     Arena none_;

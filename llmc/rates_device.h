@@ -2,18 +2,20 @@
 // Read this to add a GPU, or to see where the rates of a plan without --rates come from.
 #pragma once
 
+#include <omp.h>
+
 #include <algorithm>
 #include <array>
 #include <cctype>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
-#include <omp.h>
 #include <string>
 
 #include "llmc/matmul.h"
 #include "llmc/plan_solver.h"
 #include "llmc/random.h"
+#include "llmc/simt_vector.h"
 
 // ---- what GPUs can do
 //
@@ -319,6 +321,30 @@ double measured_matmul_flops(Stream stream, size_t space = SIZE_MAX) {
     arena.run(plan, multiply);
     const double side = static_cast<double>(n);
     return 2 * side * side * side / best;
+}
+
+template <class T>
+__global__ void __launch_bounds__(kBlockThreads) copy_kernel(T* out, const T* in, int64_t n) {
+    for_each_vector<T>(
+        n, [&]<int N>(int64_t i, std::integral_constant<int, N>) { store(out + i, load<N>(in + i)); });
+}
+
+// The bytes per second that a large copy reads and writes, the best of several.
+inline double measured_copy_bandwidth(Stream stream) {
+    const int64_t wanted = int64_t{kFastCpu ? 32 : 128} << 20;  // floats: far more than caches hold
+    const int64_t fits = static_cast<int64_t>(device_memory_free().bytes / (4 * sizeof(float)));
+    const int64_t n = std::clamp<int64_t>(fits / 1024 * 1024, 1024, wanted);
+    const size_t bytes = static_cast<size_t>(n) * sizeof(float);
+    const DeviceBuffer from(bytes, "what the bench copies"), to(bytes, "the bench's copy");
+    device_fill(from.data(), 1, bytes, stream);  // on a CPU, memory has pages only after it was written
+    device_fill(to.data(), 1, bytes, stream);
+    stream_synchronize(stream);
+    const double best = best_seconds(8, stream, [&] {
+        launch<copy_kernel<float>>(elementwise_blocks<float>(n), kBlockThreads, 0, stream,
+                                   reinterpret_cast<float*>(to.data()),
+                                   reinterpret_cast<const float*>(from.data()), n);
+    });
+    return 2 * static_cast<double>(bytes) / best;
 }
 
 // The FLOP/s that a model's utilization is compared with, and where they are from.

@@ -121,3 +121,11 @@ void for_each_rows_of_sequence(Arena& arena, const Tensor<T>& x, int64_t at_a_ti
         for_each_chunk(arena, sequence, length, at_a_time, chunk, from);
     });
 }
+
+// d_out through the mask of a dropout, or a view of d_out if nothing is dropped.
+inline TensorX dropout_backward(Arena& arena, Stream stream, const TensorX& d_out, const Dropout& d) {
+    if (!d) return d_out.view();
+    TensorX d_in = arena.take<floatX>("d_dropped", d_out.shape(), "gradient");
+    dropout(d_in, d_out, d, stream);
+    return d_in;
+}

@@ -86,6 +86,12 @@ class RunInputs {
     }
     // Where saves get their tokenizer from.
     TokenizerSource saved_tokenizer() const;
+    // Releases what was held until it is loaded: from now on other runs may replace it.
+    void release_files() {
+        held_adapter.reset();
+        held_save.reset();
+        held_model.reset();
+    }
     // True if --model is a GGUF file.
     static bool is_gguf(const std::string& path) { return path.ends_with(".gguf"); }
     // reads_training_data: batches have training data instead of random tokens. feeds: there are batches of

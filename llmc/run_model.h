@@ -1,5 +1,6 @@
 // run_model.h - the model of a run in memory: its parameters, those matrices of a frozen model that are
-// quantized or kept in files or host memory, and the adapter that is trained; and how these are loaded.
+// quantized or kept in files or host memory, the adapter that is trained, and the factors of positions; and
+// how these are loaded.
 #pragma once
 
 #include <optional>
@@ -8,6 +9,7 @@
 
 #include "llmc/checkpoint.h"
 #include "llmc/gguf_model.h"
+#include "llmc/model_positions.h"
 #include "llmc/offload_blocks.h"
 #include "llmc/offload_embeddings.h"
 #include "llmc/options.h"
@@ -109,32 +111,45 @@ class RunModel {
         state.choose(state_options_of_model(o_, in_));
         if (adapter) adapter->choose(state_options<floatX>(o_));
     }
-    void allocate() {
+    // Allocates all of it, and copies to the device the position factors for sequences of `length` tokens.
+    void allocate(int length, Stream stream) {
         state.allocate();
         for (std::optional<QuantizedWeights>* weights : {&quantized, &quantized_head})
             if (*weights) (*weights)->allocate();
         if (embeddings) embeddings->allocate();
+        if (adapter) adapter->allocate();
+        const std::vector<float> factors = ::position_factors(in_.config, length);
+        if (factors.empty()) return;
+        const size_t bytes = factors.size() * sizeof(float);
+        position_factors_ = DeviceBuffer(bytes, "the positions' factors");
+        copy_to_device(position_factors_.data(), factors.data(), bytes, stream);
     }
+    // Where the factors are (model_positions.h); null if there are none.
+    float* position_factors() const { return reinterpret_cast<float*>(position_factors_.data()); }
 
-    // Initializes a new model, or loads the model from its folder or its GGUF file. load_in_arena(load) runs
-    // load_gguf() in its memory. `blocks_in_files` streams blocks from the files, or is null.
-    template <class LoadInArena>
-    void load(LoadInArena&& load_in_arena, DiskBlockSource* blocks_in_files) {
+    // Initializes a new model, or loads the model from its folder or its GGUF file; the latter in the memory
+    // that `plan` has for load_gguf(). `blocks_in_files` streams blocks from the files, or is null.
+    void load(Arena& arena, Plan& plan, Stream stream, DiskBlockSource* blocks_in_files) {
         if (parse_new_model(o_.model))
             initialize_weights(state, o_.seed);
         else if (in_.gguf)
-            load_in_arena([&](Arena& arena, Stream stream) { load_gguf(arena, stream, blocks_in_files); });
+            arena.run(plan, [&] { load_gguf(arena, stream, blocks_in_files); });
         else
             load_folder(blocks_in_files);
     }
-    // Loads the adapter that the run begins with, or initializes a new one. look_up(rows) as for
-    // initialize_prompt().
-    template <class LookUp>
-    void begin_adapter(LookUp&& look_up) {
+    // Loads the adapter that the run begins with, or initializes a new one. For a soft prompt whose vectors
+    // `state` does not have, token_rows() returns them, in the memory that `plan` has for it.
+    template <class TokenRows>
+    void begin_adapter(Arena& arena, Plan& plan, Stream stream, TokenRows&& token_rows) {
         if (in_.held_adapter)
             load_adapter(*adapter, in_.held_adapter->path());
         else if (in_.adapter.kind == Trained::Prompt)
-            initialize_prompt(look_up);
+            initialize_prompt([&](std::vector<floatX>& rows) {
+                arena.run(plan, [&] {
+                    const TensorX made = token_rows();
+                    copy_to_host(rows.data(), made.data(), rows.size() * sizeof(floatX), stream);
+                });
+            });
         else
             initialize_weights(*adapter, o_.seed);
     }
@@ -243,4 +258,5 @@ class RunModel {
 
     const Options& o_;
     RunInputs& in_;
+    DeviceBuffer position_factors_;
 };

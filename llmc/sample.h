@@ -1,6 +1,8 @@
 // sample.h - samples of a model's text: chooses the next token from the logits, writes the text as it is
-// drawn, and continues a prompt token by token with a KV cache.
+// drawn, and continues a prompt token by token with a KV cache. Sampler does all of it for a run.
 #pragma once
+
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -10,7 +12,6 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <unistd.h>
 #include <utility>
 #include <vector>
 
@@ -19,6 +20,7 @@
 #include "llmc/random.h"
 #include "llmc/run_inputs.h"
 #include "llmc/sequence_keys.h"
+#include "llmc/signals.h"
 #include "llmc/tensor.h"
 
 // ---- the next token
@@ -267,3 +269,55 @@ void generate(Arena& arena, Stream stream, const ModelConfig& config, Model& mod
         return next[0] >= 0;
     });
 }
+
+// ---- the samples of a run
+
+// Draws samples of a model in memory that was planned for them. A sample that is longer than the model's
+// window goes on from the latest half of it. Model as for generate().
+template <class Model>
+class Sampler {
+  public:
+    Sampler(const Options& o, const RunInputs& in, Arena& arena, const Stream& stream, Model& model)
+        : o_(o), in_(in), arena_(arena), stream_(stream), model_(model) {}
+    Sampler(const Sampler&) = delete;
+
+    // Plans a sample and, if it may be longer than the window, its continuation.
+    void rehearse(Plan& sample, Plan& slide) {
+        const auto any = [](const TensorX&) { return 0; };
+        sample = arena_.rehearse([&] { fill_window(in_.first_tokens(), any); });
+        if (in_.sample_slides())
+            slide = arena_.rehearse([&] { fill_window(std::vector<int>(half_window()), any); });
+    }
+    // Prints the prompt and its continuation by the model after `step` steps. It ends early when stops()
+    // returns true. explain() as for Sample.
+    template <class Stops>
+    void sample(Plan& sample, Plan& slide, int64_t step, Stops&& stops, std::function<void()> explain) {
+        Sample text(o_, in_, step, std::move(explain));
+        const auto choose = [&](const TensorX& logits) {
+            const int token = text.next(logits, stream_);
+            return stops() ? -1 : token;
+        };
+        const std::vector<int> prompt = text.tokens();
+        arena_.run(sample, [&] { fill_window(prompt, choose); });
+        while (!text.ended() && !stops()) {
+            const std::vector<int> latest(text.tokens().end() - half_window(), text.tokens().end());
+            arena_.run(slide, [&] { fill_window(latest, choose); });
+        }
+        text.finish();
+    }
+
+  private:
+    int half_window() const { return in_.sample_window() / 2; }
+    // Continues a text to the end of the window.
+    template <class Choose>
+    void fill_window(const std::vector<int>& text, Choose&& choose) {
+        const int rest = in_.sample_window() - static_cast<int>(text.size());
+        generate(arena_, stream_, in_.config, model_, text, rest, choose);
+    }
+
+    const Options& o_;
+    const RunInputs& in_;
+    Arena& arena_;
+    const Stream& stream_;
+    Model& model_;
+};

@@ -87,8 +87,16 @@ class Updates {
         if (places_.updates_on_host()) on_host_.allocate(trained_, *places_.updated_state());
     }
 
-    // Sets the factors of a step's updates.
-    void begin_step(const OptimizerStep& step) {
+    // Sets the factors of the updates of a step, counted from 0.
+    void begin_step(int64_t number, double rate) {
+        const OptimizerStep step = {.lr = static_cast<float>(rate),
+                                    .beta1 = static_cast<float>(o_.beta1),
+                                    .beta2 = static_cast<float>(o_.beta2),
+                                    .epsilon = static_cast<float>(o_.eps),
+                                    .weight_decay = static_cast<float>(o_.weight_decay),
+                                    .clip = static_cast<float>(o_.clip),
+                                    .step = static_cast<int>(number + 1),
+                                    .seed = o_.seed};
         set_factors(factors_, step, stream_);
         on_host_.use(step);
     }

@@ -68,6 +68,8 @@ class Weights {
 
     // True if the model is frozen, and only an adapter is trained.
     bool is_frozen() const { return &trained_ != &model_; }
+    // True if backward reads the input of this layer: for the gradient of its matrix, or of its adapter.
+    bool backward_reads_input(const Linear<floatX>& w) const { return !is_frozen() || w.adapter; }
     bool streams_trained_blocks() const {
         return model_.options.streams_blocks() || model_.options.slices_blocks;
     }

@@ -1024,7 +1024,7 @@ void Trainer::merge() {
             });
         });
     } catch (const UserError& error) {
-        fail_to_merge(o_, model_, in_, step_ > first_step_, error.what());
+        fail_to_merge(o_, model_, in_, step_ > first_step_, saves_.latest(), error.what());
     }
     fprintf(o_.notes(), "merged the adapter into a model in %s\n", o_.merge.c_str());
 }
@@ -1293,6 +1293,7 @@ void Trainer::load() {
             });
         });
     }
+    if (o_.rank.is_first()) in_.remark_bad_saves();
     in_.held_adapter.reset();
     in_.held_save.reset();
     in_.held_model.reset();

@@ -46,14 +46,14 @@ void write_merged(const std::string& folder, const RunModel& model, const RunInp
 }
 
 // Reports a merge that failed, in a line that says how to merge again. `trained`: this run has trained the
-// adapter; without --out, it is first saved beside the folder that --merge names.
+// adapter. `save` has it in that case; without --out, it is first saved beside the folder that --merge names.
 [[noreturn]] inline void fail_to_merge(const Options& o, const RunModel& model, const RunInputs& in,
-                                       bool trained, const std::string& why) {
+                                       bool trained, const std::string& save, const std::string& why) {
     const std::string failed = format("--merge %s: %s", o.merge.c_str(), why.c_str());
     if (!trained) fail("%s", failed.c_str());
     if (o.saves())
         fail("%s; the adapter is saved: --resume %s --steps 0 --merge DIR merges it", failed.c_str(),
-             o.out.c_str());
+             save.c_str());
     const std::string wanted = without_last_slashes(o.merge) + ".adapter";
     std::string kept = wanted;
     for (int i = 2; file_exists(kept); i++) kept = format("%s-%d", wanted.c_str(), i);

@@ -160,12 +160,16 @@ class Metrics {
     std::string last_save = "none";
     // The loss of the run's first step with a loss. A resumed run takes it from the save.
     std::optional<double> first_loss;
+    // False if the run resumes from a save that was not good.
+    bool began_good = true;
     // True if the state after the latest step is worth saving: its loss is not far above the first one, and
     // its gradient is not zero (as it is when all activations have died). read() has checked that both are
     // finite.
     bool is_good() const { return why_bad().empty(); }
-    // What is wrong with the latest step; empty if it is good.
+    // What is wrong with the latest step; empty if it is good. Until this run has a step with a loss, its
+    // state is as good as the save that it resumes.
     std::string why_bad() const {
+        if (!latest_ && !began_good) return "a loss or a gradient that was not good when it was saved before";
         if (!latest_ || !first_loss) return "";
         const double loss = latest_->first, most = *first_loss + std::max(1.0, *first_loss);
         if (loss > most) return format("a loss of %g, far above the %g of the first step", loss, *first_loss);

@@ -24,6 +24,9 @@ class RunSaves {
     bool wanted() const { return o_.saves(); }
     // True if the state after `step` steps was saved last.
     bool has(int64_t step) const { return saved_step_ == step; }
+    // What --resume must name to continue from the save that was made last: the folder of saves, or the save
+    // itself where the folder shows another one.
+    const std::string& latest() const { return latest_; }
 
     // Opens the folder of saves, which the run has locked.
     void open() {
@@ -84,9 +87,12 @@ class RunSaves {
         if (good) metrics_.last_save = o_.out + "/" + step_name(step);
         saved_step_ = step;
         fprintf(o_.notes(), "saved step %lld in %s\n", static_cast<long long>(step), o_.out.c_str());
+        const bool shows_good = folder_.shown(step) != step_name(step);
+        latest_ = shows_good ? o_.out + "/" + step_name(step) : o_.out;
         if (!good)
-            fprintf(stderr, "%s/%s: is of a step with %s; the last good save: %s\n", o_.out.c_str(),
-                    step_name(step).c_str(), metrics_.why_bad().c_str(), metrics_.last_save.c_str());
+            fprintf(stderr, "%s/%s: is of a step with %s; the last good save: %s%s\n", o_.out.c_str(),
+                    step_name(step).c_str(), metrics_.why_bad().c_str(), metrics_.last_save.c_str(),
+                    shows_good ? format(", which %s shows", o_.out.c_str()).c_str() : "");
     }
 
     // Loads the state of training from the save that the run resumes.
@@ -97,7 +103,8 @@ class RunSaves {
         const bool good = !progress.first_loss || progress.last_good == progress.step;
         const std::string last_good =
             progress.last_good ? folder_above(in_.resumed) + "/" + step_name(*progress.last_good) : "none";
-        metrics_.last_save = good ? o_.resume : last_good;
+        metrics_.last_save = good ? in_.resumed : last_good;
+        metrics_.began_good = good;
         printf("resuming %s at step %lld\n", o_.resume.c_str(), static_cast<long long>(progress.step));
         if (!good)
             fprintf(stderr, "%s: step %lld was not good when it was saved; the last good save: %s\n",
@@ -158,4 +165,5 @@ class RunSaves {
     Exchange& exchange_;
     SaveFolder folder_;
     int64_t saved_step_ = -1;
+    std::string latest_;
 };

@@ -84,16 +84,17 @@ class FileLock {
 // ---- the folder
 //
 //   OUT/step-00000200/       a save (checkpoint.h)
-//   OUT/latest            -> step-00000200
+//   OUT/latest            -> step-00000200, the last good save
 //   OUT/model.safetensors -> latest/model.safetensors, and the same for each other file of the save
 //   OUT/.lock                while a run saves there (outputs.h)
 //
 // A save is written as step-*.tmp, synced, and renamed. Then `latest` is replaced by renaming, which switches
-// every file of OUT at once. If the process is killed or the machine stops at any moment, the last save is
-// complete and OUT points to it.
+// every file of OUT at once. If the process is killed or the machine stops at any moment, OUT points to a
+// complete save.
 //
 // A save is good if its last loss is not far above that of the run's first step and the gradient is not zero
-// (Metrics::is_good()). The last good save is kept even if newer ones push it out.
+// (Metrics::is_good()). The last good save is kept even if newer ones push it out, and OUT shows it, so that
+// a resumed run continues from it. While a run has no good save, OUT shows the newest.
 
 // Fails naming the file if a system call failed.
 inline void check_call(bool good, const std::string& path, const char* action) {
@@ -225,6 +226,9 @@ struct SaveFolder {
     std::optional<int64_t> good = {};
     // The number of saves in the folder that are not another run's.
     int64_t own_count() const;
+    // The name of the save that the folder shows after `step` was saved: the last good one, or that of `step`
+    // if none is good.
+    std::string shown(int64_t step) const;
 };
 
 inline int64_t SaveFolder::own_count() const {
@@ -232,6 +236,11 @@ inline int64_t SaveFolder::own_count() const {
     for (const std::string& name : list_folder(path))
         if (const int64_t step = step_of(name); step >= 0 && !others.contains(step)) count++;
     return count;
+}
+
+inline std::string SaveFolder::shown(int64_t step) const {
+    const bool has_good = good && file_exists(path + "/" + step_name(*good));
+    return step_name(has_good ? *good : step);
 }
 
 // Removes unfinished saves. Only for a run that has locked OUT.

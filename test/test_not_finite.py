@@ -12,7 +12,7 @@ import torch
 import transformers
 from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
-from trainer_runs import make, random_tokens, read_log, write_shard
+from trainer_runs import make, random_tokens, read_log, saved_bytes, write_shard
 
 USUALLY = "fp32"  # see conftest.py
 
@@ -144,14 +144,46 @@ def test_the_last_good_save_stays(train, work):
     assert bad and max(bad) == 6 > last_good
     kept = {path.name for path in (work / "out").glob("step-*")}
     assert kept == {f"step-{last_good:08}", "step-00000006"}
-    assert f"the last good save: out/step-{last_good:08}" in result.stderr.decode().splitlines()[-1]
-    state = json.loads((work / "out" / "trainer_state.json").read_text())
+    assert result.stderr.decode().endswith(f"; the last good save: out/step-{last_good:08}, which out shows\n")
+    state = json.loads((work / "out" / "step-00000006" / "trainer_state.json").read_text())
     assert state["last_good"] == last_good and state["first_loss"] == first
-    lines = train("--resume", "out", "--lr", 1000, "--steps", 90, cwd=work, code=2).stderr.decode().splitlines()
-    assert f"out: step 6 was not good when it was saved; the last good save: out/step-{last_good:08}" in lines
+    lines = train("--resume", "out/step-00000006", "--lr", 1000, "--steps", 90, cwd=work, code=2).stderr.decode().splitlines()
+    assert f"out/step-00000006: step 6 was not good when it was saved; the last good save: out/step-{last_good:08}" in lines
     error = lines[-1]
     assert re.fullmatch(rf"train: step \d+: the loss is .*; the last good save: out/step-{last_good:08}", error)
     assert (work / "out" / f"step-{last_good:08}" / "model.safetensors").exists()
+
+
+def test_the_last_good_save_is_continued(train, work):
+    """The wrong data make the later saves bad. The folder shows the last good one, from which the run continues as if
+    nothing had happened."""
+    write_shard(work / "calm.bin", np.full(2000, 7))
+    calm = ("--data", "calm.bin", *DATA[2:], "--schedule", "constant", "--warmup", 0)
+    train("--model", "model", *calm, "--lr", 0.01, "--steps", 40, "--out", "base", cwd=work)
+    run = ("--model", "base", *calm, "--lr", 1e-3, "--save-every", 1, "--keep", 2)
+    train(*run, "--steps", 2, "--out", "out", cwd=work)
+    error = train("--resume", "out", "--data", "data.bin", "--steps", 6, cwd=work).stderr.decode()
+    assert error.count("; the last good save: out/step-00000002, which out shows\n") == 4
+    kept = sorted(path.name for path in (work / "out").glob("step-*"))
+    assert kept == ["step-00000002", "step-00000005", "step-00000006"]
+    assert (work / "out" / "latest").readlink().name == "step-00000002"
+
+    said = " out: step 6 was not good when it was saved; going on from the last good save, step-00000002\n"
+    for option in ("--model", "--resume"):
+        prompt = ("--steps", 0, "--prompt", "a", "--sample", "tokens=9", "--seed", 1)
+        shown, good = (train(option, folder, *prompt, cwd=work) for folder in ("out", "out/step-00000002"))
+        assert shown.stdout == good.stdout and shown.stderr.decode() == option + said + good.stderr.decode()
+
+    # A bad save stays bad when it is saved again before it has made a step.
+    error = train("--resume", "out/step-00000006", "--steps", 6, "--out", "copy", cwd=work).stderr.decode()
+    assert "copy/step-00000006: is of a step with a loss or a gradient that was not good when it was saved before" in error
+    assert json.loads((work / "copy" / "trainer_state.json").read_text())["last_good"] is None
+
+    result = train(*run, "--steps", 4, "--out", "out", "--resume", "auto", cwd=work)
+    assert b"resuming out at step 2\n" in result.stdout and result.stderr.decode() == "--resume" + said
+    assert sorted(path.name for path in (work / "out").glob("step-*")) == ["step-00000003", "step-00000004"]
+    train(*run, "--steps", 4, "--out", "whole", cwd=work)
+    assert saved_bytes(work / "out") == saved_bytes(work / "whole")
 
 
 def test_a_gradient_of_zero_is_not_good(train, work):

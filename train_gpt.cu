@@ -354,6 +354,7 @@ void Trainer::run() {
         train();
     } catch (const RecoverableError&) {  // what was trained until then is good
         if (exchange_.is_alone() && saves_.wanted() && step_ > first_step_ && !saves_.has(step_)) save();
+        saves_.remove_good_before();
         throw;
     }
     metrics_.finish();
@@ -1056,6 +1057,7 @@ void Trainer::stop() {
     else
         printf("interrupted after step %lld\n", static_cast<long long>(step_));
     if (saves_.wanted() && !saves_.has(step_)) save();
+    saves_.remove_good_before();
 }
 
 // ---- before the first step

@@ -72,7 +72,11 @@ class RunSaves {
             return read_all(state.layout, training_buffers(state), read, [](const char*, size_t) {});
         }
         folder_.others.erase(step);
-        const bool good = metrics_.is_good();
+        const bool good = metrics_.is_good(), goes_on = step < o_.steps && !interrupted;
+        folder_.good_before.reset();
+        if (good && goes_on && folder_.good && folder_.good != step &&
+            file_exists(o_.out + "/" + step_name(*folder_.good)))
+            folder_.good_before = folder_.good;
         if (good) folder_.good = step;
         Progress progress{.step = step,
                           .sequences = sequences,
@@ -85,6 +89,11 @@ class RunSaves {
         save_checkpoint(folder_, model_.trained(), progress, in_.saved_tokenizer(), o_.steps > 0, in_.adapter,
                         read);
         if (good) metrics_.last_save = o_.out + "/" + step_name(step);
+        metrics_.judge_save = nullptr;
+        if (folder_.good_before)
+            metrics_.judge_save = [this](const std::string& why_bad) {
+                why_bad.empty() ? remove_good_before() : doubt_save(why_bad);
+            };
         saved_step_ = step;
         fprintf(o_.notes(), "saved step %lld in %s\n", static_cast<long long>(step), o_.out.c_str());
         const bool shows_good = folder_.shown(step) != step_name(step);
@@ -93,6 +102,14 @@ class RunSaves {
             fprintf(stderr, "%s/%s: is of a step with %s; the last good save: %s%s\n", o_.out.c_str(),
                     step_name(step).c_str(), metrics_.why_bad().c_str(), metrics_.last_save.c_str(),
                     shows_good ? format(", which %s shows", o_.out.c_str()).c_str() : "");
+    }
+
+    // Removes the good save that stayed in case that the weights of the last one are bad: a step has shown
+    // that they are not, or none will follow.
+    void remove_good_before() {
+        if (!folder_.good_before) return;
+        folder_.good_before.reset();
+        remove_old_saves(folder_, saved_step_);
     }
 
     // Loads the state of training from the save that the run resumes.
@@ -112,6 +129,18 @@ class RunSaves {
     }
 
   private:
+    // The first step after the last save was bad: that save is not good, and the folder shows the good one
+    // before it again.
+    void doubt_save(const std::string& why_bad) {
+        const std::string save = o_.out + "/" + step_name(saved_step_);
+        folder_.good = std::exchange(folder_.good_before, std::nullopt);
+        publish(o_.out, folder_.shown(saved_step_));
+        rewrite_last_good(save, folder_.good);
+        metrics_.last_save = o_.out + "/" + step_name(*folder_.good);
+        fprintf(stderr,
+                "%s: is not good, as the step after it has %s; the last good save: %s, which %s shows\n",
+                save.c_str(), why_bad.c_str(), metrics_.last_save.c_str(), o_.out.c_str());
+    }
     // Reads elements of a unit; the first rank gets those of the other ranks' slices from them.
     void read_slices(const StateBuffer& b, int64_t at, int64_t count, void* host) {
         b.read(at, count, host);

@@ -94,7 +94,9 @@ class FileLock {
 //
 // A save is good if its last loss is not far above that of the run's first step and the gradient is not zero
 // (Metrics::is_good()). The last good save is kept even if newer ones push it out, and OUT shows it, so that
-// a resumed run continues from it. While a run has no good save, OUT shows the newest.
+// a resumed run continues from it. While a run has no good save, OUT shows the newest. That loss is of the
+// weights before the last update, which may have destroyed them. So the good save before it, if there is one,
+// stays until the next step: if that step is bad, the newer save is not good after all.
 
 // Fails naming the file if a system call failed.
 inline void check_call(bool good, const std::string& path, const char* action) {
@@ -224,6 +226,8 @@ struct SaveFolder {
     int keep = 0;
     std::set<int64_t> others = {};
     std::optional<int64_t> good = {};
+    // The last good save before that one, which stays while no step after `good` has had a loss.
+    std::optional<int64_t> good_before = {};
     // The number of saves in the folder that are not another run's.
     int64_t own_count() const;
     // The name of the save that the folder shows after `step` was saved: the last good one, or that of `step`
@@ -252,7 +256,7 @@ inline void remove_unfinished(const std::string& out) {
 
 // Removes what killed saves left behind, and all of the run's saves but `keep`. Kept are the save of `step`,
 // then the latest before it, then the latest after it (which are there if a run was resumed from an earlier
-// step), and besides them the last good one. A save that is being read (HeldSave) stays until the next call.
+// step), and besides them the last good ones. A save that is being read (HeldSave) stays until the next call.
 inline void remove_old_saves(const SaveFolder& folder, int64_t step) {
     const std::string& out = folder.path;
     std::vector<std::pair<bool, int64_t>> saves;  // (not after `step`, step)
@@ -264,7 +268,7 @@ inline void remove_old_saves(const SaveFolder& folder, int64_t step) {
     }
     std::sort(saves.rbegin(), saves.rend());
     for (size_t i = static_cast<size_t>(folder.keep); folder.keep > 0 && i < saves.size(); i++) {
-        if (folder.good == saves[i].second) continue;
+        if (folder.good == saves[i].second || folder.good_before == saves[i].second) continue;
         // Renamed first, so that whatever has the name of a save is complete.
         const std::string path = out + "/" + step_name(saves[i].second);
         const FileLock lock(path, O_RDONLY | O_DIRECTORY, FileLock::Exclusive);

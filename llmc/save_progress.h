@@ -146,6 +146,15 @@ inline Progress read_progress(const std::string& folder) {
     return p;
 }
 
+// Changes the step that a complete save names as that of the last good one.
+inline void rewrite_last_good(const std::string& save, std::optional<int64_t> good) {
+    const std::string file = save + "/trainer_state.json", temporary = file + ".tmp";
+    nlohmann::json json = read_json(file);
+    json["last_good"] = good ? nlohmann::json(*good) : nlohmann::json();
+    write_json(temporary, json);
+    replace_file(temporary, file);
+}
+
 // The step of the newest save in a folder that was not good, and whose run had its last good save at step
 // `good`; -1 if there is none.
 inline int64_t newest_bad_save(const std::string& out, int64_t good) {

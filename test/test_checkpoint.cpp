@@ -366,6 +366,19 @@ TEST(Save, ShowsTheLastGood) {
     EXPECT_EQ(newest_bad_save(out, 6), -1);
     fs::remove_all(out + "/step-00000006");  // somebody has removed the last good one
     save(7, 7, 6);
+    // The one before the last good one stays as long as the folder says so.
+    save(10, 10, 10);
+    SaveFolder doubtful = {.path = out, .keep = 1, .good = 11, .good_before = 10};
+    save_checkpoint(doubtful, state, at_step(11), "", true);
+    EXPECT_EQ(link_target(out + "/latest"), "step-00000011");
+    EXPECT_EQ(steps_in(out), (Names{"step-00000010", "step-00000011"}));
+    doubtful.good_before.reset();
+    remove_old_saves(doubtful, 11);
+    EXPECT_EQ(steps_in(out), (Names{"step-00000011"}));
+    rewrite_last_good(out + "/step-00000011", 10);
+    EXPECT_EQ(read_progress(out).last_good, 10);
+    EXPECT_EQ(read_progress(out).step, 11);
+    fs::remove_all(out);
     // A damaged save says nothing.
     save(8, 8, 8);
     save(9, 8, 8);

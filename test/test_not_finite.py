@@ -140,8 +140,14 @@ def test_the_last_good_save_stays(train, work):
     result = train("--resume", "out", "--lr", 30, "--steps", 6, "--log", "log", cwd=work)
     losses = {line["step"] + 1: line["loss"] for line in read_log(work / "log") if "loss" in line}
     bad = [step for step, loss in losses.items() if loss > first + max(1, first)]
-    last_good = max({3, *losses} - set(bad))
+    last_good = max(step for step in {3, *losses} - set(bad) if step + 1 not in bad)
     assert bad and max(bad) == 6 > last_good
+    assert last_good == 3 or f"saved step {last_good}" in result.stdout.decode()
+    error = result.stderr.decode()
+    assert re.search(rf"^out/step-0*{last_good + 1}: is not good, as the step after it has a loss of .*, far above the .* of the first "
+                     rf"step; the last good save: out/step-0*{last_good}, which out shows$", error, re.MULTILINE), error
+    train("--model", "out", *VALIDATION, "--log", "val", cwd=work)
+    assert [line["val_loss"] < first + 0.5 for line in read_log(work / "val")] == [True]
     kept = {path.name for path in (work / "out").glob("step-*")}
     assert kept == {f"step-{last_good:08}", "step-00000006"}
     assert result.stderr.decode().endswith(f"; the last good save: out/step-{last_good:08}, which out shows\n")
@@ -152,6 +158,25 @@ def test_the_last_good_save_stays(train, work):
     error = lines[-1]
     assert re.fullmatch(rf"train: step \d+: the loss is .*; the last good save: out/step-{last_good:08}", error)
     assert (work / "out" / f"step-{last_good:08}" / "model.safetensors").exists()
+
+
+def test_a_save_whose_last_update_destroyed_the_model(train, work):
+    """Its own loss was good. The save before is still there, is named when a loss is not finite, and is continued."""
+    run = ("--model", "model", *DATA, "--optimizer", "sgd", "--schedule", "constant", "--warmup", 0, "--clip", 0, "--save-every", 1,
+           "--keep", 1, "--out", "out")
+    train(*run, "--lr", 0.1, "--steps", 3, cwd=work)
+    lines = train("--resume", "out", "--lr", 1000, "--weight-decay", 1000, "--steps", 99, cwd=work, code=2).stderr.decode().splitlines()
+    assert re.fullmatch(r"out/step-00000004: is not good, as the step after it has a (loss of|gradient).*; the last good save: "
+                        "out/step-00000003, which out shows", lines[0])
+    newest = int(re.fullmatch(r"train: step (\d+): the loss is .*; the last good save: out/step-00000003", lines[-1])[1]) - 1
+    assert {path.name for path in (work / "out").glob("step-*")} == {"step-00000003", f"step-{newest:08}"}
+    result = train(*run, "--lr", 0.1, "--steps", 5, "--resume", "auto", cwd=work)
+    assert b"resuming out at step 3\n" in result.stdout
+    assert result.stderr.decode() == (f"--resume out: step {newest} was not good when it was saved; going on from the last good save, "
+                                      "step-00000003\n")
+    assert [path.name for path in (work / "out").glob("step-*")] == ["step-00000005"]
+    train(*run[:-1], "whole", "--lr", 0.1, "--steps", 5, cwd=work)
+    assert saved_bytes(work / "out") == saved_bytes(work / "whole")
 
 
 def test_the_last_good_save_is_continued(train, work):

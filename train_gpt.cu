@@ -327,6 +327,7 @@ void Trainer::run() {
         train();
     } catch (const RecoverableError&) {  // what was trained until then is good
         if (exchange_.is_alone() && saves_.wanted() && step_ > first_step_ && !saves_.has(step_)) save();
+        saves_.remove_good_before();
         throw;
     }
     metrics_.finish();
@@ -878,7 +879,7 @@ void Trainer::finish() {
     if (samples_here() && !interrupted && in_.samples()) sample();
     if (!o_.rank.is_first() || o_.merge.empty() || interrupted) return;
     metrics_.finish();
-    merge_.save(plans_.merge, step_ > first_step_);
+    merge_.save(plans_.merge, step_ > first_step_, saves_.latest());
 }
 
 // The end of a run that was interrupted.
@@ -888,6 +889,7 @@ void Trainer::stop() {
     else
         printf("interrupted after step %lld\n", static_cast<long long>(step_));
     if (saves_.wanted() && !saves_.has(step_)) save();
+    saves_.remove_good_before();
 }
 
 // ---- before the first step
@@ -1042,6 +1044,7 @@ void Trainer::load() {
         model_.begin_adapter(arena_, plans_.first_prompt, stream_,
                              [this] { return gpt_.ends().token_rows(in_.first_prompt); });
     }
+    if (o_.rank.is_first()) in_.remark_bad_saves();
     in_.release_files();
 }
 

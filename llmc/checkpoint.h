@@ -427,9 +427,10 @@ void write_save(const std::string& folder, const State<T>& state, const Progress
 }
 
 // Saves the weights (or the adapter's) as step-N in a folder of saves, with the state to resume from if
-// with_training_state. Then makes the folder show this save and removes all but the newest saves. A save of
-// the same step is replaced. Fails naming the file if something cannot be written; earlier saves are then
-// unchanged. The disk must have space for one save more than are kept, and for the last good one.
+// with_training_state. Then makes the folder show this save, or the last good one if this one is not good,
+// and removes all but the newest saves and that one. A save of the same step is replaced. Fails naming the
+// file if something cannot be written; earlier saves are then unchanged. The disk must have space for one
+// save more than are kept, and for the last good one.
 template <class T>
 void save_checkpoint(const SaveFolder& folder, const State<T>& state, const Progress& progress,
                      const TokenizerSource& tokenizer, bool with_training_state,
@@ -450,7 +451,7 @@ void save_checkpoint(const SaveFolder& folder, const State<T>& state, const Prog
         std::filesystem::remove_all(temporary, ignored);
         throw;
     }
-    publish(out, name);
+    publish(out, folder.shown(progress.step));
     remove_old_saves(folder, progress.step);
 }
 

@@ -133,12 +133,12 @@ class AdapterMerge {
         return arena_.rehearse([&] { for_each([](int, Field, const TensorX&) {}); });
     }
     // Saves the merged model in the new folder that --merge names. If that fails, the adapter is not lost:
-    // `trained` says that this run has trained it.
-    void save(Plan& plan, bool trained) {
+    // `trained` says that this run has trained it, and `latest` is the save that has it.
+    void save(Plan& plan, bool trained, const std::string& latest) {
         try {
             write_folder(o_.merge, [&](const std::string& temporary) { write(temporary, plan); });
         } catch (const UserError& error) {
-            report_failure(error.what(), trained);
+            report_failure(error.what(), trained, latest);
         }
         fprintf(o_.notes(), "merged the adapter into a model in %s\n", o_.merge.c_str());
     }
@@ -161,12 +161,12 @@ class AdapterMerge {
     }
     // Fails with a line that says how to merge again. Without --out, an adapter that was trained is first
     // saved beside the folder that --merge names.
-    [[noreturn]] void report_failure(const std::string& why, bool trained) const {
+    [[noreturn]] void report_failure(const std::string& why, bool trained, const std::string& latest) const {
         const std::string failed = format("--merge %s: %s", o_.merge.c_str(), why.c_str());
         if (!trained) fail("%s", failed.c_str());
         if (o_.saves())
             fail("%s; the adapter is saved: --resume %s --steps 0 --merge DIR merges it", failed.c_str(),
-                 o_.out.c_str());
+                 latest.c_str());
         const std::string wanted = without_last_slashes(o_.merge) + ".adapter";
         std::string kept = wanted;
         for (int i = 2; file_exists(kept); i++) kept = format("%s-%d", wanted.c_str(), i);

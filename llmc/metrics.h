@@ -160,17 +160,24 @@ class Metrics {
     std::string last_save = "none";
     // The loss of the run's first step with a loss. A resumed run takes it from the save.
     std::optional<double> first_loss;
+    // False if the run resumes from a save that was not good.
+    bool began_good = true;
     // True if the state after the latest step is worth saving: its loss is not far above the first one, and
     // its gradient is not zero (as it is when all activations have died). read() has checked that both are
     // finite.
     bool is_good() const { return why_bad().empty(); }
-    // What is wrong with the latest step; empty if it is good.
+    // What is wrong with the latest step; empty if it is good. Until this run has a step with a loss, its
+    // state is as good as the save that it resumes.
     std::string why_bad() const {
+        if (!latest_ && !began_good) return "a loss or a gradient that was not good when it was saved before";
         if (!latest_ || !first_loss) return "";
         const double loss = latest_->first, most = *first_loss + std::max(1.0, *first_loss);
         if (loss > most) return format("a loss of %g, far above the %g of the first step", loss, *first_loss);
         return latest_->second == 0 ? "a gradient of zero" : "";
     }
+    // Called once, for the first step after a save that has a loss: with what is wrong with it, or with an
+    // empty text. It tells whether the update before the save has left good weights.
+    std::function<void(const std::string& why_bad)> judge_save;
     // Called before reporting a loss that is not finite, if no step had a finite one yet. Fails if it knows
     // the reason.
     std::function<void()> explain = [] {};
@@ -208,16 +215,21 @@ class Metrics {
             const double loss = double{numbers[0]}, norm = whole_norm(numbers + 1);
             if (!std::isfinite(loss) || !std::isfinite(norm)) {
                 if (!latest_) explain();
+                judge(format("a loss of %g and a gradient's norm of %g", loss, norm));
                 fail("step %lld: the loss is %g and the gradient's norm %g; the last good save: %s",
                      static_cast<long long>(step + 1), loss, norm, last_save.c_str());
             }
             if (loss != 0 || norm != 0) {  // else no token had a loss
                 if (!first_loss) first_loss = loss;
                 latest_ = {loss, norm};
+                judge(why_bad());
             }
             const std::optional<StepWaits>& waits = waits_[step % 2];
             if (lines_) record({step, loss, norm, rate, completed_ - before, waits ? waits->seconds() : -1});
         }
+    }
+    void judge(const std::string& why_bad) {
+        if (judge_save) std::exchange(judge_save, nullptr)(why_bad);
     }
     double whole_norm(const float* norms) const {
         double squares = 0;

@@ -404,10 +404,9 @@ inline void declare_memory_options(CLI::App& app, Options& o) {
         "--by-block", o.by_block,
         "Takes all micro-batches of a step through a block before the next one, so that a block is "
         "streamed and updated once in a step.");
-    group.add_keyed(
-        "--offload",
-        "OffloadedMemory something in host memory (host) or in files (disk), from where it is streamed to "
-        "the device when it is needed.");
+    group.add_keyed("--offload",
+                    "Keeps something in host memory (host) or in files (disk), from where it is streamed to "
+                    "the device when it is needed.");
     for (const PlacementOption& p : kPlacements)
         group
             .add_set(p.setting(), p.values, p.help,
@@ -469,11 +468,11 @@ inline void declare_output_options(CLI::App& app, Options& o) {
     saving
         .add("--keep", o.keep, "N",
              "How many saves stay, beside the last good one, at which the loss was not far above the first "
-             "one and the gradient not zero; 0: all.")
+             "one and the gradient not zero; 0: all. --out shows the last good one.")
         ->transform(whole(0, kMostCount));
     saving.add("--resume", o.resume, "DIR|auto",
-               "Continues from a save, with its options unless others are given. auto: from the save in "
-               "--out, or from the start where there is none.");
+               "Continues from a save, with its options unless others are given. auto: from the last "
+               "good save in --out, or from the start where there is none.");
 }
 
 inline void declare_advanced_options(CLI::App& app, Options& o) {

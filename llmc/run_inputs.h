@@ -84,6 +84,15 @@ class RunInputs {
     int most_tokens() const {
         return is_dynamic() && (samples() || packs()) ? sample_positions() : token_positions();
     }
+    // Says which of the folders of saves that the run reads show an older save, because the newer ones were
+    // not good. Only while the saves are held.
+    void remark_bad_saves() const {
+        if (held_save)
+            remark_newer_bad_save("--resume", o_.resume, resumed);
+        else
+            remark_newer_bad_save("--model", o_.model, model);
+        if (held_adapter) remark_newer_bad_save("--adapter", o_.adapter, held_adapter->path());
+    }
     // Where saves get their tokenizer from.
     TokenizerSource saved_tokenizer() const;
     // Releases what was held until it is loaded: from now on other runs may replace it.

@@ -24,6 +24,9 @@ class RunSaves {
     bool wanted() const { return o_.saves(); }
     // True if the state after `step` steps was saved last.
     bool has(int64_t step) const { return saved_step_ == step; }
+    // What --resume must name to continue from the save that was made last: the folder of saves, or the save
+    // itself where the folder shows another one.
+    const std::string& latest() const { return latest_; }
 
     // Opens the folder of saves, which the run has locked.
     void open() {
@@ -71,7 +74,11 @@ class RunSaves {
             return read_all(state.layout, training_buffers(state), read, [](const char*, size_t) {});
         }
         folder_.others.erase(step);
-        const bool good = metrics_.is_good();
+        const bool good = metrics_.is_good(), goes_on = step < o_.steps && !interrupted;
+        folder_.good_before.reset();
+        if (good && goes_on && folder_.good && folder_.good != step &&
+            file_exists(o_.out + "/" + step_name(*folder_.good)))
+            folder_.good_before = folder_.good;
         if (good) folder_.good = step;
         Progress progress{.step = step,
                           .sequences = sequences,
@@ -84,11 +91,27 @@ class RunSaves {
         save_checkpoint(folder_, model_.trained(), progress, in_.saved_tokenizer(), o_.steps > 0, in_.adapter,
                         read);
         if (good) metrics_.last_save = o_.out + "/" + step_name(step);
+        metrics_.judge_save = nullptr;
+        if (folder_.good_before)
+            metrics_.judge_save = [this](const std::string& why_bad) {
+                why_bad.empty() ? remove_good_before() : doubt_save(why_bad);
+            };
         saved_step_ = step;
         fprintf(o_.notes(), "saved step %lld in %s\n", static_cast<long long>(step), o_.out.c_str());
+        const bool shows_good = folder_.shown(step) != step_name(step);
+        latest_ = shows_good ? o_.out + "/" + step_name(step) : o_.out;
         if (!good)
-            fprintf(stderr, "%s/%s: is of a step with %s; the last good save: %s\n", o_.out.c_str(),
-                    step_name(step).c_str(), metrics_.why_bad().c_str(), metrics_.last_save.c_str());
+            fprintf(stderr, "%s/%s: is of a step with %s; the last good save: %s%s\n", o_.out.c_str(),
+                    step_name(step).c_str(), metrics_.why_bad().c_str(), metrics_.last_save.c_str(),
+                    shows_good ? format(", which %s shows", o_.out.c_str()).c_str() : "");
+    }
+
+    // Removes the good save that stayed in case that the weights of the last one are bad: a step has shown
+    // that they are not, or none will follow.
+    void remove_good_before() {
+        if (!folder_.good_before) return;
+        folder_.good_before.reset();
+        remove_old_saves(folder_, saved_step_);
     }
 
     // Loads the state of training from the save that the run resumes.
@@ -99,7 +122,8 @@ class RunSaves {
         const bool good = !progress.first_loss || progress.last_good == progress.step;
         const std::string last_good =
             progress.last_good ? folder_above(in_.resumed) + "/" + step_name(*progress.last_good) : "none";
-        metrics_.last_save = good ? o_.resume : last_good;
+        metrics_.last_save = good ? in_.resumed : last_good;
+        metrics_.began_good = good;
         printf("resuming %s at step %lld\n", o_.resume.c_str(), static_cast<long long>(progress.step));
         if (!good)
             fprintf(stderr, "%s: step %lld was not good when it was saved; the last good save: %s\n",
@@ -107,6 +131,18 @@ class RunSaves {
     }
 
   private:
+    // The first step after the last save was bad: that save is not good, and the folder shows the good one
+    // before it again.
+    void doubt_save(const std::string& why_bad) {
+        const std::string save = o_.out + "/" + step_name(saved_step_);
+        folder_.good = std::exchange(folder_.good_before, std::nullopt);
+        publish(o_.out, folder_.shown(saved_step_));
+        rewrite_last_good(save, folder_.good);
+        metrics_.last_save = o_.out + "/" + step_name(*folder_.good);
+        fprintf(stderr,
+                "%s: is not good, as the step after it has %s; the last good save: %s, which %s shows\n",
+                save.c_str(), why_bad.c_str(), metrics_.last_save.c_str(), o_.out.c_str());
+    }
     // Reads elements of a unit; the first rank gets those of the other ranks' slices from them.
     void read_slices(const StateBuffer& b, int64_t at, int64_t count, void* host) {
         b.read(at, count, host);
@@ -160,4 +196,5 @@ class RunSaves {
     Exchange& exchange_;
     SaveFolder folder_;
     int64_t saved_step_ = -1;
+    std::string latest_;
 };

@@ -84,16 +84,19 @@ class FileLock {
 // ---- the folder
 //
 //   OUT/step-00000200/       a save (checkpoint.h)
-//   OUT/latest            -> step-00000200
+//   OUT/latest            -> step-00000200, the last good save
 //   OUT/model.safetensors -> latest/model.safetensors, and the same for each other file of the save
 //   OUT/.lock                while a run saves there (outputs.h)
 //
 // A save is written as step-*.tmp, synced, and renamed. Then `latest` is replaced by renaming, which switches
-// every file of OUT at once. If the process is killed or the machine stops at any moment, the last save is
-// complete and OUT points to it.
+// every file of OUT at once. If the process is killed or the machine stops at any moment, OUT points to a
+// complete save.
 //
 // A save is good if its last loss is not far above that of the run's first step and the gradient is not zero
-// (Metrics::is_good()). The last good save is kept even if newer ones push it out.
+// (Metrics::is_good()). The last good save is kept even if newer ones push it out, and OUT shows it, so that
+// a resumed run continues from it. While a run has no good save, OUT shows the newest. That loss is of the
+// weights before the last update, which may have destroyed them. So the good save before it, if there is one,
+// stays until the next step: if that step is bad, the newer save is not good after all.
 
 // Fails naming the file if a system call failed.
 inline void check_call(bool good, const std::string& path, const char* action) {
@@ -223,8 +226,13 @@ struct SaveFolder {
     int keep = 0;
     std::set<int64_t> others = {};
     std::optional<int64_t> good = {};
+    // The last good save before that one, which stays while no step after `good` has had a loss.
+    std::optional<int64_t> good_before = {};
     // The number of saves in the folder that are not another run's.
     int64_t own_count() const;
+    // The name of the save that the folder shows after `step` was saved: the last good one, or that of `step`
+    // if none is good.
+    std::string shown(int64_t step) const;
 };
 
 inline int64_t SaveFolder::own_count() const {
@@ -232,6 +240,11 @@ inline int64_t SaveFolder::own_count() const {
     for (const std::string& name : list_folder(path))
         if (const int64_t step = step_of(name); step >= 0 && !others.contains(step)) count++;
     return count;
+}
+
+inline std::string SaveFolder::shown(int64_t step) const {
+    const bool has_good = good && file_exists(path + "/" + step_name(*good));
+    return step_name(has_good ? *good : step);
 }
 
 // Removes unfinished saves. Only for a run that has locked OUT.
@@ -243,7 +256,7 @@ inline void remove_unfinished(const std::string& out) {
 
 // Removes what killed saves left behind, and all of the run's saves but `keep`. Kept are the save of `step`,
 // then the latest before it, then the latest after it (which are there if a run was resumed from an earlier
-// step), and besides them the last good one. A save that is being read (HeldSave) stays until the next call.
+// step), and besides them the last good ones. A save that is being read (HeldSave) stays until the next call.
 inline void remove_old_saves(const SaveFolder& folder, int64_t step) {
     const std::string& out = folder.path;
     std::vector<std::pair<bool, int64_t>> saves;  // (not after `step`, step)
@@ -255,7 +268,7 @@ inline void remove_old_saves(const SaveFolder& folder, int64_t step) {
     }
     std::sort(saves.rbegin(), saves.rend());
     for (size_t i = static_cast<size_t>(folder.keep); folder.keep > 0 && i < saves.size(); i++) {
-        if (folder.good == saves[i].second) continue;
+        if (folder.good == saves[i].second || folder.good_before == saves[i].second) continue;
         // Renamed first, so that whatever has the name of a save is complete.
         const std::string path = out + "/" + step_name(saves[i].second);
         const FileLock lock(path, O_RDONLY | O_DIRECTORY, FileLock::Exclusive);

@@ -146,6 +146,41 @@ inline Progress read_progress(const std::string& folder) {
     return p;
 }
 
+// Changes the step that a complete save names as that of the last good one.
+inline void rewrite_last_good(const std::string& save, std::optional<int64_t> good) {
+    const std::string file = save + "/trainer_state.json", temporary = file + ".tmp";
+    nlohmann::json json = read_json(file);
+    json["last_good"] = good ? nlohmann::json(*good) : nlohmann::json();
+    write_json(temporary, json);
+    replace_file(temporary, file);
+}
+
+// The step of the newest save in a folder that was not good, and whose run had its last good save at step
+// `good`; -1 if there is none.
+inline int64_t newest_bad_save(const std::string& out, int64_t good) {
+    int64_t newest = -1;
+    for (const std::string& name : list_folder(out)) {
+        const int64_t step = step_of(name);
+        if (step <= good || step <= newest) continue;
+        try {
+            if (read_progress(out + "/" + name).last_good == good) newest = step;
+        } catch (const UserError&) {  // a damaged save, which this run does not read
+        }
+    }
+    return newest;
+}
+
+// Says so if a folder of saves, which an option names, shows the last good one of them instead of the newest.
+// `save` is the save that it shows.
+inline void remark_newer_bad_save(const char* option, const std::string& folder, const std::string& save) {
+    const int64_t good = step_of(std::filesystem::path(save).filename().string());
+    if (good < 0 || link_target(folder + "/latest").empty()) return;
+    if (const int64_t bad = newest_bad_save(folder, good); bad >= 0)
+        fprintf(stderr,
+                "%s %s: step %lld was not good when it was saved; going on from the last good save, %s\n",
+                option, folder.c_str(), static_cast<long long>(bad), step_name(good).c_str());
+}
+
 // The folder OUT for a run that continues from the save `resumed`, or starts anew if that is empty. A run
 // owns the saves in OUT only if it continues from one of them, and then only those that the earlier run
 // owned.

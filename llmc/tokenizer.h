@@ -28,7 +28,10 @@ class Tokenizer {
     explicit Tokenizer(TokenizerParts parts, int begin_of_text = -1, int end_of_text = -1)
         : parts_(std::make_shared<const TokenizerParts>(std::move(parts))),
           begin_of_text_(begin_of_text),
-          end_of_text_(end_of_text) {}
+          end_of_text_(end_of_text) {
+        for (const char* usual : {"<|endoftext|>", "<|begin_of_text|>", "<s>"})
+            if (usual_start_ < 0) usual_start_ = find_spelling(usual);
+    }
 
     // Reads a folder's tokenizer.json or, if there is none, vocab.json and merges.txt (as for GPT-2) or else
     // tokenizer.model. Returns nothing if the folder has none of them. The tokens that begin and end a text
@@ -80,11 +83,10 @@ class Tokenizer {
     // must outlive the encoder. Without `specials`, the spelling of a special token like <s> in the text is
     // plain text.
     TextEncoder encoder(bool specials = true) const { return TextEncoder(parts_->steps, specials); }
-    // The token that goes before each document of the data: the first of these three that exists, else the
-    // one that begins a text, else the one that ends a text; -1 if there is none of them.
+    // The token that goes before each document of the data: the usual one, else the one that begins a text,
+    // else the one that ends a text; -1 if there is none of them.
     int document_start() const {
-        for (const char* usual : {"<|endoftext|>", "<|begin_of_text|>", "<s>"})
-            if (const int token = find_spelling(usual); token >= 0) return token;
+        if (usual_start_ >= 0) return usual_start_;
         return begin_of_text_ >= 0 ? begin_of_text_ : end_of_text_;
     }
 
@@ -214,6 +216,7 @@ class Tokenizer {
         if (!ends.empty()) end_of_text_ = ends[0];
     }
 
+    // Goes through the whole vocabulary.
     int find_spelling(std::string_view spelling) const {
         const Vocabulary& vocabulary = *parts_->steps.vocabulary;
         for (int token = 0; token < vocabulary.size(); token++)
@@ -223,4 +226,5 @@ class Tokenizer {
 
     std::shared_ptr<const TokenizerParts> parts_;
     int begin_of_text_ = -1, end_of_text_ = -1;
+    int usual_start_ = -1;  // <|endoftext|>, <|begin_of_text|> or <s>; -1: none of them
 };

@@ -342,6 +342,50 @@ TEST(Save, KeepsTheNewest) {
     EXPECT_EQ(steps_in(folder.path()), (Names{"step-00000001", "step-00000100.backup", "step-5"}));
 }
 
+TEST(Save, ShowsTheLastGood) {
+    const TempFolder folder;
+    const std::string out = folder / "out";
+    const Training<float> state;
+    const auto save = [&](int64_t step, int64_t shown, std::optional<int64_t> good) {
+        Progress progress = at_step(step);
+        progress.last_good = good;
+        save_checkpoint({.path = out, .keep = 1, .good = good}, state, progress, "", true);
+        EXPECT_EQ(link_target(out + "/latest"), step_name(shown));
+        EXPECT_EQ(read_progress(out).step, shown);
+    };
+    using Names = std::vector<std::string>;
+    for (const int64_t step : {1, 2}) save(step, step, {});  // none is good yet
+    EXPECT_EQ(newest_bad_save(out, 1), -1);
+    save(3, 3, 3);
+    for (const int64_t step : {4, 5}) save(step, 3, 3);
+    EXPECT_EQ(steps_in(out), (Names{"step-00000003", "step-00000005"}));
+    EXPECT_EQ(newest_bad_save(out, 3), 5);
+    save(5, 3, 3);  // as when it is saved again
+    save(6, 6, 6);
+    EXPECT_EQ(steps_in(out), (Names{"step-00000006"}));
+    EXPECT_EQ(newest_bad_save(out, 6), -1);
+    fs::remove_all(out + "/step-00000006");  // somebody has removed the last good one
+    save(7, 7, 6);
+    // The one before the last good one stays as long as the folder says so.
+    save(10, 10, 10);
+    SaveFolder doubtful = {.path = out, .keep = 1, .good = 11, .good_before = 10};
+    save_checkpoint(doubtful, state, at_step(11), "", true);
+    EXPECT_EQ(link_target(out + "/latest"), "step-00000011");
+    EXPECT_EQ(steps_in(out), (Names{"step-00000010", "step-00000011"}));
+    doubtful.good_before.reset();
+    remove_old_saves(doubtful, 11);
+    EXPECT_EQ(steps_in(out), (Names{"step-00000011"}));
+    rewrite_last_good(out + "/step-00000011", 10);
+    EXPECT_EQ(read_progress(out).last_good, 10);
+    EXPECT_EQ(read_progress(out).step, 11);
+    fs::remove_all(out);
+    // A damaged save says nothing.
+    save(8, 8, 8);
+    save(9, 8, 8);
+    std::ofstream(out + "/step-00000009/trainer_state.json") << "{";
+    EXPECT_EQ(newest_bad_save(out, 8), -1);
+}
+
 TEST(Save, LeavesWhatIsBeingRead) {
     const TempFolder folder;
     const std::string out = folder / "out";
@@ -465,16 +509,24 @@ TEST(Save, FailsOnAReadOnlyFileSystem) {
 }
 
 #if !defined(SIMT_GPU)  // a forked process cannot use the GPU
-// Continues with ever later steps, saves every other one twice, and never returns.
-[[noreturn]] void save_forever(const std::string& out) {
+// Continues with ever later steps, saves every other one twice, and never returns. Saves of multiples of
+// `good_every` are good; out shows one of these.
+[[noreturn]] void save_forever(const std::string& out, int64_t good_every) {
     Training<float> state;
-    for (int64_t step = read_progress(out).step + 1;; step++) {
+    int64_t good = read_progress(out).step;
+    for (int64_t step = good + 1;; step++) {
         fill_with_step(state, step);
-        for (int i = 0; i < 1 + (step % 2); i++) save_checkpoint({out, 2}, state, at_step(step), "", true);
+        if (step % good_every == 0) good = step;
+        for (int i = 0; i < 1 + (step % 2); i++)
+            save_checkpoint({.path = out, .keep = 2, .good = good}, state, at_step(step), "", true);
     }
 }
 
-TEST(Save, SurvivesBeingKilled) {
+class KilledSave : public testing::TestWithParam<int64_t> {};
+INSTANTIATE_TEST_SUITE_P(GoodEvery, KilledSave, testing::Values(1, 3));
+
+TEST_P(KilledSave, IsSurvived) {
+    const int64_t good_every = GetParam();
     const TempFolder folder;
     const std::string out = folder / "out";
     Training<float> state;
@@ -489,7 +541,7 @@ TEST(Save, SurvivesBeingKilled) {
         ASSERT_GE(child, 0);
         if (child == 0) {
             try {
-                save_forever(out);
+                save_forever(out, good_every);
             } catch (const std::exception& error) {
                 std::fprintf(stderr, "%s\n", error.what());
                 _exit(1);
@@ -506,6 +558,7 @@ TEST(Save, SurvivesBeingKilled) {
         ASSERT_TRUE(WIFSIGNALED(status)) << "the saving process failed by itself";
         const int64_t step = whole_step(out);
         EXPECT_GE(step, last);
+        EXPECT_EQ(step % good_every, 0);
         last = std::max(step, last);
         for (const std::string& name : steps_in(out)) {
             if (step_of(name) < 0) continue;  // left unfinished by the kill

@@ -18,7 +18,8 @@ from adapter_files import make_adapter
 from example_files import VOCAB, WORDS, lines_of, says, tokenizer, words, write_examples
 from known_tokenizers import encode_all, facts, llama2, llama2_first, llama3, mistral3, probe, smollm2
 from reference_runs import LOSS_BOUND, run_reference
-from trainer_runs import by_key, figures, listing, make, peak, read_log, saved_bytes
+from tokenizers import Tokenizer, models, pre_tokenizers
+from trainer_runs import by_key, cpu_seconds, figures, listing, make, peak, read_log, saved_bytes
 
 USUALLY = "fp32"  # see conftest.py
 
@@ -488,6 +489,19 @@ def test_reading_examples_stays_in_the_plan(train_fp32, work, name):
     assert ("reading" in totals) == (name != "short")
     if name == "a text":  # in its line, and in parts
         assert (work / "data.jsonl").stat().st_size < totals["reading"] < (work / "data.jsonl").stat().st_size + 2**20
+
+
+def test_short_examples_take_little_time(train_fp32, tmp_path):
+    """A large vocabulary is not searched for each of them."""
+    letters = {letter: i for i, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    vocabulary = letters | {f"<{i}>": i for i in range(len(letters), 60_000)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    make(tmp_path / "model", "--layers", 1, "--heads", 1, "--channels", 8, "--vocab", len(vocabulary))
+    tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
+    (tmp_path / "data.jsonl").write_text("\n".join(lines_of({"text": str(i)} for i in range(10, 20_000))) + "\n")
+    plan = ("--model", tmp_path / "model", "--data", tmp_path / "data.jsonl", "--batch", 1, "--seq-len", 32)
+    assert cpu_seconds(lambda: train_fp32.plan(*plan)) < 2
 
 
 def test_options_change_no_bit(train, work):

@@ -12,7 +12,7 @@ import torch
 import transformers
 from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
-from trainer_runs import make, random_tokens, read_log, write_shard
+from trainer_runs import make, random_tokens, read_log, saved_bytes, write_shard
 
 USUALLY = "fp32"  # see conftest.py
 
@@ -140,18 +140,75 @@ def test_the_last_good_save_stays(train, work):
     result = train("--resume", "out", "--lr", 30, "--steps", 6, "--log", "log", cwd=work)
     losses = {line["step"] + 1: line["loss"] for line in read_log(work / "log") if "loss" in line}
     bad = [step for step, loss in losses.items() if loss > first + max(1, first)]
-    last_good = max({3, *losses} - set(bad))
+    last_good = max(step for step in {3, *losses} - set(bad) if step + 1 not in bad)
     assert bad and max(bad) == 6 > last_good
+    assert last_good == 3 or f"saved step {last_good}" in result.stdout.decode()
+    error = result.stderr.decode()
+    assert re.search(rf"^out/step-0*{last_good + 1}: is not good, as the step after it has a loss of .*, far above the .* of the first "
+                     rf"step; the last good save: out/step-0*{last_good}, which out shows$", error, re.MULTILINE), error
+    train("--model", "out", *VALIDATION, "--log", "val", cwd=work)
+    assert [line["val_loss"] < first + 0.5 for line in read_log(work / "val")] == [True]
     kept = {path.name for path in (work / "out").glob("step-*")}
     assert kept == {f"step-{last_good:08}", "step-00000006"}
-    assert f"the last good save: out/step-{last_good:08}" in result.stderr.decode().splitlines()[-1]
-    state = json.loads((work / "out" / "trainer_state.json").read_text())
+    assert result.stderr.decode().endswith(f"; the last good save: out/step-{last_good:08}, which out shows\n")
+    state = json.loads((work / "out" / "step-00000006" / "trainer_state.json").read_text())
     assert state["last_good"] == last_good and state["first_loss"] == first
-    lines = train("--resume", "out", "--lr", 1000, "--steps", 90, cwd=work, code=2).stderr.decode().splitlines()
-    assert f"out: step 6 was not good when it was saved; the last good save: out/step-{last_good:08}" in lines
+    lines = train("--resume", "out/step-00000006", "--lr", 1000, "--steps", 90, cwd=work, code=2).stderr.decode().splitlines()
+    assert f"out/step-00000006: step 6 was not good when it was saved; the last good save: out/step-{last_good:08}" in lines
     error = lines[-1]
     assert re.fullmatch(rf"train: step \d+: the loss is .*; the last good save: out/step-{last_good:08}", error)
     assert (work / "out" / f"step-{last_good:08}" / "model.safetensors").exists()
+
+
+def test_a_save_whose_last_update_destroyed_the_model(train, work):
+    """Its own loss was good. The save before is still there, is named when a loss is not finite, and is continued."""
+    run = ("--model", "model", *DATA, "--optimizer", "sgd", "--schedule", "constant", "--warmup", 0, "--clip", 0, "--save-every", 1,
+           "--keep", 1, "--out", "out")
+    train(*run, "--lr", 0.1, "--steps", 3, cwd=work)
+    lines = train("--resume", "out", "--lr", 1000, "--weight-decay", 1000, "--steps", 99, cwd=work, code=2).stderr.decode().splitlines()
+    assert re.fullmatch(r"out/step-00000004: is not good, as the step after it has a (loss of|gradient).*; the last good save: "
+                        "out/step-00000003, which out shows", lines[0])
+    newest = int(re.fullmatch(r"train: step (\d+): the loss is .*; the last good save: out/step-00000003", lines[-1])[1]) - 1
+    assert {path.name for path in (work / "out").glob("step-*")} == {"step-00000003", f"step-{newest:08}"}
+    result = train(*run, "--lr", 0.1, "--steps", 5, "--resume", "auto", cwd=work)
+    assert b"resuming out at step 3\n" in result.stdout
+    assert result.stderr.decode() == (f"--resume out: step {newest} was not good when it was saved; going on from the last good save, "
+                                      "step-00000003\n")
+    assert [path.name for path in (work / "out").glob("step-*")] == ["step-00000005"]
+    train(*run[:-1], "whole", "--lr", 0.1, "--steps", 5, cwd=work)
+    assert saved_bytes(work / "out") == saved_bytes(work / "whole")
+
+
+def test_the_last_good_save_is_continued(train, work):
+    """The wrong data make the later saves bad. The folder shows the last good one, from which the run continues as if
+    nothing had happened."""
+    write_shard(work / "calm.bin", np.full(2000, 7))
+    calm = ("--data", "calm.bin", *DATA[2:], "--schedule", "constant", "--warmup", 0)
+    train("--model", "model", *calm, "--lr", 0.01, "--steps", 40, "--out", "base", cwd=work)
+    run = ("--model", "base", *calm, "--lr", 1e-3, "--save-every", 1, "--keep", 2)
+    train(*run, "--steps", 2, "--out", "out", cwd=work)
+    error = train("--resume", "out", "--data", "data.bin", "--steps", 6, cwd=work).stderr.decode()
+    assert error.count("; the last good save: out/step-00000002, which out shows\n") == 4
+    kept = sorted(path.name for path in (work / "out").glob("step-*"))
+    assert kept == ["step-00000002", "step-00000005", "step-00000006"]
+    assert (work / "out" / "latest").readlink().name == "step-00000002"
+
+    said = " out: step 6 was not good when it was saved; going on from the last good save, step-00000002\n"
+    for option in ("--model", "--resume"):
+        prompt = ("--steps", 0, "--prompt", "a", "--sample", "tokens=9", "--seed", 1)
+        shown, good = (train(option, folder, *prompt, cwd=work) for folder in ("out", "out/step-00000002"))
+        assert shown.stdout == good.stdout and shown.stderr.decode() == option + said + good.stderr.decode()
+
+    # A bad save stays bad when it is saved again before it has made a step.
+    error = train("--resume", "out/step-00000006", "--steps", 6, "--out", "copy", cwd=work).stderr.decode()
+    assert "copy/step-00000006: is of a step with a loss or a gradient that was not good when it was saved before" in error
+    assert json.loads((work / "copy" / "trainer_state.json").read_text())["last_good"] is None
+
+    result = train(*run, "--steps", 4, "--out", "out", "--resume", "auto", cwd=work)
+    assert b"resuming out at step 2\n" in result.stdout and result.stderr.decode() == "--resume" + said
+    assert sorted(path.name for path in (work / "out").glob("step-*")) == ["step-00000003", "step-00000004"]
+    train(*run, "--steps", 4, "--out", "whole", cwd=work)
+    assert saved_bytes(work / "out") == saved_bytes(work / "whole")
 
 
 def test_a_gradient_of_zero_is_not_good(train, work):

@@ -416,13 +416,18 @@ def test_kill_leaves_a_usable_save(train, work):
 
 
 def test_what_is_not_finite_is_not_saved(train, work):
-    """The run ends at the step where it becomes visible; the save before is named and good."""
+    """The run ends at the step where it becomes visible; the saves before are finite, and the folder shows the last good
+    one, which is named."""
     error = train(*DATA, "--steps", 50, "--optimizer", "sgd", "--lr", 1000, "--warmup", 0, "--clip", 0,
                   "--save-every", 1, "--keep", 0, "--out", "out", "--log", "log", cwd=work, code=2).stderr.decode()
-    step = int(re.search(r"^train: step (\d+): the loss is .*; the last good save: out/step-\d{8}$", error, re.M)[1]) - 1
+    step, good = re.search(r"^train: step (\d+): the loss is .*; the last good save: out/(step-\d{8})$", error, re.M).groups()
+    step = int(step) - 1
     assert list(by_key(read_log(work / "log"), "loss")) == list(range(step))
-    assert json.loads((work / "out" / "trainer_state.json").read_text())["step"] == step
-    assert all(tensor.isfinite().all() for tensor in load_file(work / "out" / "model.safetensors").values())
+    saves = sorted((work / "out").glob("step-*"))
+    assert saves[-1].name == f"step-{step:08}" and os.readlink(work / "out" / "latest") == good
+    assert json.loads((saves[-1] / "trainer_state.json").read_text())["step"] == step
+    for save in saves:
+        assert all(tensor.isfinite().all() for tensor in load_file(save / "model.safetensors").values())
 
 
 @pytest.mark.parametrize("options", [("--grad-accum", 3, "--eval-batches", 2),

@@ -61,17 +61,17 @@ def test_memory_is_chosen_for_each_device(train, work, more):
         for key in ("totals", "ranks", "estimated_seconds", "buffers"):
             assert given[key] == chosen[key]
         zeros.add(chosen["ranks"]["zero"])
-    assert zeros and zeros <= {"1", "2"}
+    assert zeros and zeros <= {"1", "2", "3"}
 
 
 def test_slices_of_gradients_come_before_files(train):
-    """--memory takes --zero 2 where that is enough, without streaming. A --zero that is given stays."""
+    """--memory takes --zero 2 or 3 where that is enough, without streaming. A --zero that is given stays."""
     one, two = (train.plan(*D6, "--recompute", "block", "--batch", 1, "--grad-accum", 16, "--zero", zero, *more)["totals"]["total"]
                 for zero, more in (("1", ()), ("2", ("--by-block",))))
     budget = (one + two) // 2
     assert two < budget < one
     chosen = train.plan(*D6, "--memory", f"{budget}B")
-    assert chosen["ranks"]["zero"] == "2" and "--offload" not in chosen["choice"][0]["placements"]
+    assert chosen["ranks"]["zero"] in "23" and "--offload" not in chosen["choice"][0]["placements"]
     assert "--offload" in train.plan(*D6, "--zero", "1", "--memory", f"{budget}B")["choice"][0]["placements"]
     whole = train.plan(*D6, "--zero", "0", "--memory", "1000GB")
     assert whole["ranks"]["zero"] == "0" and "--zero" not in whole["choice"][0]["placements"]

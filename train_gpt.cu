@@ -78,8 +78,9 @@ struct MicroBatchOptions {
     DropoutOptions dropout;  // its key is the first micro-batch's; the keys of the others follow in memory
 };
 
-// The tensors of a block's forward, in the order in which they are written: (B, T, C) each, except
-// attention's. Those that forward has dropped are absent.
+// The tensors of a block's forward, in the order in which they are written. The residual streams and the
+// norms' outputs are (B, T, C). Those that forward has dropped are absent, and all of the MLP's if it goes in
+// chunks.
 struct BlockActivations {
     TensorX input;  // the residual stream at the block's start
     NormedX norm_1;
@@ -240,7 +241,7 @@ class Trainer {
     bool train_step();
     void micro_batch(float loss_scale, bool is_last);
     template <class Operations>
-    void run_step(Plan& plan, Operations&& operations);
+    void run_step(Plan& plan, Operations&& operations, const void* graph = nullptr);
 
     // Between steps.
     void validate_and_sample_if_due();
@@ -266,6 +267,8 @@ class Trainer {
     // True if this rank takes part in samples: the first one draws them. Blocks that are gathered need all
     // ranks, which then draw the same; what the others print is not shown.
     bool samples_here() const { return o_.rank.is_first() || o_.slices_weights(); }
+    // True if a signal has asked to stop. Ranks that sample together must end together.
+    bool sampling_stops() { return o_.slices_weights() ? stopping() : interrupted != 0; }
     bool is_time(int64_t every) const { return every > 0 && step_ > 0 && step_ % every == 0; }
     bool trains() const { return o_.steps > 0 && o_.bench.empty(); }
     // How many micro-batches go through the model together.
@@ -281,8 +284,9 @@ class Trainer {
     Options o_;
     RunInputs& in_;
     const ModelConfig& config_;
-    // Members end in the reverse of this order: memory must outlive the transfers to it that are under way
-    // when a run fails. So the arena comes before the model's files, and updates before offloaded memory.
+    // Members are destroyed in the reverse of this order. Whatever waits for transfers that are under way
+    // when a run fails must come after the memory that they use: the model's files and the exchange after the
+    // arena, offloaded memory after the updates.
     std::optional<OwnStream> own_stream_;
     Stream stream_ = nullptr;  // own_stream_, from open_device() on
     Arena arena_;
@@ -373,15 +377,17 @@ bool Trainer::train_step() {
     const double rate = learning_rate(o_.schedule, step_, o_.steps, o_.warmup, o_.lr, o_.min_lr);
     updates_.begin_step(step_, rate);
     fill_zero(metrics_.loss(), stream_);
-    // Packed batches bring a loss scale of their own; for others loss_scale is the same in all steps.
     const int own = o_.own_micro_batches();
     for (int first = 0; first < own; first += together()) {
         if (first > 0 && stopping()) return false;
         if (first > 0) save_if_asked();
         for (int k = first; k < first + together(); k++) batches_.feed(step_, k, loss_scale);
         micro_.adds = first > 0;
-        run_step(micro_.adds ? plans_.add : plans_.train,
-                 [&] { micro_batch(loss_scale, first + together() >= own); });
+        const bool is_last = first + together() >= own;
+        // Of several ranks' micro-batches only the last one exchanges, so it has a graph of its own.
+        const void* const graph = is_last && !exchange_.is_alone() ? &exchange_ : nullptr;
+        run_step(
+            micro_.adds ? plans_.add : plans_.train, [&] { micro_batch(loss_scale, is_last); }, graph);
     }
     if (!o_.update_in_backward) run_step(plans_.update, [&] { updates_.update_all(); });
     metrics_.step_ends(step_, rate, stream_);
@@ -391,22 +397,23 @@ bool Trainer::train_step() {
 // Forward and backward of one micro-batch, or of all with --by-block; also the update, with
 // --update-in-backward.
 void Trainer::micro_batch(float loss_scale, bool is_last) {
-    // Only the last micro-batch needs the sums for the norm. The others after the first compute them too,
-    // because they share its plan and its graph. Ranks take the memory of their exchange in all of them, so
-    // that all have the same plan.
+    // Only the last micro-batch needs the sums for the norm. Those that share its plan compute them too: on
+    // one device all but the first, on several all, which then have the memory of the exchange in every plan.
     const bool may_be_last = o_.own_micro_batches() == together() || micro_.adds || !exchange_.is_alone();
     updates_.begin_backward(may_be_last, is_last);
     gpt_.forward_backward(batches_.on_device(), micro_, loss_scale, metrics_.loss());
     updates_.end_backward();
 }
 
-// Runs operations in the memory of their plan; on a GPU as a graph from the second time on. They must be the
-// same each time: whatever changes is in device memory or is done by the host (host_act()).
+// Runs operations in the memory of their plan; on a GPU as a graph from the second time on. With one `graph`,
+// by default the plan's, they must be the same each time: whatever changes is in device memory or is done by
+// the host (host_act()). A graph keeps the loss scale with which it was recorded. That is right: it is the
+// same in all steps, unless batches are packed, and those bring their own in device memory.
 template <class Operations>
-void Trainer::run_step(Plan& plan, Operations&& operations) {
+void Trainer::run_step(Plan& plan, Operations&& operations, const void* graph) {
     const auto run = [&] { arena_.run(plan, operations); };
     if (replays())
-        graphs_.run(&plan, stream_, run);
+        graphs_.run(graph ? graph : &plan, stream_, run);
     else
         run();
 }
@@ -838,21 +845,21 @@ void Trainer::validate_and_log() {
 // The validation and the sample that are due before the next step.
 void Trainer::validate_and_sample_if_due() {
     if (batches_.validation() && is_time(o_.eval_every)) validate_and_log();
-    if (samples_here() && !interrupted && is_time(o_.sample_every) && in_.samples()) sample();
+    if (samples_here() && is_time(o_.sample_every) && in_.samples() && !sampling_stops()) sample();
     evaluated_ = !interrupted;
 }
 
 void Trainer::sample() {
     metrics_.finish();
-    const auto stops = [this] { return o_.slices_weights() ? stopping() : interrupted != 0; };
+    const auto stops = [this] { return sampling_stops(); };
     const auto explain = [this] {
         if (o_.steps == 0) model_.check_streamed_finite();
     };
     sampler_.sample(plans_.sample, plans_.slide, step_, stops, explain);
 }
 
-// Saves the last complete step if a signal has asked for it. Before the first step of a run is complete there
-// is nothing to save, and the request waits.
+// Saves the last complete step if a signal has asked for it. Before this run has completed a step, the
+// request waits.
 void Trainer::save_if_asked() {
     if (!saves_.wanted() || step_ == first_step_) return;
     const int asked = exchange_.is_alone() ? asked_to_save : exchange_.largest(asked_to_save);
@@ -871,12 +878,13 @@ void Trainer::check_logs() const {
 void Trainer::finish() {
     const bool is_resumed_save =
         step_ == first_step_ && !in_.resumed.empty() && same_file(folder_above(in_.resumed), o_.out);
-    // The save comes first, so that a validation that fails loses nothing. It says that the validation is
-    // done.
+    // The save comes first, so that a validation that fails loses nothing. It already says that the
+    // validation and the sample are done: a resumed run does not make them again, even if they were
+    // interrupted.
     evaluated_ = true;
     if (saves_.wanted() && !is_resumed_save) save();
     if (batches_.validation()) validate_and_log();
-    if (samples_here() && !interrupted && in_.samples()) sample();
+    if (samples_here() && in_.samples() && !sampling_stops()) sample();
     if (!o_.rank.is_first() || o_.merge.empty() || interrupted) return;
     metrics_.finish();
     merge_.save(plans_.merge, step_ > first_step_, saves_.latest());
@@ -919,7 +927,8 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
     check_attention<floatX>(o_, config_);
     metrics_.explain = [this] { model_.check_streamed_finite(); };
     MemorySetting given = setting_of(o_);
-    given.mlp_rows = std::max<int64_t>(0, given.mlp_rows);  // what is automatic is chosen with this trainer
+    // -1 is auto: the search tries sizes with apply(), and begins with all rows at once.
+    given.mlp_rows = std::max<int64_t>(0, given.mlp_rows);
     given.attention_rows = std::max<int64_t>(0, given.attention_rows);
     given.levels = parse_levels(o_.recompute, recompute_names(), config_.layers, "--recompute");
     apply(given);
@@ -996,6 +1005,7 @@ void Trainer::prepare() {
         peak = device_peak_flops<floatX>(stream_, report_.allocated());
         printf("MFU is relative to %.0f GFLOP/s, %s\n", peak.flops / 1e9, peak.of);
     }
+    // Other algorithms may need another workspace, so the plan is made again.
     if (use_algorithms_for<floatX>(plans_.all(), o_.matmul_algorithms, stream_)) rehearse();
     take_memory();
     saves_.check_room();
@@ -1065,7 +1075,7 @@ void Trainer::forward_step() {
 // --bench: runs steps, or their forwards alone, and prints what they took and reached.
 void Trainer::bench() {
     open_device();
-    require_memory(report_, memory_of_rank(o_.rank), false);
+    require_memory(report_, memory_of_rank(o_.rank), false);  // begin_bench() takes memory to measure
     BenchReport r = begin_bench<floatX>(o_, report_, rates_, stream_);
     r.tokens = batches_.tokens_of_step();
     if (r.forward_only)
@@ -1099,6 +1109,7 @@ int run(int argc, char** argv, RankEngine* engine) {
     RunOptions command(argc, argv);
     if (command.starts_ranks()) {
         check_gpus_for_ranks(command.options.devices);
+        command.resumed.reset();  // the ranks hold it themselves
         return launch_ranks(command.options.devices, argv);
     }
     command.begin(engine);

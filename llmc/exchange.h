@@ -36,8 +36,8 @@ class Exchange {
     // What connect_devices() connected, for a class that moves something else.
     RankTransfers& transfers() { return *transfers_; }
 
-    // While inactive, all operations take their memory as planned, and move and add nothing: micro-batches
-    // before the last share its plan.
+    // While inactive, exchanges of tensors take their memory as planned, and move and add nothing:
+    // micro-batches before the last share its plan.
     void set_active(bool active) { active_ = active; }
 
     // The rank's own slice of x, a unit's `size` elements, becomes the sum over all ranks: between the two
@@ -153,7 +153,7 @@ class Exchange {
     static Part part_of(T* at, int64_t elements) {
         return {at, static_cast<size_t>(elements) * sizeof(T)};
     }
-    // How many elements of a slice, from `first` on, are exchanged at a time.
+    // Of a slice of `of_slice` elements, how many are in the piece that begins at `first`.
     int64_t count_from(int64_t first, int64_t of_slice) const {
         return std::clamp<int64_t>(of_slice - first, 0, summed_->parts.columns());
     }

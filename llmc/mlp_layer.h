@@ -41,7 +41,7 @@ class MlpLayer {
 
     // Returns the block's output, from the residual stream x (.., C) after attention. If all rows go at once,
     // `m` may have x's norm already, and it keeps for backward what `keep` says. In chunks nothing is kept,
-    // and the output overwrites x unless that is kept.
+    // and the output overwrites x, unless `keep` says to keep that.
     TensorX forward(int layer, MlpActivations& m, TensorX& x, const Rows& rows, Keep keep) {
         if (!goes_in_chunks(x.rows())) return forward_rows(layer, m, rows, keep, x, {});
         Block<floatX>& w = weights_.block(layer);
@@ -83,8 +83,8 @@ class MlpLayer {
     }
 
   private:
-    // x (.., C) + the MLP of its norm, of all rows or a chunk: in `out`, which may be x, or else in a new
-    // tensor.
+    // Returns x (.., C) plus the MLP of its norm, for all rows or a chunk: in `out`, which may be x, or else
+    // in a new tensor.
     TensorX forward_rows(int layer, MlpActivations& m, const Rows& rows, Keep keep, const TensorX& x,
                          TensorX out) {
         const Block<floatX>& w = weights_.block(layer);

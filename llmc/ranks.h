@@ -79,6 +79,15 @@ class RankEngine {
     // Sends send[r] to rank r and receives receive[r] from it, for every r, this rank included. What rank a
     // sends to b must have as many bytes as b receives from a; at most kMostBytes each.
     virtual void exchange(std::span<const Part> send, std::span<const Part> receive) = 0;
+    // Returns when all ranks have called it.
+    void wait_for_all(const Rank& rank) {
+        std::vector<char> bytes(static_cast<size_t>(rank.count));
+        std::vector<Part> parts;
+        for (char& byte : bytes) parts.push_back({&byte, 1});
+        const char own = 0;
+        const std::vector<Part> send(parts.size(), {const_cast<char*>(&own), 1});
+        exchange(send, parts);
+    }
     // Starts an exchange, which goes on beside the computation, after those that were started before.
     // finish(n) waits for the n-th exchange that was started, from 0, and for all before it.
     virtual void start(std::span<const Part> send, std::span<const Part> receive) = 0;

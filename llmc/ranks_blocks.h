@@ -30,9 +30,11 @@ class GatheredBlocks : public PieceSource {
     GatheredBlocks(const State<floatX>& state, RankTransfers& transfers)
         : state_(state), transfers_(transfers) {}
 
-    size_t start(char* buffer, [[maybe_unused]] std::optional<int> to, std::optional<int> layer,
+    // Gathers a block into the buffer. Nothing is stored: updates change the State's slices, and the next
+    // gather brings them.
+    size_t start(char* buffer, [[maybe_unused]] std::optional<int> to_store, std::optional<int> layer,
                  Stream stream) override {
-        assert(!to && layer);
+        assert(!to_store && layer);
         const int unit = Layout::block_unit(*layer);
         const int64_t size = state_.layout.units()[static_cast<size_t>(unit)].size;
         const Slices& slices = state_.options.slices;

@@ -23,7 +23,6 @@
 
 // Ranks write to the launching process's stdout and stderr themselves, so that MPI's launcher can neither
 // delay nor mix what they print, and its own messages can be told from theirs.
-
 //
 // The launching process passes on Ctrl-C as kStopRanks (signals.h), because MPI's launchers end all ranks
 // when they get SIGINT or SIGTERM themselves.

@@ -18,9 +18,13 @@
 #include "llmc/device.h"
 #include "llmc/ranks.h"
 
-// How many NCCL channels carry what a GPU sends to one other. Each takes a multiprocessor while it works, and
-// a buffer for each peer, so with more ranks there are fewer.
+constexpr const char* kNcclChannels = "NCCL_MAX_P2P_NCHANNELS";  // the environment's variable
+
+// How many NCCL channels carry what a GPU sends to one other: as many as the environment says, or else the
+// fewer, the more ranks there are, because each channel has a buffer for each peer. A channel takes a
+// multiprocessor while it works.
 inline int nccl_channels(int ranks) {
+    if (const auto given = number_in_environment(kNcclChannels)) return std::max(1, *given);
     int channels = 16;
     while (channels > 1 && channels * (ranks - 1) > 32) channels /= 2;
     return channels;
@@ -185,7 +189,7 @@ class RankTransfers {
     // Connects the GPUs and takes NCCL's buffers. All ranks call it together.
     RankTransfers(RankEngine& engine, const Rank& rank) : rank_(rank) {
         check_gpus_differ(engine, rank);
-        setenv("NCCL_MAX_P2P_NCHANNELS", std::to_string(nccl_channels(rank.count)).c_str(), 0);
+        setenv(kNcclChannels, std::to_string(nccl_channels(rank.count)).c_str(), 0);
         NcclId id{};
         if (rank.is_first()) nccl_.check(nccl_.get_unique_id(&id), "no identifier");
         // The first rank's identifier, for all.
@@ -200,17 +204,17 @@ class RankTransfers {
     }
     RankTransfers(const RankTransfers&) = delete;
     ~RankTransfers() {
-        if (finished_ < started_)
+        if (joined_ < started_)
             nccl_.comm_abort(communicator_);
         else
             nccl_.comm_destroy(communicator_);
     }
 
     // Starts to send send[r] to rank r and to receive receive[r] from it, for every r, after the work that
-    // `stream` has by now. Exchanges are made one after another, and kMostUnderWay can be under way. Returns
-    // the exchange's number.
+    // `stream` has by now. Exchanges are made one after another; at most kMostUnjoined may have been
+    // started and not passed to finish(). Returns the exchange's number.
     size_t start(std::span<const Part> send, std::span<const Part> receive, Stream stream) {
-        if (started_ - finished_ >= kMostUnderWay) bug("too many exchanges are under way");
+        if (started_ - joined_ >= kMostUnjoined) bug("too many exchanges were started");
         ready_.record(stream);
         ready_.block(own_.get());
         const auto own = static_cast<size_t>(rank_.number);
@@ -230,20 +234,21 @@ class RankTransfers {
                     "bytes cannot be received");
         }
         nccl_.check(nccl_.group_end(), "an exchange cannot start");
-        arrived_[started_ % kMostUnderWay].record(own_.get());
+        arrived_[started_ % kMostUnjoined].record(own_.get());
         return started_++;
     }
-    // Later work of `stream` comes after this exchange, and all that were started before it.
+    // Makes later work of `stream` wait for this exchange and for all that were started before it. The host
+    // does not wait.
     void finish(size_t number, Stream stream) {
         int status = Nccl::kSuccess;
         nccl_.check(nccl_.comm_get_async_error(communicator_, &status), "its state is not known");
         nccl_.check(status, "an exchange failed");
-        arrived_[number % kMostUnderWay].block(stream);
-        finished_ = std::max(finished_, number + 1);
+        arrived_[number % kMostUnjoined].block(stream);
+        joined_ = std::max(joined_, number + 1);
     }
 
   private:
-    static constexpr size_t kMostUnderWay = 64;
+    static constexpr size_t kMostUnjoined = 64;
     // NCCL allocates buffers for a peer when it first sends to it, so that is done now.
     void connect_all() {
         const auto ranks = static_cast<size_t>(rank_.count);
@@ -255,16 +260,16 @@ class RankTransfers {
         }
         const size_t number = start(send, receive, own_.get());
         arrived_[number].wait();
-        finished_ = number + 1;
+        joined_ = number + 1;
     }
 
     const Rank rank_;
     const Nccl nccl_;
     OwnStream own_;
     Event ready_;
-    std::array<Event, kMostUnderWay> arrived_;
+    std::array<Event, kMostUnjoined> arrived_;
     NcclCommunicator* communicator_ = nullptr;
-    size_t started_ = 0, finished_ = 0;
+    size_t started_ = 0, joined_ = 0;
 };
 
 #else

@@ -49,7 +49,8 @@ inline MemoryReport report_of_run(const Options& o, const RunInputs& in, const P
     return report;
 }
 
-// Prints the report as the options ask: for --plan in full, otherwise in short before the run allocates.
+// Prints the report as the options ask: for --plan in full or as JSON, otherwise in short before the run
+// allocates. Also writes --timeline.
 inline void print_plan(const Options& o, const MemoryReport& report, const Plan& update, const Rates& rates) {
     if (!o.timeline.empty()) write_timeline(o.timeline, report, update, rates);
     if (o.json)

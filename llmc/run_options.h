@@ -23,16 +23,17 @@ class RunOptions {
     // True if this process trains nothing itself, but starts the ranks of --devices.
     bool starts_ranks() const { return options.devices > 1 && options.rank.is_alone() && !options.plan; }
 
-    // Completes the options of a process that trains; `engine` connects it to other ranks, or is null. Holds
-    // the lock of --out from here on, or fails if another run holds it.
-    void begin(const RankEngine* engine) {
-        become_rank(engine);
+    // Completes the options of a process that trains; `engine` connects it to other ranks, or is null. All
+    // ranks must call it: the first rank of a run that saves takes the lock of --out, or fails if another run
+    // holds it.
+    void begin(RankEngine* engine) {
+        complete_rank(engine);
         if (options.plan && !options.out.empty()) check_writable(options.out);
-        if (!options.saves() || !options.rank.is_first()) return;
-        lock_.emplace(options.out);
-        if (!options.has("--resume")) return;
+        if (options.saves() && options.rank.is_first()) lock_.emplace(options.out);
+        if (engine) engine->wait_for_all(options.rank);
+        if (!options.saves() || !options.has("--resume")) return;
         parse();  // the run that held the folder may have saved since
-        become_rank(engine);
+        complete_rank(engine);
     }
 
   private:
@@ -42,9 +43,9 @@ class RunOptions {
             return saved_options(resumed.emplace(folder).path());
         });
     }
-    // Only the first rank writes files. On the others, clears the names of all but the folder of saves, to
-    // which they contribute.
-    void become_rank(const RankEngine* engine) {
+    // Sets what only the engine knows of this rank. Only the first rank writes files: on the others, clears
+    // the names of all but the folder of saves, to which they contribute.
+    void complete_rank(const RankEngine* engine) {
         if (engine) options.rank.on_this_machine = engine->on_this_machine();
         if (options.rank.is_first()) return;
         for (std::string* path :

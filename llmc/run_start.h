@@ -64,7 +64,7 @@ inline void print_start(const Options& o, const RunInputs& in, int64_t first_ste
     if (has_adapter || in.resumed.empty())
         print_longer_positions(o.notes(), in.config, o.rope_scaling, has_adapter);
     if (!trains) return;
-    if (o.warmup >= o.steps && o.bench.empty())
+    if (o.warmup > o.steps && o.bench.empty())
         printf("--warmup %lld is not over after --steps %lld: the learning rate does not reach --lr %g\n",
                static_cast<long long>(o.warmup), static_cast<long long>(o.steps), o.lr);
     if (o.update_in_backward && o.clip > 0)

@@ -185,7 +185,7 @@ class Updates {
         complete_exchanged(exchanged_.unit, exchanged_.gradients);
         exchanged_ = {};
     }
-    // With --zero 1 and 2 both the sum and its squares are of the rank's own slice.
+    // With --zero 1 to 3 both the sum and its squares are of the rank's own slice.
     void complete_exchanged(int unit, floatX* gradients) {
         const int64_t size = size_of(unit);
         floatX* const kept = kept_slice(unit);
@@ -201,7 +201,7 @@ class Updates {
         }
         if (norm_of_each()) compute_norm(unit, sums_of(unit));
     }
-    // With --zero 2: where the State has the rank's slice of a unit's gradients; else null.
+    // With --zero 2 and 3: where the State has the rank's slice of a unit's gradients; else null.
     floatX* kept_slice(int unit) const {
         if (!trained_.options.slices_gradients) return nullptr;
         const Unit& u = trained_.layout.units()[static_cast<size_t>(unit)];
@@ -213,7 +213,7 @@ class Updates {
         return metrics_.sums().rows_at(sums_.first[u], sums_.first[u + 1] - sums_.first[u]);
     }
     // Computes a norm from partial sums of squares, which are always added in the same order, in whatever
-    // order the units were updated. With --zero 1 and 2 each rank has some of the sums.
+    // order the units were updated. With --zero 1 to 3 each rank has some of the sums.
     void compute_norm(int number, const TensorF& sums) {
         if (o_.slices_state()) exchange_.sum(sums);
         TensorF norm = metrics_.norms().rows_at(number, 1);

@@ -51,15 +51,18 @@ def test_a_planted_fault_is_found_and_named(name):
 MODEL = {"llama": ("--heads", 4, "--kv-heads", 2, "--channels", 48, "--mlp-width", 72)}
 STEPS = (*DATA, "--batch", 1, "--steps", 4, "--lr", "1e-2", "--warmup", 1, "--val-data", "data.bin", "--eval-every", 2,
          "--eval-batches", 2)
+# The --zero of three runs, and their options.
 CASES = {
-    "full": (),
-    "LoRA on NF4": ("--train", "lora", "--lora-rank", 3, "--base", "nf4", "--lora-dropout", 0.1),
+    "full": ((1, 2, 3), ()),
+    "LoRA on NF4": ((1, 2, 0), ("--train", "lora", "--lora-rank", 3, "--base", "nf4", "--lora-dropout", 0.1)),
+    "several micro-batches": ((1, 1, 0), ("--grad-accum", 6)),
 }
 MORE_CASES = {
-    "by block": ("--by-block",),
-    "update in backward": ("--by-block", "--update-in-backward"),
-    "state on disk": ("--offload", "state=disk"),
-    "weights in host memory": ("--offload", "weights=host,gradients=host,state=host"),
+    "four micro-batches": ((1, 0, 1), ("--grad-accum", 8)),
+    "by block": ((3, 2, 0), ("--by-block", "--grad-accum", 4)),
+    "update in backward": ((1, 3, 0), ("--by-block", "--update-in-backward")),
+    "state on disk": ((3, 2, 1), ("--offload", "state=disk")),
+    "weights in host memory": ((1, 1, 0), ("--offload", "weights=host,gradients=host,state=host")),
 }
 
 
@@ -84,20 +87,18 @@ def results(train, path, folder, *options):
             {k: v for k, v in files.items() if k.endswith("safetensors")}, printed)
 
 
-# The environment of each run, and its options. Graphs are recorded in the second step and replayed from the third on.
-ORDERS = [({"GPU_ORDER": "late", "GPU_SEED": "3"}, ("--zero", 1)),
-          ({"GPU_ORDER": "early", "GPU_SEED": "4"}, ("--zero", 2)),  # 1 in cases whose gradients go elsewhere
-          ({"GPU_ORDER": "random", "GPU_SEED": "5"}, ("--zero", 0, "--advanced", "graph=off"))]
+# The environments of the runs, and whether steps are replayed as graphs: recorded in the second step, replayed from the third on.
+ORDERS = [({"GPU_ORDER": "late", "GPU_SEED": "3"}, "on"), ({"GPU_ORDER": "early", "GPU_SEED": "4"}, "on"),
+          ({"GPU_ORDER": "random", "GPU_SEED": "5"}, "off")]
 
 
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.more) for name in MORE_CASES)])
 def test_orders_change_no_bit(model, precision, name, tmp_path):
-    case = (CASES | MORE_CASES)[name]
-    on_gpus = [results(gpus(precision, **environment), tmp_path / str(n), model, *STEPS, *case, "--devices", 2,
-                       *(word if word != 2 or name in CASES else 1 for word in options))
-               for n, (environment, options) in enumerate(ORDERS)]
+    zeros, options = (CASES | MORE_CASES)[name]
+    on_gpus = [results(gpus(precision, **environment), tmp_path / str(n), model, *STEPS, *options, "--devices", 2, "--zero", zero,
+                       "--advanced", f"graph={graph}") for n, (zero, (environment, graph)) in enumerate(zip(zeros, ORDERS))]
     assert on_gpus[0][:2] == on_gpus[1][:2] == on_gpus[2][:2]
-    on_cpus = results(on_cpu(precision), tmp_path / "cpus", model, *STEPS, *case, "--devices", 2)
+    on_cpus = results(on_cpu(precision), tmp_path / "cpus", model, *STEPS, *options, "--devices", 2)
     np.testing.assert_allclose(losses(on_gpus[0][0]), losses(on_cpus[0]), rtol=BOUND[precision])
     for _, _, printed in on_gpus:
         taken, planned = map(float, re.search(r"taken from the device: ([0-9.]+) MiB; planned: ([0-9.]+)", printed).groups())

@@ -52,7 +52,6 @@ class Updates {
             Weights& weights, Gradients& gradients, const OffloadedMemory<floatX>& places,
             const SquareSums& sums, Metrics& metrics, Exchange& exchange)
         : o_(o),
-          arena_(arena),
           stream_(stream),
           trained_(trained),
           weights_(weights),
@@ -258,7 +257,6 @@ class Updates {
     }
 
     const Options& o_;
-    Arena& arena_;
     const Stream& stream_;
     const State<floatX>& trained_;
     Weights& weights_;

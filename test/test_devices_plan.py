@@ -5,8 +5,8 @@ import json
 import re
 
 import pytest
+from limited_runs import cgroup, run
 from rate_files import THREADS, rates_of, spent, write
-from test_free_memory import cgroup, run
 from trainer_runs import error_line, make, random_tokens, read_log, write_shard
 
 USUALLY = "fp32"

@@ -482,7 +482,7 @@ def test_memory_chooses_what_waits_in_host_memory():
         plan = train.plan(*options, f"{memory}MiB", "--memory", f"host={host}MiB")
         assert moved in plan["choice"][0]["placements"]
         assert plan["totals"]["total"] <= memory << 20 and 0 < plan["outside_device"]["pinned_host"] <= host << 20
-        assert plan["gpu"] == "A100" and plan["rates"] == "nominal"
+        assert plan["gpu"] == "A100 80GB PCIe" and plan["rates"] == "nominal"
     there = train.plan(*options, "1500MiB", "--memory", "host=4GiB", "--offload", "updates=device")
     assert there["choice"][0]["placements"] == " --offload state=host"
     little = [train.plan(*options, memory, "--memory", "host=400MiB", "--offload", "updates=host")["choice"][0]["placements"]

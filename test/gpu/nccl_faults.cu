@@ -213,36 +213,36 @@ struct Exchanges : Side {
 bool gather_before_update(int rank, RankEngine& e, bool wrong) {
     Exchanges x(rank, e);
     x.set(x.sent, x.own() + 10);
-    x.start(wrong ? x.beside : x.computes);
-    x.transfers.finish(0, x.computes.get());
+    const size_t number = x.start(wrong ? x.beside : x.computes);
+    x.transfers.finish(number, x.computes.get());
     return x.is(x.received, x.others() + 10);
 }
 // What was received is summed before it has arrived.
 bool sum_before_arrival(int rank, RankEngine& e, bool wrong) {
     Exchanges x(rank, e);
-    x.start(x.computes);
-    x.transfers.finish(0, wrong ? x.beside.get() : x.computes.get());
+    const size_t number = x.start(x.computes);
+    x.transfers.finish(number, wrong ? x.beside.get() : x.computes.get());
     x.sum_received();
     return x.is(x.sum, x.others());
 }
 // The next part arrives before the last one has been summed.
 bool received_before_sum(int rank, RankEngine& e, bool wrong) {
     Exchanges x(rank, e);
-    x.start(x.computes);
-    x.transfers.finish(0, x.computes.get());
+    const size_t number = x.start(x.computes);
+    x.transfers.finish(number, x.computes.get());
     x.sum_received();
-    x.start(wrong ? x.beside : x.computes);
-    x.transfers.finish(1, x.computes.get());
+    const size_t next = x.start(wrong ? x.beside : x.computes);
+    x.transfers.finish(next, x.computes.get());
     x.sum_received();
     return x.is(x.sum, 2 * x.others());
 }
 // Gradients are overwritten by the next pass before they have been sent.
 bool overwritten_before_sent(int rank, RankEngine& e, bool wrong) {
     Exchanges x(rank, e);
-    x.start(x.computes);
-    if (!wrong) x.transfers.finish(0, x.computes.get());
+    const size_t number = x.start(x.computes);
+    if (!wrong) x.transfers.finish(number, x.computes.get());
     x.set(x.sent, -1);
-    if (wrong) x.transfers.finish(0, x.computes.get());
+    if (wrong) x.transfers.finish(number, x.computes.get());
     return x.is(x.received, x.others());
 }
 

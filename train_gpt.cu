@@ -384,7 +384,7 @@ bool Trainer::train_step() {
         for (int k = first; k < first + together(); k++) batches_.feed(step_, k, loss_scale);
         micro_.adds = first > 0;
         const bool is_last = first + together() >= own;
-        // Of several ranks' micro-batches only the last one exchanges, so it has a graph of its own.
+        // With several ranks only the last micro-batch exchanges gradients, so it has a graph of its own.
         const void* const graph = is_last && !exchange_.is_alone() ? &exchange_ : nullptr;
         run_step(
             micro_.adds ? plans_.add : plans_.train, [&] { micro_batch(loss_scale, is_last); }, graph);

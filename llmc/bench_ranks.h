@@ -53,7 +53,7 @@ class MeasuredEngine : public RankEngine {
     void end_all(int code) override { engine_.end_all(code); }
     int on_this_machine() const override { return engine_.on_this_machine(); }
 
-    // Those since the last call, in order.
+    // Returns the exchanges that were measured since the last call, in order.
     std::vector<ExchangeTime> take() { return std::exchange(times_, {}); }
 
     static inline MeasuredEngine* now_measured = nullptr;  // the one that there is, if any
@@ -76,9 +76,9 @@ struct RankTimes {
 
 constexpr size_t kBarriers = 9;
 
-// The times of `count` ranks from what each of them has measured. `all` has, for one rank after another, its
-// clock at each barrier; then for each step its seconds, and its exchanges, of which there are
-// exchanges[step].
+// The times of `count` ranks from what each of them has measured. `all` has what gather_rank_times()
+// collects, one rank after another: the rank's clock at each barrier; then, for each step, the step's seconds
+// and the four numbers of each of its exchanges[step] exchanges.
 inline std::vector<RankTimes> rank_times(const std::vector<double>& all, size_t count,
                                          const std::vector<size_t>& exchanges) {
     const size_t row = all.size() / count;

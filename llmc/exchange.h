@@ -115,12 +115,7 @@ class Exchange {
     template <class T>
     std::vector<T> gather(const std::vector<T>& own) {
         std::vector<T> all(own.size() * static_cast<size_t>(slices_.ranks));
-        const size_t bytes = own.size() * sizeof(T);
-        std::vector<Part> send(static_cast<size_t>(slices_.ranks), {const_cast<T*>(own.data()), bytes}),
-            receive;
-        for (int r = 0; r < slices_.ranks; r++)
-            receive.push_back({all.data() + static_cast<size_t>(r) * own.size(), bytes});
-        engine_->exchange(send, receive);
+        engine_->gather(own.data(), own.size() * sizeof(T), all.data(), slices_.ranks);
         return all;
     }
 
@@ -153,7 +148,8 @@ class Exchange {
     static Part part_of(T* at, int64_t elements) {
         return {at, static_cast<size_t>(elements) * sizeof(T)};
     }
-    // Of a slice of `of_slice` elements, how many are in the piece that begins at `first`.
+    // A slice of `of_slice` elements is exchanged in pieces; returns how many are in the piece that begins at
+    // `first`.
     int64_t count_from(int64_t first, int64_t of_slice) const {
         return std::clamp<int64_t>(of_slice - first, 0, summed_->parts.columns());
     }

@@ -260,8 +260,8 @@ Options with_longest_context(const Options& given, Choices& choices) {
     return chosen;
 }
 
-// The same if --seq-len is auto; else the given options. Unless --memory chooses how several devices share
-// what is trained, it is what leaves room for the longest sequences.
+// Chooses the length of --seq-len auto; without that, returns the given options. With several devices it also
+// chooses --zero, so that the longest sequences fit, unless --memory does.
 template <class Trial>
 Options with_chosen_context(const Options& given, Choices& choices) {
     if (given.context.empty()) return given;

@@ -242,7 +242,8 @@ inline std::vector<Options> ways_to_share(const Options& o) {
     }
     return all;
 }
-// Those of them that change no other option and hold for the --grad-accum that was given.
+// Returns the ways of ways_to_share() that keep --by-block as it is and allow the --grad-accum that was
+// given.
 inline std::vector<Options> ways_to_share_alone(const Options& o) {
     std::vector<Options> all = ways_to_share(o);
     std::erase_if(all, [&](const Options& way) {

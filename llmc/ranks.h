@@ -16,6 +16,12 @@
 
 #include "llmc/error.h"
 
+inline std::string host_name() {
+    char name[256] = "";
+    gethostname(name, sizeof name - 1);
+    return name;
+}
+
 // One process of a run.
 struct Rank {
     int number = 0, count = 1;
@@ -31,11 +37,7 @@ struct Rank {
         return cores * on_this_machine <= all ? cores : std::max(1, cores / on_this_machine);
     }
     // "rank 3 (host b)", for messages.
-    std::string text() const {
-        char host[256] = "";
-        gethostname(host, sizeof host - 1);
-        return format("rank %d (host %s)", number, host);
-    }
+    std::string text() const { return format("rank %d (host %s)", number, host_name().c_str()); }
 };
 
 // A whole number in an environment variable; nothing if there is none.
@@ -79,14 +81,18 @@ class RankEngine {
     // Sends send[r] to rank r and receives receive[r] from it, for every r, this rank included. What rank a
     // sends to b must have as many bytes as b receives from a; at most kMostBytes each.
     virtual void exchange(std::span<const Part> send, std::span<const Part> receive) = 0;
+    // Gathers as many bytes of each of `count` ranks, one rank after another in `all`.
+    void gather(const void* own, size_t bytes, void* all, int count) {
+        const std::vector<Part> send(static_cast<size_t>(count), {const_cast<void*>(own), bytes});
+        std::vector<Part> receive;
+        for (size_t r = 0; r < send.size(); r++)
+            receive.push_back({static_cast<char*>(all) + r * bytes, bytes});
+        exchange(send, receive);
+    }
     // Returns when all ranks have called it.
     void wait_for_all(const Rank& rank) {
-        std::vector<char> bytes(static_cast<size_t>(rank.count));
-        std::vector<Part> parts;
-        for (char& byte : bytes) parts.push_back({&byte, 1});
-        const char own = 0;
-        const std::vector<Part> send(parts.size(), {const_cast<char*>(&own), 1});
-        exchange(send, parts);
+        std::vector<char> all(static_cast<size_t>(rank.count));
+        gather("", 1, all.data(), rank.count);
     }
     // Starts an exchange, which goes on beside the computation, after those that were started before.
     // finish(n) waits for the n-th exchange that was started, from 0, and for all before it.

@@ -150,10 +150,9 @@ inline void check_gpus_for_ranks(int ranks) {
 inline std::string own_gpu_text() {
     cudaDeviceProp properties;
     CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
-    char bus[32] = "", host[256] = "";
+    char bus[32] = "";
     CUDA_CHECK(cudaDeviceGetPCIBusId(bus, sizeof bus, 0));
-    gethostname(host, sizeof host - 1);
-    return format("%s\n%s on %s", properties.name, bus, host);
+    return format("%s\n%s on %s", properties.name, bus, host_name().c_str());
 }
 
 // Fails if two ranks have the same GPU; says so on the first rank if their GPUs differ in kind.
@@ -162,11 +161,7 @@ inline void check_gpus_differ(RankEngine& engine, const Rank& rank) {
     std::string own = own_gpu_text();
     own.resize(kBytes);
     std::vector<char> all(kBytes * static_cast<size_t>(rank.count));
-    const std::vector<Part> send(static_cast<size_t>(rank.count), {own.data(), kBytes});
-    std::vector<Part> receive;
-    for (int r = 0; r < rank.count; r++)
-        receive.push_back({all.data() + static_cast<size_t>(r) * kBytes, kBytes});
-    engine.exchange(send, receive);
+    engine.gather(own.data(), kBytes, all.data(), rank.count);
     const auto gpu = [&](int r) { return words_of(all.data() + static_cast<size_t>(r) * kBytes, '\n'); };
     for (int r = 0; r < rank.count; r++)
         for (int other = 0; other < r; other++) {

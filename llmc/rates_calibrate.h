@@ -625,9 +625,7 @@ class RanksCalibration {
         : rank_(rank), slices_{rank.number, rank.count, 1}, exchange_(none_, stream_, slices_) {
         exchange_.connect(engine);
         exchange_.connect_devices(rank);
-        char host[256] = "";
-        gethostname(host, sizeof host - 1);
-        hosts_ = exchange_.gather(std::vector<uint64_t>{name_hash(host)});
+        hosts_ = exchange_.gather(std::vector<uint64_t>{name_hash(host_name())});
     }
     void measure(Rates& rates) {
         const double here = bytes_per_second(true), away = bytes_per_second(false);

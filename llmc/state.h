@@ -87,7 +87,7 @@ struct StatePiece {
     uint64_t at;
     int64_t end() const { return first + count; }
 };
-// Of pieces in order, the last one that begins at or before an element of the model.
+// Finds the last piece that begins at or before element `at` of the model. The pieces are in order.
 inline std::vector<StatePiece>::const_iterator piece_at(const std::vector<StatePiece>& pieces, int64_t at) {
     return std::upper_bound(pieces.begin(), pieces.end(), at,
                             [](int64_t element, const StatePiece& p) { return element < p.first; }) -
@@ -363,7 +363,8 @@ class State {
     size_t chunk_bytes_ = 0;
 };
 
-// This rank's slice of a unit's weights, of which it has no others, and where the unit would begin.
+// This rank's slice of a unit's weights, if it has only that slice. `unit` is the address at which the whole
+// unit would begin.
 template <class T>
 struct OwnWeights {
     T *unit, *slice;

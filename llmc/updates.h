@@ -218,8 +218,8 @@ class Updates {
         TensorF norm = metrics_.norms().rows_at(number, 1);
         norm_of_sums(norm, sums, stream_);
     }
-    // The norm of the whole gradient, unless each unit has its own; and the loss, of which each rank has that
-    // of its micro-batches.
+    // Computes the norm of the whole gradient, unless each unit has its own norm, and adds up the losses of
+    // all ranks' micro-batches.
     void compute_norm_and_loss() {
         if (!norm_of_each()) compute_norm(0, metrics_.sums());
         if (!exchange_.is_alone()) exchange_.sum(metrics_.loss());

@@ -166,7 +166,7 @@ def test_machines_and_their_network(train):
         two = train.plan(*D6, "--machines", 2, "--network", rate)
         sent, network = two["ranks"]["sent_bytes"], two["ranks"]["network"]
         assert sent == one["sent_bytes"] and network["bytes_per_second"] == bytes_per_second and network["of"] == "--network"
-        # Of three other ranks two are on the other machine; two ranks share a network.
+        # A rank sends to three others, two of them on the other machine. The two ranks of a machine share its network.
         assert network["sent_by_a_machine"] == pytest.approx(2 * sent * 2 / 3)
         slowest = max(sent / 3 / 2e9, 2 * sent * 2 / 3 / bytes_per_second)
         assert two["ranks"]["exchange_seconds"] == pytest.approx(slowest)

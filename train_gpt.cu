@@ -1008,12 +1008,14 @@ void Trainer::prepare() {
     // Other algorithms may need another workspace, so the plan is made again.
     if (use_algorithms_for<floatX>(plans_.all(), o_.matmul_algorithms, stream_)) rehearse();
     take_memory();
+    batches_.open();
+    if (in_.progress) batches_.begin_at(in_.progress->step, in_.progress->sequences);
+    if (trains()) count_epochs(o_, in_, batches_);
     saves_.check_room();
     load();
     if (!exchange_.is_alone())
         check_ranks_agree(exchange_, o_.rank,
                           {{"a digest of the weights", digest_of_weights(model_.trained())}});
-    batches_.open();
     if (trains())
         metrics_.print_to(StepLines(stdout, first_step_, o_.steps, o_.print_every,
                                     {batches_.tokens_of_step(), step_flops(), peak.flops * o_.devices}));
@@ -1048,7 +1050,6 @@ void Trainer::load() {
     } else if (!in_.resumed.empty()) {
         saves_.resume();
         step_ = first_step_ = in_.progress->step;
-        batches_.begin_at(first_step_, in_.progress->sequences);
         evaluated_ = in_.progress->evaluated;
     } else if (model_.adapter) {
         model_.begin_adapter(arena_, plans_.first_prompt, stream_,

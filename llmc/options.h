@@ -31,6 +31,9 @@ inline std::string spelled_setting(const std::string& name, const std::string& v
     return setting_name(name) + (name.find('.') == name.npos ? " " : "=") + value;
 }
 
+// How often JSON examples are trained on, unless --steps or --epochs says otherwise.
+constexpr double kExampleEpochs = 3;
+
 struct Options {
     std::string model = "d2";
     std::vector<std::string> data, val_data;
@@ -53,6 +56,7 @@ struct Options {
     bool plans_examples = false;  // not an option: a plan without data is for examples that share sequences
     std::string loss_on = "completions", chat_format = "auto";
     int64_t steps = 1500;
+    double epochs = 0;          // 0: --steps counts
     double lr = 0, min_lr = 0;  // lr: if not given, it depends on what is trained
     int64_t warmup = 30;
     std::string schedule = "cosine";

@@ -9,12 +9,19 @@
 #include "llmc/options.h"
 #include "llmc/options_resume.h"
 
+// Fails if both --steps and --epochs say how long the training is.
+inline void check_length(const Options& o) {
+    if (o.has("--steps") && o.has("--epochs"))
+        fail("--epochs %s and --steps %s both say how long to train: give one of them", o.first("--epochs"),
+             o.first("--steps"));
+}
+
 // A bench only measures a run and does not make it: fails on options that only a real run needs.
 inline void check_bench_options(const Options& o) {
     if (o.bench.empty()) return;
-    for (const char* name :
-         {"--plan", "--timeline", "--resume", "--out", "--save-base", "--save-every", "--log",
-          "--loss-by-position", "--val-data", "--print-every", "--eval-every", "--sample.every", "--prompt"})
+    for (const char* name : {"--plan", "--timeline", "--resume", "--out", "--save-base", "--save-every",
+                             "--log", "--loss-by-position", "--val-data", "--print-every", "--eval-every",
+                             "--sample.every", "--prompt", "--epochs"})
         if (o.has(name)) fail("%s: a bench only measures; leave it out, or --bench", o.spelled(name).c_str());
     for (const char* name : {"--steps", "--warmup"})
         if (o.has(name) && strtod(o.first(name), nullptr) > 1e6)
@@ -202,6 +209,7 @@ inline void check_options(const Options& o) {
     check_adapter_options(o);
     check_context(o);
     check_names(o);
+    check_length(o);
     check_bench_options(o);
     check_calibration(o);
     check_chunk_rows(o);

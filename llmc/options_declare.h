@@ -222,6 +222,9 @@ inline void declare_training_options(CLI::App& app, Options& o) {
              "does. With --bench, the steps to measure.")
         ->transform(whole(0, 1e12))
         ->default_str(format("%lld; with --bench %d", static_cast<long long>(o.steps), o.bench_steps));
+    group.add("--epochs", o.epochs, "X", "Instead of --steps: trains until the data were read X times.")
+        ->check(between(1e-6, 1e6))
+        ->default_str(format("%g for JSON examples, if --steps is not given", kExampleEpochs));
     group.add("--lr", o.lr, "RATE", "The highest learning rate.")
         ->check(between(0.0, 1e3))
         ->default_str(format("%g for a new model, %g for a trained one, %g for LoRA, %g for a soft prompt",

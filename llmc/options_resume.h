@@ -46,6 +46,8 @@ inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& val
     if (among({"--rates"})) return false;                                // of the first run's machine
     if (among({"--advanced.algorithms"})) return kSearchesAlgorithms;
     if (among({"--advanced.tf32"})) return kHasTf32;
+    if (among({"--steps"}) && o.has("--epochs")) return false;
+    if (among({"--epochs"}) && o.has("--steps")) return false;
     if (is_chosen_anew(name) && o.has("--memory") && o.batch != 0) return false;
     for (const PlacementOption& p : kPlacements)
         if (name == p.setting() && p.of_training_only && o.steps == 0) return o.trains_adapter();

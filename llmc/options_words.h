@@ -56,6 +56,8 @@ inline constexpr Alias kAliases[] = {
     {"--per-device-train-batch-size", "--batch"},
     {"--gradient-accumulation-steps", "--grad-accum"},
     {"--max-steps", "--steps"},
+    {"--num-epochs", "--epochs"},
+    {"--num-train-epochs", "--epochs"},
     {"--num-iterations", "--steps"},
     {"--learning-rate", "--lr"},
     {"--warmup-steps", "--warmup"},
@@ -116,9 +118,6 @@ struct Hint {
     const char *name, *said;
 };
 inline constexpr Hint kHints[] = {
-    {"--num-train-epochs",
-     "runs are counted in steps: --steps N; the line `data:` says how many epochs that is"},
-    {"--epochs", "runs are counted in steps: --steps N; the line `data:` says how many epochs that is"},
     {"--warmup-ratio", "the warm-up is counted in steps: --warmup N"},
     {"--load-in-4bit", "write --base nf4-double"},
     {"--load-in-8bit", "write --base all=8bit"},

@@ -13,6 +13,15 @@
 #include "llmc/options.h"
 #include "llmc/run_inputs.h"
 
+// Turns --epochs into a number of steps. Examples are trained on three times if neither was given. A warmup
+// that was not given then takes at most a tenth of the steps.
+inline void count_epochs(Options& o, const RunInputs& in, const Batches& batches) {
+    if (!in.data || !o.bench.empty() || o.has("--steps")) return;
+    if (!o.has("--epochs") && !in.data->is_examples()) return;
+    o.steps = batches.steps_of_epochs(o.has("--epochs") ? o.epochs : kExampleEpochs);
+    if (!o.has("--warmup")) o.warmup = std::min(o.warmup, (o.steps + 9) / 10);
+}
+
 // Prints the size of the data, and how much of them is read until the last step, or by one validation.
 inline void print_data(const Options& o, const RunInputs& in, const Batches& batches, int64_t first_step) {
     const auto number = [](uint64_t n) { return static_cast<unsigned long long>(n); };
@@ -30,6 +39,8 @@ inline void print_data(const Options& o, const RunInputs& in, const Batches& bat
     const auto read = static_cast<double>(batches.sequences_after(std::max(o.steps, first_step)));
     printf("; %lld steps read %.0f sequences, %.2f epochs", static_cast<long long>(o.steps), read,
            read / static_cast<double>(epoch));
+    if (data.is_examples() && !o.has("--steps") && !o.has("--epochs"))
+        printf(" (--epochs or --steps change that)");
     if (batches.validation())
         printf("; a validation reads %llu of %llu", number(batches.validation_sequences()),
                number(batches.validation()->sequences_per_epoch()));

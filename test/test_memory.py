@@ -352,9 +352,11 @@ def test_a_long_prompt_goes_in_parts(train_fp32, tmp_path):
     text = write_text(tmp_path / "text", 3 * 2048 + 1).read_text()
     model = open_with_transformers(tmp_path / "model").float()
     wanted = list(text.encode())
-    for _ in range(8):
-        with torch.no_grad():
-            wanted.append(int(model(torch.tensor([wanted])).logits[0, -1].argmax()))
+    with torch.no_grad():
+        out = model(torch.tensor([wanted]), use_cache=True, logits_to_keep=1)
+        for _ in range(8):
+            wanted.append(int(out.logits[0, -1].argmax()))
+            out = model(torch.tensor([wanted[-1:]]), past_key_values=out.past_key_values, use_cache=True)
     options = ("--model", tmp_path / "model", "--steps", 0, "--prompt", text, "--sample", "temperature=0", "--max-new-tokens")
     assert train_fp32(*options, 8).stdout == bytes(wanted) + b"\n"
     parts = [float(re.search(r"sampling uses ([\d.]+)", train_fp32(*options, n, "--plan").stdout.decode())[1]) for n in (8, 1008)]

@@ -72,9 +72,9 @@
 
 // How a micro-batch is run.
 struct MicroBatchOptions {
-    int64_t head_rows = 0;   // rows that have logits at a time; 0: all
-    std::vector<Keep> keep;  // what each layer keeps for backward
-    bool adds = false;       // adds to the gradients of earlier micro-batches; else overwrites them
+    int64_t head_rows = 0;        // rows that have logits at a time; 0: all
+    std::vector<Keep> keep;       // what each layer keeps for backward
+    bool continues_step = false;  // adds to the gradients of micro-batches before these; else overwrites them
     DropoutOptions dropout;  // its key is the first micro-batch's; the keys of the others follow in memory
 };
 
@@ -166,7 +166,7 @@ class Gpt {
                                   const MicroBatchOptions& options) const;
     Rows rows_of(const DeviceBatch& batch) const;
     void forward_blocks(std::vector<MicroBatch>& micro_batches, const std::vector<Keep>& keep);
-    void backward_blocks(std::vector<MicroBatch>& micro_batches, bool adds);
+    void backward_blocks(std::vector<MicroBatch>& micro_batches, bool continues_step);
     TensorX head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, TensorF& loss,
                           const Head<floatX>& gradients);
     HeadActivations forward_head(const TensorX& x);
@@ -229,7 +229,7 @@ class Trainer {
 
     // Applies a setting that the search in plan_choice.h tries.
     void apply(const MemorySetting& s);
-    Plan rehearse_training(bool adds, bool placed);
+    Plan rehearse_training(bool continues_step, bool placed);
     Plan rehearse_validation(bool placed);
     // Rehearses every step that the run may take. `placed`: also decides where in the arena the tensors of a
     // training step are.
@@ -313,6 +313,7 @@ class Trainer {
     bool replays_;                       // --advanced graph=on
     size_t used_before_ = 0;             // device memory in use before this run
     int64_t step_ = 0, first_step_ = 0;  // steps done; steps that were done before a resume
+    int64_t validated_step_ = -1;        // the last one of this run that was validated
     bool evaluated_ = false;             // the validation and sample due at this step are done
 };
 
@@ -353,8 +354,9 @@ void Trainer::train() {
     for (step_ = first_step_; step_ < o_.steps && !stopping(); step_++, evaluated_ = false) {
         save_if_asked();
         if (!evaluated_) validate_and_sample_if_due();
-        if (stopping()) break;
-        if (is_time(o_.save_every) && step_ > first_step_ && !saves_.has(step_)) save();
+        if (stopping() || metrics_.ends_early(o_.early_stopping)) break;
+        if (saves_.wants_best(step_) || (is_time(o_.save_every) && step_ > first_step_ && !saves_.has(step_)))
+            save();
         check_logs();
         if (!train_step()) break;
         if (step_ == std::min(o_.steps, first_step_ + settled) - 1) {
@@ -382,12 +384,13 @@ bool Trainer::train_step() {
         if (first > 0 && stopping()) return false;
         if (first > 0) save_if_asked();
         for (int k = first; k < first + together(); k++) batches_.feed(step_, k, loss_scale);
-        micro_.adds = first > 0;
+        micro_.continues_step = first > 0;
         const bool is_last = first + together() >= own;
         // With several ranks only the last micro-batch exchanges gradients, so it has a graph of its own.
         const void* const graph = is_last && !exchange_.is_alone() ? &exchange_ : nullptr;
         run_step(
-            micro_.adds ? plans_.add : plans_.train, [&] { micro_batch(loss_scale, is_last); }, graph);
+            micro_.continues_step ? plans_.add : plans_.train, [&] { micro_batch(loss_scale, is_last); },
+            graph);
     }
     if (!o_.update_in_backward) run_step(plans_.update, [&] { updates_.update_all(); });
     metrics_.step_ends(step_, rate, stream_);
@@ -399,7 +402,8 @@ bool Trainer::train_step() {
 void Trainer::micro_batch(float loss_scale, bool is_last) {
     // Only the last micro-batch needs the sums for the norm. Those that share its plan compute them too: on
     // one device all but the first, on several all, which then have the memory of the exchange in every plan.
-    const bool may_be_last = o_.own_micro_batches() == together() || micro_.adds || !exchange_.is_alone();
+    const bool may_be_last =
+        o_.own_micro_batches() == together() || micro_.continues_step || !exchange_.is_alone();
     updates_.begin_backward(may_be_last, is_last);
     gpt_.forward_backward(batches_.on_device(), micro_, loss_scale, metrics_.loss());
     updates_.end_backward();
@@ -430,7 +434,7 @@ void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const
 
     range.emplace("head");
     EndGradients d_ends(gradients_, stream_, trained_.layout, config_.tied && !weights_.is_frozen(),
-                        options.adds);
+                        options.continues_step);
     const Head<floatX>& d_head = d_ends.take_head();
     for (MicroBatch& m : micro_batches)
         m.d_residual =
@@ -439,7 +443,7 @@ void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const
     weights_.expect_blocks(true);  // starts fetching the last blocks for backward
 
     range.emplace("backward");
-    backward_blocks(micro_batches, options.adds);
+    backward_blocks(micro_batches, options.continues_step);
     Embeddings<floatX>& d_embeddings = d_ends.take_embeddings();
     for (MicroBatch& m : micro_batches) {
         if (!weights_.is_frozen() || d_embeddings.prompt)
@@ -467,11 +471,11 @@ void Gpt::forward_blocks(std::vector<MicroBatch>& micro_batches, const std::vect
     if (embedding_and_head_.streams_head()) weights_.release();  // else the last blocks stay for backward
 }
 
-void Gpt::backward_blocks(std::vector<MicroBatch>& micro_batches, bool adds) {
-    gradients_.begin_backward(adds);
+void Gpt::backward_blocks(std::vector<MicroBatch>& micro_batches, bool continues_step) {
+    gradients_.begin_backward(continues_step);
     for (int l = config_.layers - 1; l >= 0; l--) {
         Range range("block", l);
-        Gradients::OfUnit gradients = gradients_.take(Layout::block_unit(l), adds);
+        Gradients::OfUnit gradients = gradients_.take(Layout::block_unit(l), continues_step);
         weights_.block(l);
         for (MicroBatch& m : micro_batches) {
             BlockActivations& a = m.blocks[static_cast<size_t>(l)];
@@ -491,7 +495,8 @@ std::vector<MicroBatch> Gpt::begin(const std::vector<const DeviceBatch*>& batche
                                    const MicroBatchOptions& options) const {
     std::vector<MicroBatch> all;
     for (size_t k = 0; k < batches.size(); k++) {
-        MicroBatch m = {*batches[k], static_cast<int>(k), options.adds || k > 0, rows_of(*batches[k]), {}};
+        MicroBatch m = {
+            *batches[k], static_cast<int>(k), options.continues_step || k > 0, rows_of(*batches[k]), {}};
         m.rows.dropout = options.dropout;
         if (options.dropout.key) m.rows.dropout.key += k;
         m.blocks.resize(static_cast<size_t>(config_.layers));
@@ -838,8 +843,10 @@ void Trainer::validate_and_log() {
     else
         printf("validation loss %.6f, perplexity %.4f: %llu sequences of %d tokens\n", *loss, std::exp(*loss),
                static_cast<unsigned long long>(batches_.validation_sequences()), o_.seq_len);
+    metrics_.compare_validation(step_, *loss);
     metrics_.log().write({{"step", step_}, {"val_loss", *loss}});
     loss_by_position_.end(step_, *loss, stream_);
+    validated_step_ = step_;
 }
 
 // The validation and the sample that are due before the next step.
@@ -883,7 +890,9 @@ void Trainer::finish() {
     // interrupted.
     evaluated_ = true;
     if (saves_.wanted() && !is_resumed_save) save();
-    if (batches_.validation()) validate_and_log();
+    if (batches_.validation() && validated_step_ != step_) validate_and_log();
+    if (!is_resumed_save && validated_step_ == step_) saves_.end_with_validation();
+    saves_.remove_good_before();
     if (samples_here() && in_.samples() && !sampling_stops()) sample();
     if (!o_.rank.is_first() || o_.merge.empty() || interrupted) return;
     metrics_.finish();
@@ -952,9 +961,9 @@ void Trainer::connect_streams() {
                                           gathered_block_bytes(model_.trained()), o_.prefetch);
 }
 
-Plan Trainer::rehearse_training(bool adds, bool placed) {
-    micro_.adds = adds;
-    const bool is_last = adds || o_.own_micro_batches() == together();
+Plan Trainer::rehearse_training(bool continues_step, bool placed) {
+    micro_.continues_step = continues_step;
+    const bool is_last = continues_step || o_.own_micro_batches() == together();
     return arena_.rehearse([&] { micro_batch(1, is_last); }, placed);
 }
 

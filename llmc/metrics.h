@@ -124,6 +124,13 @@ class LogFile {
     std::unique_ptr<FILE, int (*)(FILE*)> file_{nullptr, fclose};
 };
 
+// The lowest loss of a run's validations.
+struct BestValidation {
+    double loss = 0;
+    int64_t step = 0;
+    int64_t worse_since = 0;  // validations after it, none of which was better
+};
+
 class Metrics {
   public:
     // The gradient's norm is the first of `norms` numbers or, with norm_of_each, the norm of all of them
@@ -160,6 +167,22 @@ class Metrics {
     std::string last_save = "none";
     // The loss of the run's first step with a loss. A resumed run takes it from the save.
     std::optional<double> first_loss;
+    // The best validation, from the first one on. A resumed run takes it from the save.
+    std::optional<BestValidation> best;
+    void compare_validation(int64_t step, double loss) {
+        if (!best || loss < best->loss)
+            best = {loss, step, 0};
+        else if (step != best->step)
+            best->worse_since++;
+    }
+    // True, and says so, if the last `most` validations were no better than the one before them. 0: never.
+    bool ends_early(int64_t most) {
+        if (most == 0 || !best || best->worse_since < most) return false;
+        finish();
+        printf("--early-stopping %lld: no validation was better than that of step %lld, %.6f\n",
+               static_cast<long long>(most), static_cast<long long>(best->step), best->loss);
+        return true;
+    }
     // False if the run resumes from a save that was not good.
     bool began_good = true;
     // True if the state after the latest step is worth saving: its loss is not far above the first one, and

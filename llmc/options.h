@@ -94,6 +94,8 @@ struct Options {
     std::string out;
     int64_t save_every = 0;
     int keep = 2;
+    bool keep_best = false;
+    int64_t early_stopping = 0;  // 0: never
     std::string resume;
     std::string attention = "auto";
     int threads = 0;
@@ -106,7 +108,9 @@ struct Options {
     std::map<std::string, std::vector<std::string>> given;
     std::set<std::string> saved;  // those of them that came from the resumed save,
     std::string directory;        // and the folder that their relative names count from
-    bool any_base = false;        // --base none: use the model as it is, whatever its adapter's base was
+    std::vector<std::string>
+        changed;            // settings that differ from those of the resumed save, and what these were
+    bool any_base = false;  // --base none: use the model as it is, whatever its adapter's base was
     bool has(const std::string& name) const { return given.count(name) > 0; }
     const char* first(const std::string& name) const { return given.at(name).at(0).c_str(); }
     // A setting that was given, as on a command line: "--lr 3", "--offload weights=disk".

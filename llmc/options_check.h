@@ -16,12 +16,20 @@ inline void check_length(const Options& o) {
              o.first("--steps"));
 }
 
+// Fails if an option compares the validations of a run, and there is at most the one at its end.
+inline void check_best(const Options& o) {
+    if (o.keep_best && o.out.empty()) fail("--keep-best: nothing is saved without --out");
+    const char* const name = o.keep_best ? "--keep-best" : o.early_stopping > 0 ? "--early-stopping" : "";
+    if (*name && (o.eval_every == 0 || o.steps == 0))
+        fail("%s: compares validations, and there are none during this run: give --eval-every N", name);
+}
+
 // A bench only measures a run and does not make it: fails on options that only a real run needs.
 inline void check_bench_options(const Options& o) {
     if (o.bench.empty()) return;
     for (const char* name : {"--plan", "--timeline", "--resume", "--out", "--save-base", "--save-every",
                              "--log", "--loss-by-position", "--val-data", "--print-every", "--eval-every",
-                             "--sample.every", "--prompt", "--epochs"})
+                             "--sample.every", "--prompt", "--epochs", "--keep-best", "--early-stopping"})
         if (o.has(name)) fail("%s: a bench only measures; leave it out, or --bench", o.spelled(name).c_str());
     for (const char* name : {"--steps", "--warmup"})
         if (o.has(name) && strtod(o.first(name), nullptr) > 1e6)
@@ -211,6 +219,7 @@ inline void check_options(const Options& o) {
     check_names(o);
     check_length(o);
     check_bench_options(o);
+    check_best(o);
     check_calibration(o);
     check_chunk_rows(o);
     check_build(o);

@@ -433,6 +433,11 @@ inline void declare_logging_options(CLI::App& app, Options& o) {
         .add("--eval-batches", o.eval_batches, "N",
              "Size of a validation, in training steps' worth of sequences.")
         ->transform(whole(1, kMostCount));
+    group
+        .add("--early-stopping", o.early_stopping, "N",
+             "Ends the training when N validations in a row were no better than the best before them; 0: "
+             "never.")
+        ->transform(whole(0, kMostCount));
     group.add("--loss-by-position", o.loss_by_position, "FILE",
               "Writes a JSON line for each validation: the loss by the length of its context.");
 }
@@ -473,6 +478,9 @@ inline void declare_output_options(CLI::App& app, Options& o) {
              "How many saves stay, beside the last good one, at which the loss was not far above the first "
              "one and the gradient not zero; 0: all. --out shows the last good one.")
         ->transform(whole(0, kMostCount));
+    saving.add_flag(
+        "--keep-best", o.keep_best,
+        "Also saves, and keeps, the state with the lowest validation loss: --out's `best` shows it.");
     saving.add("--resume", o.resume, "DIR|auto",
                "Continues from a save, with its options unless others are given. auto: from the last "
                "good save in --out, or from the start where there is none.");

@@ -63,10 +63,35 @@ inline void set_given(CLI::App& app, Options& o, int argc, char** argv) {
     for (const auto& [name, words] : settings) set_option(app, o, name, words);
 }
 
+// The settings of the command line that differ from those of the save, as in "--lr 1e-4 (was 5e-5)". Those
+// that only say where to write, what to print and which machine to use are not among them.
+inline std::vector<std::string> changed_settings(const CLI::App& app, const Options& o,
+                                                 const SavedOptions& before) {
+    static const std::set<std::string> kOfTheRun = {
+        "--resume", "--out",        "--log",     "--timeline", "--loss-by-position", "--print-every",
+        "--plan",   "--threads",    "--devices", "--zero",     "--machines",         "--network",
+        "--rates",  "--save-every", "--keep",    "--prompt"};
+    std::vector<std::string> all;
+    for (const auto& [name, words] : o.given) {
+        if (kOfTheRun.contains(name) || name.starts_with("--sample.") || name.starts_with("--advanced."))
+            continue;
+        const std::string now = joined(words, " "), standard = app.get_option(name)->get_default_str();
+        const auto saved = before.written.find(name);
+        std::string was = saved == before.written.end() ? standard : "";
+        if (saved != before.written.end() && saved->is_array())
+            for (const nlohmann::json& word : *saved)
+                if (word.is_string()) was += (was.empty() ? "" : " ") + word.get<std::string>();
+        if (is_same_value(now, was)) continue;
+        all.push_back(o.spelled(name) + (was.empty() ? "" : " (was " + was + ")"));
+    }
+    return all;
+}
+
 // Takes from a save what holds in the run that resumes from it. `automatic`: --resume auto.
 inline void set_saved(CLI::App& app, Options& o, const SavedOptions& before, bool automatic) {
     check_saved_adapter(before, o);
     o.directory = before.directory;
+    o.changed = changed_settings(app, o, before);
     std::vector<std::string> taken;
     for (const auto& [name, values] : before.here.items()) {
         const CLI::Option* const option = app.get_option_no_throw(name);

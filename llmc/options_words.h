@@ -79,6 +79,8 @@ inline constexpr Alias kAliases[] = {
     {"--output-dir", "--out"},
     {"--save-steps", "--save-every"},
     {"--save-total-limit", "--keep"},
+    {"--load-best-model-at-end", "--keep-best"},
+    {"--early-stopping-patience", "--early-stopping"},
     {"--resume-from-checkpoint", "--resume"},
     {"--logging-steps", "--print-every"},
     {"--eval-steps", "--eval-every"},

@@ -24,6 +24,8 @@ class RunSaves {
     bool wanted() const { return o_.saves(); }
     // True if the state after `step` steps was saved last.
     bool has(int64_t step) const { return saved_step_ == step; }
+    // True if the state after `step` steps is the best one so far, by its validation loss, and must be saved.
+    bool wants_best(int64_t step) const { return is_best(step) && !has(step); }
     // What --resume must name to continue from the save that was made last: the folder of saves, or the save
     // itself where the folder shows another one.
     const std::string& latest() const { return latest_; }
@@ -86,8 +88,10 @@ class RunSaves {
                           .others = folder_.others,
                           .first_loss = metrics_.first_loss,
                           .last_good = folder_.good,
+                          .best = metrics_.best,
                           .data = in_.facts};
         remember_options(o_, progress);
+        if (is_best(step)) folder_.best = step;
         save_checkpoint(folder_, model_.trained(), progress, in_.saved_tokenizer(), o_.steps > 0, in_.adapter,
                         read);
         if (good) metrics_.last_save = o_.out + "/" + step_name(step);
@@ -97,6 +101,7 @@ class RunSaves {
                 why_bad.empty() ? remove_good_before() : doubt_save(why_bad);
             };
         saved_step_ = step;
+        if (is_best(step)) replace_link(step_name(step), o_.out + "/best");
         fprintf(o_.notes(), "saved step %lld in %s\n", static_cast<long long>(step), o_.out.c_str());
         const bool shows_good = folder_.shown(step) != step_name(step);
         latest_ = shows_good ? o_.out + "/" + step_name(step) : o_.out;
@@ -104,6 +109,16 @@ class RunSaves {
             fprintf(stderr, "%s/%s: is of a step with %s; the last good save: %s%s\n", o_.out.c_str(),
                     step_name(step).c_str(), metrics_.why_bad().c_str(), metrics_.last_save.c_str(),
                     shows_good ? format(", which %s shows", o_.out.c_str()).c_str() : "");
+    }
+
+    // The state that was saved last was validated after that: it may be the best one.
+    void end_with_validation() {
+        if (!wanted() || !o_.rank.is_first()) return;
+        rewrite_progress(o_.out + "/" + step_name(saved_step_), "best", best_to_json(metrics_.best));
+        if (!is_best(saved_step_)) return;
+        folder_.best = saved_step_;
+        replace_link(step_name(saved_step_), o_.out + "/best");
+        remove_old_saves(folder_, saved_step_);
     }
 
     // Removes the good save that stayed in case that the weights of the last one are bad: a step has shown
@@ -119,6 +134,7 @@ class RunSaves {
         load_training_state(model_.trained(), in_.resumed, in_.adapter);
         const Progress& progress = *in_.progress;
         metrics_.first_loss = progress.first_loss;
+        metrics_.best = progress.best;
         const bool good = !progress.first_loss || progress.last_good == progress.step;
         const std::string last_good =
             progress.last_good ? folder_above(in_.resumed) + "/" + step_name(*progress.last_good) : "none";
@@ -131,13 +147,14 @@ class RunSaves {
     }
 
   private:
+    bool is_best(int64_t step) const { return o_.keep_best && metrics_.best && metrics_.best->step == step; }
     // The first step after the last save was bad: that save is not good, and the folder shows the good one
     // before it again.
     void doubt_save(const std::string& why_bad) {
         const std::string save = o_.out + "/" + step_name(saved_step_);
         folder_.good = std::exchange(folder_.good_before, std::nullopt);
         publish(o_.out, folder_.shown(saved_step_));
-        rewrite_last_good(save, folder_.good);
+        rewrite_progress(save, "last_good", nlohmann::json(*folder_.good));
         metrics_.last_save = o_.out + "/" + step_name(*folder_.good);
         fprintf(stderr,
                 "%s: is not good, as the step after it has %s; the last good save: %s, which %s shows\n",
@@ -169,7 +186,8 @@ class RunSaves {
     // How many of them must fit beside what is there: a new save is complete before an old one is removed.
     int64_t saves_at_once() const {
         if (o_.keep == 0) return 1;
-        return std::min(planned(), std::max<int64_t>(1, o_.keep + 1 - folder_.own_count()));
+        const int64_t best = o_.keep_best && !folder_.best ? 1 : 0;
+        return best + std::min(planned(), std::max<int64_t>(1, o_.keep + 1 - folder_.own_count()));
     }
     // Says so if saves that may be made would not fit: all of --keep 0, or the last good save, which stays
     // beside the newest ones if these are not good.

@@ -12,6 +12,7 @@
 #include "llmc/model_positions.h"
 #include "llmc/options.h"
 #include "llmc/run_inputs.h"
+#include "llmc/updates.h"
 
 // Turns --epochs into a number of steps. Examples are trained on three times if neither was given. A warmup
 // that was not given then takes at most a tenth of the steps.
@@ -63,6 +64,17 @@ inline void remark_no_validation(const RunInputs& in, int seq_len) {
                                    : format("the text's last tenth is no sequence of %d", seq_len).c_str());
 }
 
+// Prints which settings of a resumed run are not those of the save, and what becomes of the learning rate.
+inline void print_changes(const Options& o, int64_t first_step) {
+    if (o.changed.empty()) return;
+    printf("other settings than those of the save: %s\n", joined(o.changed, ", ").c_str());
+    printf(
+        "the learning rate goes on as that of a run of %lld steps with these settings: %.3e in step %lld\n",
+        static_cast<long long>(o.steps),
+        learning_rate(o.schedule, first_step, o.steps, o.warmup, o.lr, o.min_lr),
+        static_cast<long long>(first_step + 1));
+}
+
 // Prints what a user might not expect of a run that begins after `first_step` steps. `saves`: it saves what
 // it trains.
 inline void print_start(const Options& o, const RunInputs& in, int64_t first_step, bool saves) {
@@ -72,6 +84,7 @@ inline void print_start(const Options& o, const RunInputs& in, int64_t first_ste
                static_cast<long long>(first_step), static_cast<long long>(o.steps));
     else if (o.has("--resume") && o.resume.empty())
         printf("--resume auto: %s holds no save yet: beginning\n", o.out.c_str());
+    if (!o.resume.empty() && trains) print_changes(o, first_step);
     if (has_adapter || in.resumed.empty())
         print_longer_positions(o.notes(), in.config, o.rope_scaling, has_adapter);
     if (!trains) return;

@@ -228,6 +228,7 @@ struct SaveFolder {
     std::optional<int64_t> good = {};
     // The last good save before that one, which stays while no step after `good` has had a loss.
     std::optional<int64_t> good_before = {};
+    std::optional<int64_t> best = {};  // the save with the lowest validation loss, which stays too
     // The number of saves in the folder that are not another run's.
     int64_t own_count() const;
     // The name of the save that the folder shows after `step` was saved: the last good one, or that of `step`
@@ -268,9 +269,10 @@ inline void remove_old_saves(const SaveFolder& folder, int64_t step) {
     }
     std::sort(saves.rbegin(), saves.rend());
     for (size_t i = static_cast<size_t>(folder.keep); folder.keep > 0 && i < saves.size(); i++) {
-        if (folder.good == saves[i].second || folder.good_before == saves[i].second) continue;
+        const int64_t s = saves[i].second;
+        if (s == folder.good || s == folder.good_before || s == folder.best) continue;
         // Renamed first, so that whatever has the name of a save is complete.
-        const std::string path = out + "/" + step_name(saves[i].second);
+        const std::string path = out + "/" + step_name(s);
         const FileLock lock(path, O_RDONLY | O_DIRECTORY, FileLock::Exclusive);
         if (lock.outcome() == FileLock::Busy) continue;
         check_call(std::rename(path.c_str(), (path + ".tmp").c_str()) == 0, path, "rename");
@@ -290,7 +292,8 @@ inline void check_writable(const std::string& out) {
     }
     if (stat(nearest.c_str(), &info) != 0 || !S_ISDIR(info.st_mode))
         fail("--out %s: %s is not a folder", out.c_str(), nearest.c_str());
-    for (const char* name : {"latest", "config.json", "model.safetensors", "adapter_model.safetensors"}) {
+    for (const char* name :
+         {"latest", "best", "config.json", "model.safetensors", "adapter_model.safetensors"}) {
         const std::string path = out + "/" + name;
         if (lstat(path.c_str(), &info) == 0 && !S_ISLNK(info.st_mode))
             fail("--out %s: has a %s that no save has linked there; choose another folder", out.c_str(),

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "llmc/metrics.h"
 #include "llmc/save_folder.h"
 #include "llmc/state.h"
 
@@ -27,8 +28,9 @@ struct Progress {
     std::string formats = {};       // StateOptions::text() of the saved state; write_save() sets it
     std::set<int64_t> others = {};  // steps of another run's saves in the same folder
     std::string directory = {};     // the options' relative names count from here; empty in older saves
-    std::optional<double> first_loss = {};         // the loss of the run's first step
-    std::optional<int64_t> last_good = {};         // the step of the last good save (save_folder.h)
+    std::optional<double> first_loss = {};  // the loss of the run's first step
+    std::optional<int64_t> last_good = {};  // the step of the last good save (save_folder.h)
+    std::optional<BestValidation> best = {};
     std::map<std::string, std::string> data = {};  // by option: data_facts() of its data (save_resume.h)
 };
 
@@ -97,6 +99,21 @@ inline std::string list_saves(const std::string& out) {
     return out + " has " + list;
 }
 
+inline nlohmann::json best_to_json(const std::optional<BestValidation>& best) {
+    if (!best) return nullptr;
+    return {{"loss", best->loss}, {"step", best->step}, {"worse_since", best->worse_since}};
+}
+inline std::optional<BestValidation> best_from_json(const nlohmann::json& json, const std::string& file) {
+    if (json.is_null()) return std::nullopt;
+    try {
+        const BestValidation best = {json.at("loss").get<double>(), json.at("step").get<int64_t>(),
+                                     json.at("worse_since").get<int64_t>()};
+        if (best.step >= 0 && best.worse_since >= 0) return best;
+    } catch (const nlohmann::json::exception&) {  // reported below
+    }
+    fail("%s: \"best\" is not a validation", file.c_str());
+}
+
 // Reads trainer_state.json of a save or of a folder of saves. Fails if it is missing or damaged.
 inline Progress read_progress(const std::string& folder) {
     const std::string file = resolve_save(folder) + "/trainer_state.json";
@@ -141,16 +158,17 @@ inline Progress read_progress(const std::string& folder) {
         p.first_loss = json["first_loss"].get<double>();
     if (json.contains("last_good") && !get("last_good", may_be_count, "a count").is_null())
         p.last_good = json["last_good"].get<int64_t>();
+    if (json.contains("best")) p.best = best_from_json(json["best"], file);
     if (json.contains("data"))
         p.data = get("data", are_texts, "texts by name").get<std::map<std::string, std::string>>();
     return p;
 }
 
-// Changes the step that a complete save names as that of the last good one.
-inline void rewrite_last_good(const std::string& save, std::optional<int64_t> good) {
+// Changes one field of a complete save's trainer_state.json.
+inline void rewrite_progress(const std::string& save, const char* field, const nlohmann::json& value) {
     const std::string file = save + "/trainer_state.json", temporary = file + ".tmp";
     nlohmann::json json = read_json(file);
-    json["last_good"] = good ? nlohmann::json(*good) : nlohmann::json();
+    json[field] = value;
     write_json(temporary, json);
     replace_file(temporary, file);
 }
@@ -196,6 +214,7 @@ inline SaveFolder open_save_folder(const std::string& out, int keep, const std::
         const Progress progress = read_progress(resumed);
         folder.others = progress.others;
         folder.good = progress.last_good;
+        if (progress.best) folder.best = progress.best->step;
     } else if (!goes_on) {
         for (const std::string& name : list_folder(out))
             if (step_of(name) >= 0) folder.others.insert(step_of(name));

@@ -33,12 +33,15 @@ ATTENTION = {"A100": "-Attention/0.*Random*:Attention/0.*Documents:Attention/0.*
              "H100": "HopperAttention.*"}
 
 
-@pytest.mark.parametrize("gpu, seed", [("A100", 1), ("H100", 2)])
-@pytest.mark.parametrize("name", ["attention", "kernels", "family_kernels", "quantized", "optimizer", "matmul", "wide_sum",
-                                  "stream"])
+KERNEL_TESTS = ["attention", "matmul", "kernels", "family_kernels", "quantized", "optimizer", "wide_sum", "stream"]
+
+
+# make test runs small shapes, and on the H100 only what has code of its own for it.
+@pytest.mark.parametrize("name, gpu, seed", [(name, "A100", 1) for name in KERNEL_TESTS] +
+                         [(name, "H100", 2) for name in KERNEL_TESTS if MORE or name in ("attention", "matmul")])
 def test_kernel_tests(name, gpu, seed):
     chosen = ATTENTION[gpu] if name == "attention" else "*"
-    small = {"SMALL_SHAPES": "1"} if name == "attention" else {}
+    small = {} if MORE and name != "attention" else {"SMALL_SHAPES": "1"}
     ran = play(BUILD / f"test_{name}", "--gtest_brief=1", f"--gtest_filter={chosen}", gpu=gpu, seed=seed, **small)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     assert "PASSED" in ran.stdout

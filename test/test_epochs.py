@@ -75,3 +75,16 @@ def test_a_resume_reads_what_is_left(train_fp32, work, tmp_path):
 def test_mistakes(train_fp32, work, options, said):
     error = run(train_fp32, work, *options, code=2).stderr.decode()
     assert said in error and error.count("\n") == 1
+
+
+def test_a_resume_lists_what_has_changed(train_fp32, work, tmp_path):
+    """With the value that the save has, and the learning rate of the next step."""
+    out = tmp_path / "out"
+    run(train_fp32, work, "--steps", 4, "--lr", 1e-3, "--schedule", "linear", "--warmup", 1, "--out", out)
+    same = train_fp32("--resume", out, "--lr", "0.001", "--print-every", 1, "--threads", 1).stdout.decode()
+    assert "other settings" not in same
+    text = train_fp32("--resume", out, "--steps", 8, "--weight-decay", 0, "--clip", 1).stdout.decode()
+    assert "\nother settings than those of the save: --steps 8 (was 4), --weight-decay 0 (was 0.1)\n" in text
+    rate = re.search(r"^the learning rate goes on as that of a run of 8 steps with these settings: (\S+) in step 5$", text, re.M)[1]
+    assert float(rate) == pytest.approx(1e-3 * (1 - 3 / 7), rel=1e-3)
+    assert f"| lr {float(rate):.3e} |" in text

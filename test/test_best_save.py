@@ -1,0 +1,97 @@
+"""--keep-best and --early-stopping: what the validations of a run decide."""
+import json
+import os
+import re
+
+import pytest
+from trainer_runs import make, read_log, write_text
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A model of bytes that soon overfits: its text is short, and the text that it is validated on is another."""
+    path = tmp_path_factory.mktemp("best")
+    make(path / "model", "--layers", 1, "--heads", 2, "--channels", 32, "--positions", 32)
+    (path / "text").write_text("the same words again and again, " * 20)
+    write_text(path / "other", 2000)
+    return path
+
+
+def run(train, work, *options, **how):
+    return train("--model", work / "model", "--data", work / "text", "--val-data", work / "other", "--seq-len", 32, "--batch", 4,
+                 "--lr", 1e-2, "--warmup", 1, "--schedule", "constant", "--sample", "tokens=0", "--eval-every", 2, *options, **how)
+
+
+def validations(log):
+    return {entry["step"]: entry["val_loss"] for entry in read_log(log) if "val_loss" in entry}
+
+
+def progress(save):
+    return json.loads((save / "trainer_state.json").read_text())
+
+
+def test_the_best_save_stays(train_fp32, work, tmp_path):
+    """It is that of the lowest loss, also when newer saves have come and the run was resumed between."""
+    out, log = tmp_path / "out", tmp_path / "log"
+    options = ("--keep-best", "--keep", 1, "--save-every", 4, "--log", log)
+    run(train_fp32, work, *options, "--steps", 20, "--out", out)
+    losses = validations(log)
+    best = min(losses, key=losses.get)
+    assert 2 < best < 16, losses
+    assert os.readlink(out / "best") == f"step-{best:08}" and os.readlink(out / "latest") == "step-00000020"
+    assert sorted(path.name for path in out.glob("step-*")) == [f"step-{best:08}", "step-00000020"]
+    assert progress(out / "best")["best"] == {"loss": pytest.approx(losses[best], abs=1e-6), "step": best, "worse_since": 0}
+    worse = progress(out / "latest")["best"]
+    assert worse["step"] == best and worse["worse_since"] == len([step for step in losses if step > best])
+    assert b"validation loss" in train_fp32("--model", out / "best", "--val-data", work / "other", "--seq-len", 32, "--steps", 0).stdout
+
+    train_fp32("--resume", out, "--steps", 24)
+    assert os.readlink(out / "best") == f"step-{best:08}" and (out / "best" / "config.json").exists()
+    assert sorted(path.name for path in out.glob("step-*")) == [f"step-{best:08}", "step-00000024"]
+
+    halves = tmp_path / "halves"
+    run(train_fp32, work, *options, "--steps", 6, "--out", halves)
+    train_fp32("--resume", halves, "--steps", 20)
+    assert os.readlink(halves / "best") == f"step-{best:08}"
+    assert (halves / "best/model.safetensors").read_bytes() == (out / "best/model.safetensors").read_bytes()
+
+
+def test_the_last_validation_may_be_the_best(train_fp32, work, tmp_path):
+    out = tmp_path / "out"
+    run(train_fp32, work, "--keep-best", "--keep", 1, "--steps", 5, "--out", out)
+    assert os.readlink(out / "best") == "step-00000005" and [p.name for p in out.glob("step-*")] == ["step-00000005"]
+    assert progress(out / "best")["best"]["step"] == 5
+
+
+@pytest.mark.parametrize("patience", [1, 3])
+def test_a_run_ends_early(train_fp32, work, tmp_path, patience):
+    out, log = tmp_path / "out", tmp_path / "log"
+    text = run(train_fp32, work, "--early-stopping", patience, "--steps", 200, "--out", out, "--log", log).stdout.decode()
+    losses = validations(log)
+    steps, best = sorted(losses), min(losses, key=losses.get)
+    assert best == steps[-1 - patience] and steps == list(range(2, steps[-1] + 1, 2))
+    assert re.search(rf"^--early-stopping {patience}: no validation was better than that of step {best}, {losses[best]:.6f}$", text, re.M)
+    assert os.readlink(out / "latest") == f"step-{steps[-1]:08}"
+    again = train_fp32("--resume", out).stdout.decode()
+    assert f"--early-stopping {patience}: no validation was better" in again and not re.search(r"^step +\d+/", again, re.M)
+    assert train_fp32("--resume", out, "--early-stopping", 0, "--steps", steps[-1] + 2, "--log", log)
+    assert read_log(log)[-1]["step"] == steps[-1] + 2
+
+
+@pytest.mark.parametrize("options, said", [
+    (("--keep-best",), "--keep-best: nothing is saved without --out"),
+    (("--keep-best", "--out", "out", "--eval-every", 0), "--keep-best: compares validations"),
+    (("--early-stopping", 2, "--eval-every", 0), "--early-stopping: compares validations"),
+    (("--early-stopping", -1), "--early-stopping")])
+def test_mistakes(train_fp32, work, options, said, tmp_path):
+    given = ("--model", work / "model", "--data", work / "text", "--eval-every", 2, *options)
+    if "--eval-every" in options:
+        given = ("--model", work / "model", "--data", work / "text", *options)
+    error = train_fp32(*given, "--steps", 2, code=2, cwd=tmp_path).stderr.decode()
+    assert said in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def test_best_must_be_a_link(train_fp32, work, tmp_path):
+    (tmp_path / "out" / "best").mkdir(parents=True)
+    error = run(train_fp32, work, "--keep-best", "--steps", 2, "--out", tmp_path / "out", code=2).stderr.decode()
+    assert "has a best that no save has linked there" in error

@@ -2,6 +2,8 @@
 # make deps              installs what that needs (Debian, Ubuntu)
 # make quick             builds ./train and the kernel tests, and runs a few tests of everything in three minutes
 # make test              installs what the tests need, and runs the tests that every change must pass (20 minutes on two cores)
+# make install           puts the program, scripts, the first run's text, a manual page and shells' completions into PREFIX,
+#                        by default ~/.local; make uninstall removes them
 # make format            formats the C++ sources
 # make clean             removes what was built
 # make help              prints these lists: this one, that of test/Makefile and that of dev/bench/Makefile
@@ -17,7 +19,7 @@ NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) $(shell command -v nvcc
 CXX := g++
 PYTHON := .venv/bin/python
 
-.PHONY: all _notice deps format clean help FORCE
+.PHONY: all _notice deps install uninstall format clean help FORCE
 all: train
 
 # By default warnings are errors only in the tests: a new compiler's warning must not stop a user's build.
@@ -103,6 +105,22 @@ define install
 endef
 deps:
 	$(call install,$(DEPS))
+
+# The installed scripts find the program and the text where they are in the repository.
+PREFIX ?= $(HOME)/.local
+SHARE := $(PREFIX)/share/train-gpt
+PAGES := man:man/man1/train.1 bash:bash-completion/completions/train zsh:zsh/site-functions/_train
+install: train
+	@install -D train $(DESTDIR)$(PREFIX)/bin/train
+	@install -D -m 644 -t $(DESTDIR)$(SHARE)/dev/data dev/data/tinyshakespeare.txt
+	@install -D -t $(DESTDIR)$(SHARE)/scripts $(filter-out scripts/profile%,$(wildcard scripts/*.sh))
+	@ln -sfn ../../bin/train $(DESTDIR)$(SHARE)/train
+	@for page in $(PAGES); do to=$(DESTDIR)$(PREFIX)/share/$${page#*:}; mkdir -p "$$(dirname "$$to")" && \
+	  ./train --help $${page%%:*} > "$$to" || exit 1; done
+	@echo "installed $(DESTDIR)$(PREFIX)/bin/train"
+	@case ":$$PATH:" in *":$(PREFIX)/bin:"*) ;; *) echo "$(PREFIX)/bin is not on the PATH" ;; esac
+uninstall:
+	rm -rf $(DESTDIR)$(PREFIX)/bin/train $(foreach p,$(PAGES),$(DESTDIR)$(PREFIX)/share/$(lastword $(subst :, ,$(p)))) $(DESTDIR)$(SHARE)
 
 include dev/bench/Makefile test/Makefile
 

@@ -17,6 +17,7 @@
 #include <nlohmann/json.hpp>
 
 #include "llmc/file.h"
+#include "llmc/hub_cache.h"
 #include "llmc/model.h"
 #include "llmc/save_folder.h"
 
@@ -107,8 +108,8 @@ inline std::optional<AdapterBase> read_adapter_base(const std::string& folder) {
 }
 
 // The folder or GGUF file of the model that the adapter in a folder names. A relative name is looked for in
-// the current folder first, as PEFT does, and then in the adapter's folder. Fails if there is no such model,
-// for example because it is a name on a hub.
+// the current folder first, as PEFT does, then in the adapter's folder, and then among the models that were
+// downloaded from Hugging Face. Fails if there is no such model.
 inline std::string find_adapter_model(const std::string& folder) {
     const std::string path = resolve_save(folder) + "/" + kAdapterConfigFile;
     const nlohmann::json json = read_json(path);
@@ -121,11 +122,12 @@ inline std::string find_adapter_model(const std::string& folder) {
     if (!name.empty())
         for (const std::string& model : {name, (std::filesystem::path(folder) / name).string()})
             if (is_model(model)) return model;
+    if (is_hub_name(name) && !hub_snapshot(name).empty()) return find_on_hub("--model", name);
     fail(
-        "--model %s: is an adapter, and the model that it is of, '%s', is no folder here: give that as "
-        "--model and "
-        "this as --adapter",
-        folder.c_str(), printable(name).c_str());
+        "--model %s: is an adapter, and the model that it is of, '%s', is no folder here%s: give that as "
+        "--model and this as --adapter",
+        folder.c_str(), printable(name).c_str(),
+        is_hub_name(name) ? format(", and not in %s", hub_cache().c_str()).c_str() : "");
 }
 
 // True if a model's files say that the model is quantized.

@@ -147,9 +147,10 @@ class OptionGroup {
 
 inline void declare_model_options(CLI::App& app, Options& o) {
     OptionGroup group(app, "Model and data");
-    group.add("--model", o.model, "DIR|FILE|dN",
+    group.add("--model", o.model, "DIR|FILE|ORG/NAME|dN",
               "A folder of a Hugging Face model, a GGUF file, or the folder of an adapter, which names its "
-              "model. dN, llama:dN, qwen3:dN and so on make a new model of N layers.");
+              "model. ORG/NAME is a model that Hugging Face's tools have downloaded. dN, llama:dN, qwen3:dN "
+              "and so on make a new model of N layers.");
     group.add("--data", o.data, "FILE...",
               "Texts, examples in JSON lines or a JSON list, or token shards (.bin) to train on; * and ? "
               "match names.");

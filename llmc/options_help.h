@@ -67,18 +67,24 @@ inline std::string wrapped(const std::string& lead, const std::string& text, siz
     return lines + line + "\n";
 }
 
+// What an option does, and its default.
+inline std::string described(const CLI::Option& option) {
+    const std::string text = option.get_description(), standard = option.get_default_str();
+    const bool has_default = !standard.empty() && standard != "[]" && standard != "{}" && standard != "false";
+    return has_default ? text + " (default " + standard + ")" : text;
+}
+
 // The lines of one option, or of one key of an option.
 inline std::string help_of(const CLI::Option& option) {
     const std::string name = option.get_name(), value = option.get_type_name();
     const size_t dot = name.find('.');
     const std::string lead = dot == name.npos ? "  " + name + (value.empty() ? "" : " " + value)
                                               : "    " + name.substr(dot + 1) + "=" + value;
-    std::string text = option.get_description();
-    const std::string standard = option.get_default_str();
-    const bool has_default = !standard.empty() && standard != "[]" && standard != "{}" && standard != "false";
-    std::string shown = "(default " + standard + ")";
-    if (shown.size() < kHelpColumns / 3) std::replace(shown.begin(), shown.end(), ' ', kNoBreak);
-    if (has_default) text += " " + shown;
+    std::string text = described(option);
+    // A short default stays in one line.
+    const size_t shown = text.rfind("(default ");
+    if (shown != text.npos && text.size() - shown < kHelpColumns / 3)
+        std::replace(text.begin() + static_cast<std::ptrdiff_t>(shown), text.end(), ' ', kNoBreak);
     std::string lines = wrapped(lead, text, kHelpIndent);
     std::replace(lines.begin(), lines.end(), kNoBreak, ' ');
     return lines;

@@ -12,6 +12,7 @@
 #include "llmc/options_check.h"
 #include "llmc/options_declare.h"
 #include "llmc/options_help.h"
+#include "llmc/options_manual.h"
 #include "llmc/options_resume.h"
 #include "llmc/options_words.h"
 
@@ -35,7 +36,11 @@ inline void set_option(CLI::App& app, Options& o, const std::string& name,
 inline void answer_questions(const CLI::App& app, const Settings& settings) {
     std::string answer;
     if (const auto help = settings.find("--help"); help != settings.end())
-        answer = help_text(app, help->second[0] == "true" ? "" : help->second[0]);
+        answer = help->second[0] == "man"    ? manual_page(app)
+                 : help->second[0] == "bash" ? bash_completion(app)
+                 : help->second[0] == "zsh"
+                     ? zsh_completion(app)
+                     : help_text(app, help->second[0] == "true" ? "" : help->second[0]);
     else if (settings.contains("--version"))
         answer = version_text() + "\n";
     if (answer.empty()) return;
@@ -119,6 +124,16 @@ inline bool only_generates(const Options& o) {
            o.bench.empty();
 }
 
+// --model ORG/NAME and --adapter ORG/NAME become the folders that Hugging Face's tools have downloaded.
+inline void open_from_hub(Options& o) {
+    const auto open = [&](const char* option, std::string& value) {
+        const std::string found = find_on_hub(option, value);
+        if (found != value) value = found, o.given[option] = {found};
+    };
+    if (!parse_new_model(o.model)) open("--model", o.model);
+    open("--adapter", o.adapter);
+}
+
 // If --model is an adapter's folder, replaces it by the model that the adapter belongs to and makes the
 // folder the value of --adapter. Unless options say otherwise, the model is quantized as it was when the
 // adapter was trained.
@@ -182,6 +197,7 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
     const bool automatic = o.resume == "auto";
     if (automatic) resume_what_is_there(o);
     if (!o.resume.empty()) set_saved(app, o, saved(o.resume), automatic);
+    open_from_hub(o);
     open_adapter_as_model(o);
     complete_options(o);
     check_options(o);

@@ -29,6 +29,18 @@
 // The training data of a new model if none are given: Shakespeare's plays, 1.1 MB.
 constexpr const char* kFirstText = "dev/data/tinyshakespeare.txt";
 
+// The path of that text: in this folder, where `make install` puts it, or where the program was built; "" if
+// it is in none of them.
+inline std::string first_text() {
+    std::error_code none;
+    const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe", none).parent_path();
+    for (const std::filesystem::path& folder :
+         {std::filesystem::path(), program / "../share/train-gpt", program / "../.."})
+        if (std::filesystem::exists(folder / kFirstText))
+            return (folder / kFirstText).lexically_normal().string();
+    return "";
+}
+
 inline std::unique_ptr<Dataset> open_data(const std::vector<std::string>& files, const char* option) {
     return std::make_unique<Dataset>(expand_files(files, option), option);
 }
@@ -263,17 +275,19 @@ inline std::unique_ptr<Dataset> RunInputs::open_training_data() {
         if (o_.steps == 0 || !o_.bench.empty()) return nullptr;
         const NewModel made = parse_new_model(o_.model);
         if (!made) return nullptr;  // check_has_data() reports this
-        const bool is_there = std::filesystem::exists(kFirstText);
-        if (o_.plan && !(is_small(made) && is_there)) return nullptr;
+        const std::string text = first_text();
+        if (o_.plan && !(is_small(made) && !text.empty())) return nullptr;
         if (!is_small(made))
             fail(
                 "--data is missing: only new models of less than 12 layers are trained on %s without it; "
                 "--model %s is of GPT-2's size and up",
                 kFirstText, o_.model.c_str());
-        if (!is_there)
-            fail("--data is missing, and %s, which is trained on without it, is not in this folder",
-                 kFirstText);
-        o_.data = {kFirstText};
+        if (text.empty())
+            fail(
+                "--data is missing, and %s, which is trained on without it, is neither in this folder nor "
+                "beside the program",
+                kFirstText);
+        o_.data = {text};
         o_.given["--data"] = o_.data;
     }
     return open_data(o_.data, "--data");
@@ -366,9 +380,7 @@ inline std::optional<OffloadedEmbeddings> RunInputs::offloaded_embeddings(const 
 
 // The adapter: that of the save or of --adapter, or a new one as the options ask.
 inline AdapterConfig RunInputs::choose_adapter() {
-    std::error_code none;
-    const std::string base =
-        o_.save_base.empty() ? std::filesystem::canonical(model, none).string() : resolved(o_.save_base);
+    const std::string base = o_.save_base.empty() ? lasting_name(model) : resolved(o_.save_base);
     const auto read = [&](const std::string& folder) {
         AdapterConfig found = read_adapter(folder, config);
         const std::string generation = folder + "/generation_config.json";

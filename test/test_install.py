@@ -1,0 +1,73 @@
+"""make install: what it puts where, that it runs from any folder, and that the manual and the completions know all options."""
+import re
+import shutil
+import subprocess
+
+import pytest
+from trainer_runs import ROOT
+
+
+@pytest.fixture(scope="module")
+def prefix(train_fp32, tmp_path_factory):
+    """An installation of the trainer that is tested."""
+    if train_fp32.device != "cpu" or not (ROOT / "build/cpu-fp32/train").exists():
+        pytest.skip("another trainer would be built")
+    path = tmp_path_factory.mktemp("prefix")
+    subprocess.run(["make", "-s", "install", "DEVICE=cpu", "PRECISION=fp32", f"PREFIX={path}"], cwd=ROOT, check=True, capture_output=True)
+    return path
+
+
+def options_of_help(train):
+    return set(re.findall(r"^  (--[a-z0-9-]+)", train("--help", "all").stdout.decode(), re.M))
+
+
+def test_it_runs_from_any_folder(prefix, tmp_path):
+    ran = subprocess.run([prefix / "bin/train", "--steps", "2", "--sample", "tokens=0"], cwd=tmp_path, capture_output=True, check=True)
+    assert b"step     2/2" in ran.stdout and not list(tmp_path.iterdir())
+    script = prefix / "share/train-gpt/scripts/tinyshakespeare.sh"
+    ran = subprocess.run([script, "--steps", "2", "--sample", "tokens=0", "--model", "d1", "--out", "here"], cwd=tmp_path,
+                         capture_output=True, check=True)
+    assert (tmp_path / "here/model.safetensors").exists()
+    for path in prefix.rglob("*"):
+        assert path.exists(), f"{path} leads nowhere"
+
+
+def test_the_manual_has_all_options(train_fp32, prefix):
+    page = (prefix / "share/man/man1/train.1").read_text()
+    names = {name.replace("\\-", "-") for name in re.findall(r"^\\fB((?:\\-)+[a-z0-9\\-]+)", page, re.M)}
+    assert options_of_help(train_fp32) <= names
+    if shutil.which("groff"):
+        shown = subprocess.run(["groff", "-man", "-Tutf8", "-ww"], input=page, text=True, capture_output=True, check=True)
+        assert not shown.stderr and "--recompute" in re.sub("\x1b\\[[0-9;]*m|.\b", "", shown.stdout)
+
+
+def completed(prefix, *words):
+    code = 'source "$0"; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); compopt() { :; }; _train; printf "%s\\n" "${COMPREPLY[@]}"'
+    script = prefix / "share/bash-completion/completions/train"
+    return subprocess.run(["bash", "-c", code, script, *words], text=True, capture_output=True, check=True).stdout.split()
+
+
+def test_bash_completes(train_fp32, prefix):
+    assert set(completed(prefix, "train", "--")) >= options_of_help(train_fp32)
+    assert completed(prefix, "train", "--lora-al") == ["--lora-alpha"]
+    assert completed(prefix, "train", "--zero", "") == ["auto", "0", "1", "2", "3"]
+    assert {"weights=", "state=", "keys="} <= set(completed(prefix, "train", "--offload", ""))
+    assert completed(prefix, "train", "--offload", "we") == ["weights="]
+    assert not completed(prefix, "train", "--out", "")  # of files, the shell's own
+
+
+def test_zsh_completes(train_fp32, prefix):
+    text = (prefix / "share/zsh/site-functions/_train").read_text()
+    assert text.startswith("#compdef train\n")
+    lines = re.findall(r"^  '(--[a-z0-9-]+)\[(?:[^\]\\]|\\.)*\](:.*)?' \\$", text, re.M)
+    assert {name for name, _ in lines} >= options_of_help(train_fp32)
+    assert dict(lines)["--zero"].endswith(":(auto 0 1 2 3)") and dict(lines)["--out"].endswith(":_files")
+    assert text.count("\n") == len(lines) + 3  # every line is one of these
+    if shutil.which("zsh"):
+        subprocess.run(["zsh", "-n", prefix / "share/zsh/site-functions/_train"], check=True)
+
+
+def test_uninstall_removes_it(prefix, tmp_path):
+    shutil.copytree(prefix, tmp_path / "copy", symlinks=True)
+    subprocess.run(["make", "-s", "uninstall", f"PREFIX={tmp_path / 'copy'}"], cwd=ROOT, check=True, capture_output=True)
+    assert not [path for path in (tmp_path / "copy").rglob("*") if not path.is_dir()]

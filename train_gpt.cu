@@ -1135,6 +1135,7 @@ int run(int argc, char** argv, RankEngine* engine) {
     options =
         chosen_by_first_rank(engine, options, [&] { return with_chosen_context<Trainer>(options, choices); });
     RunInputs inputs(options, std::move(command.resumed));
+    if (options.show_example > 0) return options.rank.is_first() ? print_example(options, inputs), 0 : 0;
     malloc_trim(0);  // returns what reading and tokenizing have freed to the system
     const Options chosen = chosen_by_first_rank(
         engine, options, [&] { return with_chosen_setting<Trainer>(options, inputs, choices); });

@@ -18,15 +18,39 @@
 #include "llmc/utf8.h"
 
 struct Message {
-    std::string role, content;
+    nlohmann::ordered_json object;  // as the line has it; the chat template reads its fields
     bool counts = true;  // false: none of it has a loss, because its "weight" is 0 or its "train" is false
+
+    const std::string& role() const { return object["role"].get_ref<const std::string&>(); }
+    // About the size of its text.
+    size_t bytes() const {
+        const auto content = object.find("content");
+        return 64 + (content != object.end() && content->is_string()
+                         ? content->get_ref<const std::string&>().size()
+                         : 0);
+    }
+};
+// A message that has only a role and a content.
+inline Message said(const std::string& role, const std::string& content) {
+    Message message;
+    message.object["role"] = role;
+    message.object["content"] = content;
+    return message;
+}
+
+// The messages of a conversation, and what else the chat template reads: tools, documents and
+// chat_template_kwargs.
+struct Conversation {
+    std::vector<Message> messages;
+    nlohmann::ordered_json variables = nlohmann::ordered_json::object();
+    size_t bytes = 0;  // of the line
 };
 
 // The example of a line: messages if there are any, else a completion, which has a loss, after a prompt,
 // which may be empty.
 struct JsonExample {
     std::string prompt, completion;
-    std::vector<Message> messages;
+    Conversation conversation;
     bool is_text = false;           // {"text": ...}: `completion` is the text,
     std::string_view text_in_line;  // or this, if it was decoded inside the line's buffer
     size_t bytes = 0;               // estimated memory that reading it takes beside the line
@@ -45,7 +69,7 @@ inline void require_memory_for(size_t bytes, const std::string& where) {
 }
 
 // A string field that an object must have. Fails naming the line and the field.
-inline std::string text_field(const nlohmann::json& object, const char* name, const std::string& where) {
+inline std::string text_field(const nlohmann::ordered_json& object, const char* name, const std::string& where) {
     const auto field = object.find(name);
     if (field == object.end()) fail("%s: has no \"%s\"", where.c_str(), name);
     if (!field->is_string()) fail("%s: \"%s\" is not a text", where.c_str(), name);
@@ -54,7 +78,7 @@ inline std::string text_field(const nlohmann::json& object, const char* name, co
 
 // Fails if one of these fields is not empty: a chat template would write it into the conversation, which is
 // not supported.
-inline void refuse_fields(const nlohmann::json& object, std::initializer_list<const char*> names,
+inline void refuse_fields(const nlohmann::ordered_json& object, std::initializer_list<const char*> names,
                           const std::string& where) {
     for (const char* name : names) {
         const auto field = object.find(name);
@@ -64,9 +88,9 @@ inline void refuse_fields(const nlohmann::json& object, std::initializer_list<co
 }
 
 // False if the message's "weight" is 0 or its "train" is false: then none of it has a loss.
-inline bool message_counts(const nlohmann::json& message, const std::string& where) {
-    const nlohmann::json weight = message.value("weight", nlohmann::json());
-    const nlohmann::json train = message.value("train", nlohmann::json());
+inline bool message_counts(const nlohmann::ordered_json& message, const std::string& where) {
+    const nlohmann::ordered_json weight = message.value("weight", nlohmann::ordered_json());
+    const nlohmann::ordered_json train = message.value("train", nlohmann::ordered_json());
     if (!weight.is_null() && !(weight.is_number() && (weight == 0 || weight == 1)))
         fail("%s: \"weight\" is %s, where 0 and 1 are supported", where.c_str(),
              weight.dump(-1, ' ', true).c_str());
@@ -94,49 +118,100 @@ inline const OtherFormat kOtherFormats[] = {
 };
 
 // Fails with what to write instead if an object has the fields of another format.
-inline void refuse_other_formats(const nlohmann::json& object, const std::string& where) {
+inline void refuse_other_formats(const nlohmann::ordered_json& object, const std::string& where) {
     for (const OtherFormat& other : kOtherFormats)
         if (std::ranges::all_of(other.fields, [&](const char* field) { return object.contains(field); }))
             fail("%s: %s", where.c_str(), other.said);
 }
 
+// Fails unless a message's content is a text or a list of texts. A message that calls tools may have none.
+inline void check_content(const nlohmann::ordered_json& message, const std::string& place) {
+    const auto content = message.find("content");
+    const auto calls = message.find("tool_calls");
+    const bool calls_tools = calls != message.end() && calls->is_array() && !calls->empty();
+    if (calls_tools && (content == message.end() || content->is_null())) return;
+    if (content == message.end() || !content->is_array()) {
+        text_field(message, "content", place);
+        return;
+    }
+    for (const nlohmann::ordered_json& part : *content) {
+        if (!part.is_object()) fail("%s: \"content\" has a part that is not a JSON object", place.c_str());
+        const nlohmann::ordered_json type = part.value("type", nlohmann::ordered_json());
+        if (type != "text")
+            fail("%s: \"content\" has a part of the type %s, where \"text\" is supported", place.c_str(),
+                 printable(type.dump(-1, ' ', true)).c_str());
+        text_field(part, "text", place);
+    }
+}
+
+// True if an assistant's message has something to learn.
+inline bool says_something(const nlohmann::ordered_json& message) {
+    for (const char* field : {"content", "tool_calls", "reasoning_content", "thinking", "reasoning"})
+        if (const auto found = message.find(field); found != message.end() && !found->empty() && *found != "")
+            return true;
+    return false;
+}
+
 // Reads the messages of a conversation. At least one must be the assistant's.
-inline std::vector<Message> read_messages(const nlohmann::json& list, const std::string& where) {
+inline std::vector<Message> read_messages(const nlohmann::ordered_json& list, const std::string& where) {
+    // Roles that chat templates know; another one is probably a misspelling.
+    static constexpr const char* kRoles[] = {"system", "developer", "user",        "assistant",   "tool",
+                                             "tools",  "function",  "ipython",     "observation", "environment",
+                                             "context", "documents", "tool_response"};
     if (!list.is_array() || list.empty()) fail("%s: \"messages\" is not a list of messages", where.c_str());
     std::vector<Message> messages;
     bool answers = false;
-    for (const nlohmann::json& item : list) {
+    for (const nlohmann::ordered_json& item : list) {
         const std::string place = format("%s: message %zu", where.c_str(), messages.size() + 1);
         if (!item.is_object()) fail("%s is not a JSON object", place.c_str());
-        refuse_fields(
-            item,
-            {"tool_calls", "tool_call_id", "function_call", "reasoning_content", "reasoning", "thinking"},
-            place);
+        refuse_fields(item, {"function_call"}, place);
         if (item.contains("from") && !item.contains("role"))
             fail(
                 R"(%s has "from", as in ShareGPT's format: rename "from" to "role" and "value" to "content", )"
                 R"(and the roles human to user and gpt to assistant)",
                 place.c_str());
-        const Message message{text_field(item, "role", place), text_field(item, "content", place),
-                              message_counts(item, place)};
-        const bool assistant = message.role == "assistant";
-        if (!assistant && message.role != "user" && message.role != "system")
-            fail("%s: \"role\" is \"%s\", where \"system\", \"user\" and \"assistant\" are known",
-                 place.c_str(), printable(message.role).c_str());
-        if (message.role == "system" && !messages.empty())
-            fail("%s: \"role\" is \"system\", which only the first may be", place.c_str());
-        if (assistant && message.content.empty()) fail("%s: the assistant says nothing", place.c_str());
+        const std::string role = text_field(item, "role", place);
+        check_content(item, place);
+        if (std::ranges::find(kRoles, role) == std::end(kRoles))
+            fail(
+                "%s: \"role\" is \"%s\", where \"system\", \"developer\", \"user\", \"assistant\" and \"tool\" are "
+                "known",
+                place.c_str(), printable(role).c_str());
+        const bool assistant = role == "assistant";
+        if (assistant && !says_something(item)) fail("%s: the assistant says nothing", place.c_str());
         answers |= assistant;
-        messages.push_back(message);
+        messages.push_back({item, message_counts(item, place)});
     }
     if (!answers) fail("%s: none of the messages is the assistant's", where.c_str());
     return messages;
 }
 
+// Reads what else the chat template reads. Empty lists are as if they were left out.
+inline nlohmann::ordered_json read_chat_variables(const nlohmann::ordered_json& object,
+                                                  const std::string& where) {
+    nlohmann::ordered_json variables = nlohmann::ordered_json::object();
+    for (const char* name : {"tools", "documents"}) {
+        const auto found = object.find(name);
+        if (found == object.end() || found->empty()) continue;
+        const auto is_object = [](const nlohmann::ordered_json& one) { return one.is_object(); };
+        if (!found->is_array() || !std::ranges::all_of(*found, is_object))
+            fail("%s: \"%s\" is not a list of JSON objects", where.c_str(), name);
+        variables[name] = *found;
+    }
+    const auto more = object.find("chat_template_kwargs");
+    if (more == object.end() || more->empty()) return variables;
+    if (!more->is_object()) fail("%s: \"chat_template_kwargs\" is not a JSON object", where.c_str());
+    for (const auto& [name, value] : more->items()) {
+        if (name == "messages" || name == "add_generation_prompt")
+            fail("%s: \"chat_template_kwargs\" cannot set \"%s\"", where.c_str(), name.c_str());
+        variables[name] = value;
+    }
+    return variables;
+}
+
 // How many copies of a line's text can be in memory beside the line, for a conversation or a prompt with its
-// completion: as JSON, as messages, as the pieces of the chat format, as a whole, and as the part before a
-// piece.
-constexpr size_t kCopiesOfLine = 6;
+// completion: as JSON, as messages, as the chat template's values and what it writes, and as pieces of that.
+constexpr size_t kCopiesOfLine = 10;
 
 // Reads the example of a line: from "messages" if there are any, else from "prompt" and "completion", else
 // from "text". Fields that no chat template reads are ignored. `where` names the line in messages. Fails if
@@ -147,7 +222,7 @@ inline JsonExample read_example(std::span<char> line, const std::string& where) 
         fail("%s: is not UTF-8 text: no character has the byte 0x%02x in column %zu", where.c_str(),
              static_cast<unsigned char>(line[valid]), valid + 1);
     LineJson parsed(line, where);
-    nlohmann::json& object = parsed.json();
+    nlohmann::ordered_json& object = parsed.json();
     if (!object.is_object()) fail("%s: is not a JSON object", where.c_str());
     JsonExample example;
     example.bytes = parsed.bytes();
@@ -159,12 +234,16 @@ inline JsonExample read_example(std::span<char> line, const std::string& where) 
     if (!is_text) {
         example.bytes += kCopiesOfLine * line.size();
         require_memory_for(example.bytes, where);
-        for (const char* field : {"messages", "prompt", "completion"})
+        for (const char* field : {"messages", "tools", "documents", "prompt", "completion"})
             if (const auto found = object.find(field); found != object.end()) parsed.restore(*found);
     }
     if (object.contains("messages")) {
-        refuse_fields(object, {"tools", "functions", "documents", "chat_template_kwargs"}, where);
-        example.messages = read_messages(object["messages"], where);
+        refuse_fields(object, {"functions"}, where);
+        if (parsed.has_long_number())
+            fail("%s: has a number of 19 or more digits, which is not supported in chats: write it as a text",
+                 where.c_str());
+        example.conversation = {read_messages(object["messages"], where), read_chat_variables(object, where),
+                                line.size()};
     } else if (object.contains("prompt") || object.contains("completion")) {
         example.prompt = text_field(object, "prompt", where);
         example.completion = text_field(object, "completion", where);

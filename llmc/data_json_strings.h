@@ -22,26 +22,46 @@ class LineJson {
     LineJson(std::span<char> line, const std::string& where) : line_(line), where_(where) {
         take_strings();
         try {
-            json_ = parse_json(rest_, where);
+            json_ = parse_json<nlohmann::ordered_json>(rest_, where);
         } catch (const UserError& error) {
             throw UserError(with_column_of_line(error.what()));
         }
     }
 
-    // The parsed line. A string that was taken out has a placeholder as its value; value() gives the string.
-    nlohmann::json& json() { return json_; }
+    // The parsed line, with its keys in their order. A string that was taken out has a placeholder as its value; value() gives the string.
+    nlohmann::ordered_json& json() { return json_; }
     static bool was_taken(std::string_view text) { return text.starts_with('\0'); }
     // The value of a string. If it was taken out, this is the text in the line's buffer.
-    std::string_view value(const nlohmann::json& string) const {
+    std::string_view value(const nlohmann::ordered_json& string) const {
         const auto& text = string.get_ref<const std::string&>();
         return was_taken(text) ? strings_[std::stoul(text.substr(1))] : std::string_view(text);
     }
     // Replaces the placeholders in a value by their strings.
-    void restore(nlohmann::json& value) const {
+    void restore(nlohmann::ordered_json& value) const {
         if (value.is_string())
             value = std::string(this->value(value));
         else if (value.is_structured())
-            for (nlohmann::json& part : value) restore(part);
+            for (nlohmann::ordered_json& part : value) restore(part);
+    }
+    // True if it has a whole number of 19 or more digits. The parser reads such numbers as floats, if they do
+    // not fit 64 bits, and their digits are lost.
+    bool has_long_number() const {
+        size_t digits = 0;
+        bool in_string = false;
+        for (size_t at = 0; at < rest_.size(); at++) {
+            const char c = rest_[at];
+            const bool is_digit = !in_string && c >= '0' && c <= '9';
+            if (digits >= 19 && !is_digit && c != '.' && c != 'e' && c != 'E') return true;
+            digits = is_digit ? digits + 1 : 0;
+            if (!in_string && (c == '.' || c == 'e' || c == 'E'))  // the rest of the number is no whole one
+                while (at + 1 < rest_.size() && std::string_view("0123456789+-").find(rest_[at + 1]) != std::string_view::npos)
+                    at++;
+            if (in_string && c == '\\')
+                at++;
+            else if (c == '"')
+                in_string = !in_string;
+        }
+        return false;
     }
     // Estimates the memory that the object takes beside the line.
     size_t bytes() const { return rest_.size() * kBytesOfParsed + strings_.capacity() * sizeof strings_[0]; }
@@ -169,5 +189,5 @@ class LineJson {
     std::string rest_;
     std::vector<std::string_view> strings_;
     std::vector<Move> moves_;
-    nlohmann::json json_;
+    nlohmann::ordered_json json_;
 };

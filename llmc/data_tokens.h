@@ -15,7 +15,7 @@
 #include <string_view>
 #include <vector>
 
-#include "llmc/data_chat_format.h"
+#include "llmc/data_chat_template.h"
 #include "llmc/data_json_lines.h"
 #include "llmc/dataset.h"
 #include "llmc/families.h"
@@ -129,11 +129,12 @@ inline void tokenize_text(Dataset& text, const Tokenizer& tokenizer) {
 // Turns examples in JSON (prompts with completions, conversations, texts) into tokens, and decides which
 // tokens have a loss.
 
-// How to read examples: --loss-on and --chat-format, and the chat template and name of the model. A new
-// model, which has no tokenizer with the special tokens of a chat format, cannot read conversations.
+// How to read examples: --loss-on and the options of chats, and the chat templates and name of the model. A
+// new model, which has no tokenizer with the special tokens of a chat format, cannot read conversations.
 struct ExampleOptions {
-    bool loss_on_all;
-    std::string chat_format, chat_template, model;
+    ChatOptions chat;
+    ChatTemplates templates;
+    std::string model;
     bool is_new_model = false;
 };
 
@@ -152,16 +153,9 @@ class ExampleEncoder {
     void encode(const JsonExample& example, const std::string& where, size_t most, Put&& put) {
         tokens_.clear();
         if (example.is_text) return encode_text(example.text(), where, put);
-        if (!example.messages.empty()) {
-            if (options_.is_new_model)
-                fail(
-                    "%s: is a conversation, and a new model knows no chat format: give the folder of a "
-                    "trained model, --model DIR",
-                    where.c_str());
-            if (!chat_)
-                chat_.emplace(options_.chat_format, options_.chat_template, options_.model, tokenizer_);
-            for (const std::vector<Piece>& part : chat_->render(example.messages, where))
-                append(part, where, most);
+        if (!example.conversation.messages.empty()) {
+            const Chat& used = chat(where);
+            append_chat(naming(where, [&] { return used.render(example.conversation); }), where, most);
         } else {
             append({{example.prompt, Learnt::WithPrompts}, {example.completion, Learnt::Always}}, where,
                    most);
@@ -172,14 +166,25 @@ class ExampleEncoder {
         put(tokens_, true);
     }
 
-    // The token that ends an answer in the conversations so far; -1 if there were none.
-    int end_of_answer() const { return chat_ ? chat_->end_of_answer() : -1; }
+    // The chat template, if there were conversations so far; else null.
+    const Chat* chat() const { return chat_ ? &*chat_ : nullptr; }
 
   private:
+    // Reads the chat template at the first conversation.
+    const Chat& chat(const std::string& where) {
+        if (options_.is_new_model)
+            fail(
+                "%s: is a conversation, and a new model knows no chat format: give the folder of a trained "
+                "model, --model DIR",
+                where.c_str());
+        if (!chat_) chat_.emplace(options_.chat, options_.templates, options_.model, tokenizer_);
+        return *chat_;
+    }
+
     // A token as it is stored: marked if it has no loss.
     int32_t kept(int32_t token, Learnt learnt) const {
         const bool has_loss =
-            learnt == Learnt::Always || (learnt == Learnt::WithPrompts && options_.loss_on_all);
+            learnt == Learnt::Always || (learnt == Learnt::WithPrompts && options_.chat.loss_on == "all");
         return has_loss ? token : without_loss(token);
     }
 
@@ -256,6 +261,51 @@ class ExampleEncoder {
         }
     }
 
+    // Appends the tokens of a chat, which are those of the whole text, or at least the first `most`. A token
+    // that crosses the border of an answer is learnt with it, as in transformers' assistant masks.
+    void append_chat(const std::vector<Piece>& pieces, const std::string& where, size_t most) {
+        std::string text;
+        for (const Piece& piece : pieces) text += piece.text;
+        std::vector<int32_t> all;
+        naming(where, [&] { encode_first(text, most, all); });
+        const std::vector<size_t> ends = token_ends(text, all);
+        if (ends.size() < all.size()) return append(pieces, where, most);
+        size_t piece = 0, piece_end = pieces.empty() ? 0 : pieces[0].text.size(), begin = 0;
+        for (size_t i = 0; i < all.size(); i++) {
+            while (piece + 1 < pieces.size() && piece_end <= begin) piece_end += pieces[++piece].text.size();
+            Learnt learnt = pieces[piece].learnt;
+            for (size_t k = piece + 1, at = piece_end; k < pieces.size() && at < ends[i]; k++) {
+                learnt = pieces[k].learnt == Learnt::Always ? Learnt::Always : learnt;
+                at += pieces[k].text.size();
+            }
+            tokens_.push_back(kept(all[i], learnt));
+            begin = ends[i];
+        }
+    }
+
+    // Where each token ends in the text, found by spelling out the tokens. A tokenizer may put a space before
+    // the text, or leave out white space beside special tokens. If the tokens spell another text, because the
+    // tokenizer changes characters, the result ends before that token.
+    std::vector<size_t> token_ends(std::string_view text, const std::vector<int32_t>& tokens) const {
+        std::vector<size_t> ends;
+        size_t at = 0;
+        for (const int32_t token : tokens) {
+            const std::string spelling = tokenizer_.decode(token);
+            std::string_view rest = text.substr(at);
+            if (rest.starts_with(spelling)) {
+                at += spelling.size();
+            } else if (spelling.starts_with(' ') && rest.starts_with(std::string_view(spelling).substr(1))) {
+                at += spelling.size() - 1;
+            } else {
+                rest = jinja::strip(rest, {}, true, false);
+                if (!rest.starts_with(spelling)) break;
+                at = text.size() - rest.size() + spelling.size();
+            }
+            ends.push_back(at);
+        }
+        return ends;
+    }
+
     const Tokenizer& tokenizer_;
     const ExampleOptions options_;
     TextEncoder encoder_;
@@ -264,10 +314,15 @@ class ExampleEncoder {
 };
 
 // Turns the examples in the files into tokens, at most seq_len + 1 for each (Dataset::tokenize_examples), and
-// reports progress on stderr if it takes a while. Fails naming the line if it is not an example. Returns the
-// token that ends an answer in conversations, or -1.
-inline int tokenize_examples(Dataset& lines, const Tokenizer& tokenizer, const ExampleOptions& options,
-                             int seq_len) {
+// reports progress on stderr if it takes a while. Fails naming the line if it is not an example. Returns what
+// wrote conversations, if there were any.
+struct ChatUsed {
+    std::string description;  // empty if there were no conversations
+    std::string own_source;   // Chat::own_source()
+    int end_of_answer = -1;
+};
+inline ChatUsed tokenize_examples(Dataset& lines, const Tokenizer& tokenizer, const ExampleOptions& options,
+                                  int seq_len) {
     TokenizingLines progress(stderr, lines.stream_name(0), lines.file_bytes());
     ExampleEncoder encoder(tokenizer, options);
     size_t most_bytes = 0;
@@ -294,7 +349,9 @@ inline int tokenize_examples(Dataset& lines, const Tokenizer& tokenizer, const E
     });
     lines.reading_took(most_bytes);
     progress.finish(lines.token_count());
-    return encoder.end_of_answer();
+    const Chat* const chat = encoder.chat();
+    if (!chat) return {};
+    return {chat->description(), chat->own_source(), chat->end_of_answer()};
 }
 
 // ---- the vocabulary of a new model

@@ -154,6 +154,14 @@ class Dataset {
         return format("%s and %zu more", files_[0].path.c_str(), files_.size() - 1);
     }
 
+    // The data's files, each once.
+    std::vector<std::string> paths() const {
+        std::vector<std::string> all;
+        for (const File& file : files_)
+            if (std::ranges::find(all, file.path) == all.end()) all.push_back(file.path);
+        return all;
+    }
+
     // Replaces a text's bytes by other tokens, all below `limit`. encode(file, put) calls put(tokens) with
     // the tokens of one file, in pieces. The tokens go to a temporary file, 2 or 4 bytes each as in shards.
     // Fails if a file changes meanwhile, or if the temporary file cannot be written.

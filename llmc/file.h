@@ -246,23 +246,23 @@ inline std::string read_text(const std::string& path) {
 // error. A key that appears twice in an object is an error too, because JSON does not define which of them
 // counts. `keep` is called for each parsed part, like the callback of nlohmann's parser, and returns whether
 // to keep it; it must itself check the keys that it does not keep.
-template <class Keep>
-nlohmann::json parse_json(std::string_view text, const std::string& file, Keep&& keep) {
+template <class Json = nlohmann::json, class Keep>
+Json parse_json(std::string_view text, const std::string& file, Keep&& keep) {
     using nlohmann::json;
     std::vector<std::set<std::string>> keys;  // the keys so far of each open object
-    const auto note_keys = [&](int, json::parse_event_t event, json& parsed) {
+    const auto note_keys = [&](int, json::parse_event_t event, Json& parsed) {
         if (event == json::parse_event_t::object_start) keys.emplace_back();
         if (event == json::parse_event_t::object_end) keys.pop_back();
         if (!keep(event, parsed)) return false;
         if (event == json::parse_event_t::key) {
-            const auto& key = parsed.get_ref<const std::string&>();
+            const auto& key = parsed.template get_ref<const std::string&>();
             if (!keys.back().insert(key).second)
                 fail("%s: broken JSON: key \"%s\" appears twice", file.c_str(), printable(key).c_str());
         }
         return true;
     };
     try {
-        return json::parse(text.begin(), text.end(), note_keys);
+        return Json::parse(text.begin(), text.end(), note_keys);
     } catch (const json::exception& error) {
         // The library's message starts with "[json.exception.parse_error.101] " and then gives line and
         // column.
@@ -274,8 +274,9 @@ nlohmann::json parse_json(std::string_view text, const std::string& file, Keep&&
         fail("%s: broken JSON: %s", file.c_str(), line.c_str());
     }
 }
-inline nlohmann::json parse_json(std::string_view text, const std::string& file) {
-    return parse_json(text, file, [](nlohmann::json::parse_event_t, const nlohmann::json&) { return true; });
+template <class Json = nlohmann::json>
+Json parse_json(std::string_view text, const std::string& file) {
+    return parse_json<Json>(text, file, [](auto, const Json&) { return true; });
 }
 
 // Parses a whole file with parse_json.

@@ -54,7 +54,8 @@ struct Options {
     std::string context;          // "auto" with --seq-len auto, else empty
     bool chose_length = false;    // not an option: --seq-len auto tries lengths, or has chosen one
     bool plans_examples = false;  // not an option: a plan without data is for examples that share sequences
-    std::string loss_on = "completions", chat_format = "auto";
+    std::string loss_on = "completions", chat_format = "auto", chat_date;
+    int64_t show_example = 0;
     int64_t steps = 1500;
     double epochs = 0;          // 0: --steps counts
     double lr = 0, min_lr = 0;  // lr: if not given, it depends on what is trained

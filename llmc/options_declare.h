@@ -4,6 +4,7 @@
 
 #include <CLI/CLI.hpp>
 #include <cmath>
+#include <ctime>
 #include <string>
 #include <vector>
 
@@ -91,6 +92,15 @@ CLI::Validator one_of(const char* const (&names)[count]) {
     return one_of(std::vector<std::string>(std::begin(names), std::end(names)));
 }
 
+// True for a date as YYYY-MM-DD.
+inline bool is_date(const std::string& text) {
+    std::tm date{};
+    const char* const end = strptime(text.c_str(), "%Y-%m-%d", &date);
+    const std::tm given = date;
+    timegm(&date);  // makes another date of one that does not exist
+    return text.size() == 10 && end && !*end && date.tm_mday == given.tm_mday;
+}
+
 // The bytes/s of "50GB/s", "12.5GiB/s" or "100Gbit/s"; 0 if it is no rate.
 inline double rate_of(const std::string& text) {
     char* end = nullptr;
@@ -166,14 +176,23 @@ inline void declare_model_options(CLI::App& app, Options& o) {
                  })
         ->default_str(std::to_string(o.seq_len));
     group
-        .add("--loss-on", o.loss_on, "completions|all",
-             "What has a loss in JSON examples: completions and what assistants say, or all.")
-        ->check(one_of({"completions", "all"}));
+        .add("--loss-on", o.loss_on, "completions|all|last",
+             "What has a loss in JSON examples: completions and what assistants say, or all, or of chats the "
+             "last answer alone.")
+        ->check(one_of({"completions", "all", "last"}));
     group
         .add("--chat-format", o.chat_format, "NAME",
-             "Format of chats: chatml, llama3, mistral, llama2, zephyr, or auto for the one of the model's "
-             "folder.")
+             "Writes chats as chatml, llama3, mistral, llama2 or zephyr; by default as the chat template in the "
+             "model's folder says.")
         ->check(one_of({"auto", "chatml", "llama3", "mistral", "llama2", "zephyr"}));
+    group.add("--chat-date", o.chat_date, "YYYY-MM-DD", "The date that chat templates write, instead of today's.")
+        ->check([](const std::string& text) {
+            return is_date(text) ? std::string() : "'" + printable(text) + "' is no date like 2025-01-31";
+        });
+    group
+        .add("--show-example", o.show_example, "N",
+             "Prints example N of the data as the model sees it, with what is learnt marked, and stops.")
+        ->transform(whole(1, kMostCount));
     group.add("--rope-scaling", o.rope_scaling, "TYPE:FACTOR",
               "Stretches rotary positions: yarn:4 for sequences four times as long as the model was trained "
               "on; or dynamic, linear, llama3. It replaces a scaling that the model has.");

@@ -149,7 +149,7 @@ inline constexpr Hint kHints[] = {
     {"--overwrite-output-dir", "leave it out: another run's saves stay in --out"},
     {"--per-device-eval-batch-size", "leave it out: validations use --batch"},
     {"--deepspeed", "write --offload, or --memory SIZE, which chooses"},
-    {"--chat-template", "write --chat-format"},
+    {"--chat-template", "the model's own is used; --chat-format chooses another format"},
 };
 
 // Values that transformers, trl and peft have for a setting, and what they are here.

@@ -105,6 +105,8 @@ class RunInputs {
             remark_newer_bad_save("--model", o_.model, model);
         if (held_adapter) remark_newer_bad_save("--adapter", o_.adapter, held_adapter->path());
     }
+    // How JSON examples are read.
+    ExampleOptions example_options() const;
     // Where saves get their tokenizer from.
     TokenizerSource saved_tokenizer() const;
     // Releases what was held until it is loaded: from now on other runs may replace it.
@@ -152,6 +154,7 @@ class RunInputs {
     ModelConfig config;
     std::string tokenizer_folder;  // where the tokenizer was found, for saves; may be empty
     std::optional<Tokenizer> tokenizer;
+    ChatUsed chat;                             // what wrote the conversations of the data, if there are any
     std::vector<int> first_prompt;             // the tokens whose embeddings a new soft prompt starts from
     AdapterConfig adapter;                     // the adapter that is trained or used, if any
     std::map<std::string, std::string> facts;  // by option: data_facts() of its data, for saves
@@ -193,6 +196,7 @@ class RunInputs {
     std::optional<Tokenizer> open_tokenizer();
     void tokenize_texts();
     void tokenize_lines(Dataset& lines);
+    TokenizerSource tokenizer_source() const;
     void stop_at(int token);
     void open_validation();
     void check_example_options() const;
@@ -463,12 +467,21 @@ inline InputBytes RunInputs::bytes() const {
 // Tokenizes JSON examples. A plan needs this too, to know the number of sequences.
 inline void RunInputs::tokenize_lines(Dataset& lines) {
     if (!tokenizer) check_bytes(lines, config.vocabulary);
-    const std::string placement = tokenizer_folder.empty() ? model : tokenizer_folder;
-    const std::string chat_template = gguf ? gguf->chat_template() : chat_template_of(placement);
     if (adapter.prompt_tokens > 0) lines.keep_apart();  // a soft prompt comes before each sequence
-    const ExampleOptions options = {o_.loss_on == "all", o_.chat_format, chat_template, placement,
-                                    tokenizer_folder.empty() && parse_new_model(o_.model)};
-    if (const int end = tokenize_examples(lines, *tokenizer, options, o_.seq_len); end >= 0) stop_at(end);
+    const ChatUsed used = tokenize_examples(lines, *tokenizer, example_options(), o_.seq_len);
+    if (!used.description.empty()) chat = used;
+    if (used.end_of_answer >= 0) stop_at(used.end_of_answer);
+}
+
+inline ExampleOptions RunInputs::example_options() const {
+    const std::string folder = tokenizer_folder.empty() ? model : tokenizer_folder;
+    ExampleOptions options{{o_.loss_on, o_.chat_format, o_.chat_date}, {}, folder, false};
+    options.is_new_model = tokenizer_folder.empty() && parse_new_model(o_.model);
+    if (gguf)
+        options.templates = chat_templates_of(*gguf);
+    else if (!options.is_new_model)
+        options.templates = chat_templates_of(folder, *tokenizer);
+    return options;
 }
 
 // Makes generation stop at this token as well: a model that learns conversations ends its answers with it.
@@ -515,6 +528,12 @@ inline std::optional<Tokenizer> RunInputs::open_tokenizer() {
 // If the run was given a folder of saves, returns that folder and not the save in it, which may be removed
 // later. If the folder itself is gone, the run's own saves have the tokenizer.
 inline TokenizerSource RunInputs::saved_tokenizer() const {
+    TokenizerSource source = tokenizer_source();
+    source.chat_template = chat.own_source;
+    return source;
+}
+
+inline TokenizerSource RunInputs::tokenizer_source() const {
     if (gguf && tokenizer_folder == model)
         return TokenizerSource(
             [this](const std::string& to) { write_gguf_tokenizer(gguf->file(), config.longest(), to); });

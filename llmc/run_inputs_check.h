@@ -52,7 +52,7 @@ inline void RunInputs::check_has_data() const {
 // Fails if options for examples are given and no data are examples.
 inline void RunInputs::check_example_options() const {
     if (packs()) return;
-    for (const char* name : {"--loss-on", "--chat-format"})
+    for (const char* name : {"--loss-on", "--chat-format", "--chat-date", "--show-example"})
         if (o_.has(name))
             fail("%s %s is for examples in JSON (.jsonl, .ndjson, .json), and the data have none", name,
                  o_.first(name));

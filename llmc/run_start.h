@@ -7,6 +7,7 @@
 #include <cstdio>
 
 #include "llmc/batches.h"
+#include "llmc/data_tokens.h"
 #include "llmc/dataset.h"
 #include "llmc/error.h"
 #include "llmc/model_positions.h"
@@ -29,6 +30,7 @@ inline void print_data(const Options& o, const RunInputs& in, const Batches& bat
     const SequenceLoader& training = *batches.training();
     const uint64_t epoch = training.sequences_per_epoch();
     const Dataset& data = *in.data;
+    if (!in.chat.description.empty()) printf("chats: written by %s\n", in.chat.description.c_str());
     printf("data: ");
     if (data.is_examples())
         printf("%llu examples, %llu tokens, %llu of them with loss, in %llu sequences of %d, %.1f%% padding",
@@ -54,6 +56,44 @@ inline void print_data(const Options& o, const RunInputs& in, const Batches& bat
             printf("%s: %llu examples are longer than --seq-len %d and were cut to %d tokens\n",
                    d->stream_name(0).c_str(), number(d->examples_cut()), o.seq_len, o.seq_len + 1);
     }
+}
+
+// A text of an example with what is learnt of it between two marks.
+inline std::string marked_text(const std::vector<int32_t>& tokens, const Tokenizer& tokenizer) {
+    std::string text;
+    Tokenizer::Decoder decoder(tokenizer, false);
+    bool learnt = false;
+    for (const int32_t token : tokens) {
+        if ((token >= 0) != learnt) text += learnt ? "\u27e7" : "\u27e6";
+        learnt = token >= 0;
+        text += decoder.next(token_of(token));
+    }
+    return text + (learnt ? "\u27e7" : "");
+}
+
+// --show-example N: prints an example as the model sees it.
+inline void print_example(const Options& o, const RunInputs& in) {
+    const Dataset& data = in.data ? *in.data : *in.val_data;
+    if (!in.tokenizer) fail("--show-example: the model has no tokenizer");
+    ExampleEncoder encoder(*in.tokenizer, in.example_options());
+    int64_t number = 0;
+    const auto use = [&](std::span<char> line, size_t, const std::string& where) {
+        if (++number != o.show_example) return;
+        std::vector<int32_t> tokens;
+        encoder.encode(read_example(line, where), where, SIZE_MAX,
+                       [&](std::span<const int32_t> part, bool) { tokens.insert(tokens.end(), part.begin(), part.end()); });
+        const auto learnt = std::ranges::count_if(tokens, [](int32_t token) { return token >= 0; });
+        if (encoder.chat()) printf("chats: written by %s\n", encoder.chat()->description().c_str());
+        printf("%s: %zu tokens, of which the %lld between \u27e6 and \u27e7 are learnt:\n%s\n", where.c_str(),
+               tokens.size(), static_cast<long long>(learnt), marked_text(tokens, *in.tokenizer).c_str());
+    };
+    for (const std::string& path : data.paths()) {
+        const FileReader file(path);
+        data_kind(file) == DataKind::JsonList ? for_each_element(file, use) : for_each_line(file, use);
+    }
+    if (number < o.show_example)
+        fail("--show-example %lld: the data have %lld examples", static_cast<long long>(o.show_example),
+             static_cast<long long>(number));
 }
 
 // If text or examples are too short to hold out a validation set, says so on stderr.

@@ -332,6 +332,7 @@ struct TokenizerSource {
 
     std::string folder;
     std::function<void(const std::string& to)> write;
+    std::string chat_template;  // replaces those of the folder, if it is not empty
 };
 
 // Copies a file, part by part.
@@ -348,19 +349,30 @@ inline void copy_file(const std::string& from, const std::string& to) {
     out.finish();
 }
 
-// Writes the tokenizer's files into a folder.
-inline void write_tokenizer(const TokenizerSource& from, const std::string& to) {
-    if (from.write) return from.write(to);
-    if (from.folder.empty()) return;
+// Copies the tokenizer's files from its folder, with its chat templates unless another replaces them.
+inline void copy_tokenizer(const TokenizerSource& from, const std::string& to) {
     for (const std::string name : kTokenizerFiles)
         if (file_exists(from.folder + "/" + name)) copy_file(from.folder + "/" + name, to + "/" + name);
     const std::string templates = from.folder + "/" + kTemplateFolder, copies = to + "/" + kTemplateFolder;
     struct stat info;
-    if (stat(templates.c_str(), &info) != 0 || !S_ISDIR(info.st_mode)) return;
+    const bool has_more = stat(templates.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
+    if (!has_more || !from.chat_template.empty()) return;
     check_call(mkdir(copies.c_str(), 0777) == 0, copies, "make the folder");
     for (const std::string& name : list_folder(templates))
         if (name.ends_with(".jinja")) copy_file(templates + "/" + name, copies + "/" + name);
     sync_directory(copies);
+}
+
+// Writes the tokenizer's files into a folder.
+inline void write_tokenizer(const TokenizerSource& from, const std::string& to) {
+    if (from.write)
+        from.write(to);
+    else if (!from.folder.empty())
+        copy_tokenizer(from, to);
+    if (from.chat_template.empty()) return;
+    FileWriter file(to + "/chat_template.jinja");
+    file.write(from.chat_template.data(), from.chat_template.size());
+    file.finish();
 }
 
 // ---- space on the disk

@@ -14,6 +14,8 @@
 // text FILE                        int32 tokens to text by that tokenizer
 // tokenizer FILE FOLDER            writes the tokenizer's files into a folder
 // ends FILE                        the tokens that begin and end a text
+// render DATE                      lines of JSON, each with a chat template and its variables, to lines with what the
+//                                  template writes of them on this date
 // time FORMAT ROWS COLUMNS         gigabytes a second of memcpy, dequantizing to fp32 and bf16, a matvec
 // A mistake of the user's is reported in one line, with exit code 2, as by the trainer.
 
@@ -25,6 +27,7 @@
 #include <vector>
 
 #include "llmc/arena.h"  // defines arena_give_back()
+#include "llmc/data_chat_template.h"
 #include "llmc/gguf_model.h"
 #include "llmc/quant_formats.h"
 #include "llmc/quant_nf4_files.h"
@@ -149,6 +152,36 @@ void tokens(const std::string& path, const std::string& command) {
     write_output(decoded.data(), decoded.size());
 }
 
+// Renders the template of a line; an error is part of the answer.
+std::string rendered(const std::string& line, const std::tm& date) {
+    const auto given = nlohmann::ordered_json::parse(line);
+    nlohmann::json answer;
+    try {
+        const jinja::Template used(given["template"].get<std::string>());
+        jinja::Variables variables;
+        for (const auto& [name, value] : given["variables"].items())
+            variables.emplace_back(name, jinja::Value::from_json(value));
+        const jinja::Rendered whole = used.render(variables, line.size(), date);
+        answer["text"] = whole.text;
+        answer["spans"] = nlohmann::json::array();
+        for (const jinja::Span& span : whole.generated) answer["spans"].push_back({span.begin, span.end});
+    } catch (const UserError& error) {
+        answer["error"] = error.what();
+    }
+    return answer.dump() + "\n";
+}
+
+void render(const std::tm& date) {
+    std::string line;
+    for (int c; (c = getchar()) != EOF;) {
+        line += static_cast<char>(c);
+        if (c != '\n') continue;
+        const std::string answer = rendered(line, date);
+        fwrite(answer.data(), 1, answer.size(), stdout);
+        line.clear();
+    }
+}
+
 // Seconds of the fastest of several runs.
 template <class F>
 double fastest(F&& f) {
@@ -211,6 +244,7 @@ void run(const std::string& command, const Arguments& a) {
     if (command == "tensor") return gguf_tensor(a);
     if (command == "tokens" || command == "text" || command == "ends") return tokens(a[0], command);
     if (command == "time") return time(a);
+    if (command == "render") return render(chat_date(a[0]));
     fail("%s: no command", command.c_str());
 }
 }  // namespace

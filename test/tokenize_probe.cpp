@@ -7,7 +7,8 @@
 // specials        text to int32 tokens, with those that the tokenizer puts around a text
 // data            the name of a file to its tokens as training data, of text or of examples
 // examples FORMAT a line of JSON lines to its tokens as training data, negative if they have no loss;
-//                 FORMAT as of --chat-format; `learn-all FORMAT`: with --loss-on all
+//                 FORMAT as of --chat-format; `learn-all FORMAT`, `learn-last FORMAT`: with --loss-on all, or
+//                 last
 // decode          int32 tokens to text; `plain`: without special tokens
 // time            text to JSON: its bytes and tokens, and the processor seconds that tokenizing it took
 // facts           needs no input; JSON: size, end_of_text, begin_of_text, held_bytes
@@ -91,8 +92,9 @@ void run(const std::string& folder, const std::string& command, const std::strin
     const auto tokenizer = Tokenizer::open(folder);
     if (!tokenizer) fail("%s: has no tokenizer", folder.c_str());
     if (command == "facts") return write_record(facts(*tokenizer));
-    const ExampleOptions options = {command == "learn-all", argument.empty() ? "auto" : argument,
-                                    chat_template_of(folder), folder};
+    const char* const loss_on = command == "learn-all" ? "all" : command == "learn-last" ? "last" : "completions";
+    const ExampleOptions options = {{loss_on, argument.empty() ? "auto" : argument, "2024-07-26"},
+                                    chat_templates_of(folder, *tokenizer), folder};
     ExampleEncoder examples(*tokenizer, options);
     for (uint32_t size; fread(&size, sizeof size, 1, stdin) == 1;) {
         std::string input(size, '\0');
@@ -101,7 +103,7 @@ void run(const std::string& folder, const std::string& command, const std::strin
             write_record(encode(*tokenizer, input, bytes, command == "specials"));
         else if (command == "data")
             write_record(tokens_of_data(*tokenizer, input, options));
-        else if (command == "examples" || command == "learn-all")
+        else if (command == "examples" || command.starts_with("learn-"))
             write_record(tokens_of_example(examples, input));
         else if (command == "decode" || command == "plain")
             write_record(decode(*tokenizer, input, command == "decode"));

@@ -1,0 +1,653 @@
+// data_chat_template.h - writes conversations as a model reads them, by running the chat template of the
+// model's folder or one of a few formats of our own, and tells what of the text is learnt. The text is the
+// one that transformers' apply_chat_template() gives; jinja.h runs the template.
+#pragma once
+
+#include <algorithm>
+#include <ctime>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "llmc/data_json_lines.h"
+#include "llmc/file.h"
+#include "llmc/gguf_model.h"
+#include "llmc/jinja.h"
+#include "llmc/tokenizer.h"
+
+// ---- the templates of a model
+
+struct ChatTemplates {
+    std::map<std::string, std::string> sources;  // by name; "default" and "tool_use" are chosen by themselves
+    std::string place;                           // the file that they come from
+    jinja::Variables special_tokens;             // bos_token and so on, which templates read
+
+    // The template of a conversation with or without tools, as in transformers; empty if there is none.
+    std::string source(bool has_tools) const {
+        for (const char* name : {"tool_use", "default"})
+            if (const auto found = sources.find(name);
+                found != sources.end() && (has_tools || found->first == "default"))
+                return found->second;
+        return "";
+    }
+};
+
+// The value of a key in a JSON object, if both are there.
+inline nlohmann::json member(const nlohmann::json& object, const char* key) {
+    return object.is_object() ? object.value(key, nlohmann::json()) : nlohmann::json();
+}
+inline nlohmann::json read_json_if_there(const std::string& path) {
+    return file_exists(path) ? read_json(path) : nlohmann::json();
+}
+
+// Reads "chat_template" of a JSON file: a text, or a list of texts with names.
+inline void add_templates_of(const nlohmann::json& file, const std::string& path, ChatTemplates& templates) {
+    const nlohmann::json value = member(file, "chat_template");
+    if (value.is_null()) return;
+    templates.place = path;
+    if (value.is_string()) templates.sources["default"] = value.get<std::string>();
+    for (const nlohmann::json& one : value.is_array() ? value : nlohmann::json::array()) {
+        const nlohmann::json name = member(one, "name"), source = member(one, "template");
+        if (!name.is_string() || !source.is_string())
+            fail("%s: \"chat_template\" has an entry without \"name\" and \"template\"", path.c_str());
+        templates.sources[name.get<std::string>()] = source.get<std::string>();
+    }
+    if (templates.sources.empty())
+        fail("%s: \"chat_template\" is neither a text nor a list of texts with names", path.c_str());
+}
+
+// The special tokens that a folder's files name, and those that transformers has for the tokenizer's class.
+// Without such files, they are the tokenizer's own.
+inline jinja::Variables special_tokens_of(const std::string& folder, const Tokenizer& tokenizer) {
+    struct Default {
+        const char *tokenizer_class, *key, *token;
+    };
+    static constexpr Default kDefaults[] = {
+        {"LlamaTokenizer", "bos_token", "<s>"},            {"LlamaTokenizer", "eos_token", "</s>"},
+        {"LlamaTokenizer", "unk_token", "<unk>"},          {"GPT2Tokenizer", "bos_token", "<|endoftext|>"},
+        {"GPT2Tokenizer", "eos_token", "<|endoftext|>"},   {"GPT2Tokenizer", "unk_token", "<|endoftext|>"},
+        {"Qwen2Tokenizer", "eos_token", "<|endoftext|>"},  {"Qwen2Tokenizer", "unk_token", "<|endoftext|>"},
+        {"Qwen2Tokenizer", "pad_token", "<|endoftext|>"},  {"GemmaTokenizer", "bos_token", "<bos>"},
+        {"GemmaTokenizer", "eos_token", "<eos>"},          {"GemmaTokenizer", "pad_token", "<pad>"},
+        {"GemmaTokenizer", "unk_token", "<unk>"},
+    };
+    const nlohmann::json config = read_json_if_there(folder + "/tokenizer_config.json");
+    const nlohmann::json map = read_json_if_there(folder + "/special_tokens_map.json");
+    jinja::Variables tokens;
+    for (const char* key :
+         {"bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"}) {
+        const bool is_named = config.is_object() && config.contains(key);
+        nlohmann::json value = member(is_named ? config : map, key);
+        if (value.is_object()) value = member(value, "content");
+        for (const Default& d : kDefaults) {
+            const nlohmann::json name = member(config, "tokenizer_class");
+            const bool is_class = name == d.tokenizer_class || name == std::string(d.tokenizer_class) + "Fast";
+            if (value.is_null() && !is_named && is_class && std::string_view(key) == d.key) value = d.token;
+        }
+        if (value.is_string()) tokens.emplace_back(key, jinja::Value::string(value.get<std::string>()));
+    }
+    if (config.is_null() && map.is_null()) {
+        const auto add = [&](const char* key, int token) {
+            if (token >= 0) tokens.emplace_back(key, jinja::Value::string(tokenizer.decode(token)));
+        };
+        add("bos_token", tokenizer.begin_of_text());
+        add("eos_token", tokenizer.end_of_text());
+    }
+    return tokens;
+}
+
+// The chat templates in a model's folder: chat_template.jinja and additional_chat_templates/NAME.jinja if
+// there are any, else those of tokenizer_config.json, else that of chat_template.json.
+inline ChatTemplates chat_templates_of(const std::string& folder, const Tokenizer& tokenizer) {
+    ChatTemplates templates;
+    const std::string file = folder + "/chat_template.jinja", more = folder + "/additional_chat_templates";
+    if (file_exists(file)) {
+        templates.sources["default"] = read_text(file);
+        templates.place = file;
+    }
+    if (std::filesystem::is_directory(more))
+        for (const auto& entry : std::filesystem::directory_iterator(more))
+            if (entry.path().extension() == ".jinja") {
+                templates.sources[entry.path().stem().string()] = read_text(entry.path().string());
+                if (templates.place.empty()) templates.place = more;
+            }
+    for (const char* name : {"/tokenizer_config.json", "/chat_template.json"})
+        if (templates.sources.empty())
+            add_templates_of(read_json_if_there(folder + name), folder + name, templates);
+    templates.special_tokens = special_tokens_of(folder, tokenizer);
+    return templates;
+}
+
+// The chat templates and special tokens in a GGUF file's metadata.
+inline ChatTemplates chat_templates_of(const GgufModel& model) {
+    ChatTemplates templates;
+    templates.place = model.file().path();
+    const nlohmann::json& metadata = model.file().metadata();
+    constexpr std::string_view kKey = "tokenizer.chat_template";
+    for (const auto& [key, value] : metadata.items()) {
+        if (!value.is_string() || !key.starts_with(kKey)) continue;
+        const std::string rest = key.substr(kKey.size());
+        if (rest.empty() || rest[0] == '.')
+            templates.sources[rest.empty() ? "default" : rest.substr(1)] = value.get<std::string>();
+    }
+    const nlohmann::json tokens = member(metadata, "tokenizer.ggml.tokens");
+    const std::pair<const char*, const char*> names[] = {
+        {"bos_token", "bos_token_id"},     {"eos_token", "eos_token_id"},     {"unk_token", "unknown_token_id"},
+        {"sep_token", "seperator_token_id"}, {"pad_token", "padding_token_id"}};
+    for (const auto& [name, key] : names) {
+        const nlohmann::json id = member(metadata, (std::string("tokenizer.ggml.") + key).c_str());
+        if (id.is_number_unsigned() && id.get<uint64_t>() < tokens.size() && tokens[id.get<size_t>()].is_string())
+            templates.special_tokens.emplace_back(
+                name, jinja::Value::string(tokens[id.get<size_t>()].get<std::string>()));
+    }
+    return templates;
+}
+
+// ---- our own formats
+
+// A format of --chat-format, for folders without a template. Such a template is saved with the model.
+struct ChatFormat {
+    const char* name;
+    std::vector<const char*> marks;  // special tokens that the tokenizer must have
+    const char* source;
+};
+
+// The text of a content, which may be a list of texts.
+#define LLMC_TEXT                                                                                         \
+    "{%- macro text(content) %}\n"                                                                        \
+    "{{- content if content is string else content | map(attribute='text') | join }}\n"                   \
+    "{%- endmacro %}\n"
+// The beginning of a format whose conversations go user, assistant, user..., with the system's text put
+// before the first user's. `system` is that text, or empty.
+#define LLMC_TURNS(NAME)                                                                                  \
+    LLMC_TEXT                                                                                             \
+    "{%- set system = text(messages[0].content) if messages[0].role == 'system' else '' %}\n"             \
+    "{%- set first = 1 if messages[0].role == 'system' else 0 %}\n"                                       \
+    "{%- for message in messages[first:] %}\n"                                                            \
+    "{%- if message.role != ('user' if loop.index0 is even else 'assistant') %}\n"                        \
+    "{{- raise_exception('message ' ~ (loop.index + first) ~ ': in the format " NAME                      \
+    " users and assistants take turns, the user first') }}\n"                                             \
+    "{%- endif %}\n"
+// The beginning of a format that writes each message with its role.
+#define LLMC_ROLES(NAME)                                                                                  \
+    LLMC_TEXT                                                                                             \
+    "{%- for message in messages %}\n"                                                                    \
+    "{%- if message.role not in ['system', 'user', 'assistant'] or (message.role == 'system' and not "    \
+    "loop.first) %}\n"                                                                                    \
+    "{{- raise_exception('message ' ~ loop.index ~ ': \"role\" is \"' ~ message.role ~ '\", where the "   \
+    "format " NAME " has a system first, users and assistants') }}\n"                                     \
+    "{%- endif %}\n"
+
+// If several formats have one name, the first whose special tokens the tokenizer has is used. "{bos}" and
+// "{eos}" stand for the tokenizer's.
+inline const std::vector<ChatFormat>& chat_formats() {
+    static const std::vector<ChatFormat> formats = {
+        {"chatml",
+         {"<|im_start|>", "<|im_end|>"},
+         "{%- if usual_system is defined and messages[0].role != 'system' %}\n"
+         "{{- '<|im_start|>system\\n' + usual_system + '<|im_end|>\\n' }}\n"
+         "{%- endif %}\n" LLMC_ROLES("chatml")
+             "{{- '<|im_start|>' + message.role + '\\n' + text(message.content) + '<|im_end|>\\n' }}\n"
+             "{%- endfor %}\n"
+             "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}\n"},
+        {"llama3",
+         {"{bos}", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"},
+         "{{- bos_token }}\n" LLMC_ROLES("llama3")
+             "{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}\n"
+             "{{- text(message.content) | trim }}{{ '<|eot_id|>' }}\n"
+             "{%- endfor %}\n"
+             "{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}"
+             "{% endif %}\n"},
+        {"mistral",  // since v0.3, where [INST] is a token
+         {"{bos}", "{eos}", "[INST]", "[/INST]"},
+         "{{- bos_token }}\n" LLMC_TURNS("mistral")
+             "{%- if message.role == 'assistant' %}{{ ' ' + text(message.content) + eos_token }}\n"
+             "{%- else %}{{ '[INST] ' }}\n"
+             "{%- if loop.first and system %}{{ system + '\\n\\n' }}{% endif %}\n"
+             "{{- text(message.content) + '[/INST]' }}{% endif %}\n"
+             "{%- endfor %}\n"},
+        {"mistral",  // v0.1 and v0.2
+         {"{bos}", "{eos}"},
+         "{{- bos_token }}\n" LLMC_TURNS("mistral")
+             "{%- if message.role == 'assistant' %}{{ ' ' + text(message.content) + eos_token }}\n"
+             "{%- else %}{{ ' [INST] ' }}\n"
+             "{%- if loop.first and system %}{{ system + '\\n\\n' }}{% endif %}\n"
+             "{{- text(message.content) + ' [/INST]' }}{% endif %}\n"
+             "{%- endfor %}\n"},
+        {"llama2",
+         {"{bos}", "{eos}"},
+         LLMC_TURNS("llama2")
+         "{%- set content = text(message.content) %}\n"
+         "{%- if loop.first and system %}\n"
+         "{%- set content = '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' + content %}{% endif %}\n"
+         "{%- if message.role == 'user' %}{{ bos_token + '[INST] ' + content | trim + ' [/INST]' }}\n"
+         "{%- else %}{{ ' ' + content | trim + ' ' + eos_token }}{% endif %}\n"
+         "{%- endfor %}\n"},
+        {"zephyr",
+         {"{eos}"},
+         LLMC_ROLES("zephyr")
+         "{{- '<|' + message.role + '|>\\n' + text(message.content) + eos_token + '\\n' }}\n"
+         "{%- endfor %}\n"
+         "{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}\n"},
+    };
+    return formats;
+}
+#undef LLMC_TEXT
+#undef LLMC_TURNS
+#undef LLMC_ROLES
+
+// ---- what is learnt
+
+// When a piece of text has a loss: always (an answer), only with --loss-on all (a prompt), or never (a
+// message with weight 0).
+enum class Learnt { Always, WithPrompts, Never };
+
+struct Piece {
+    std::string text;
+    Learnt learnt;
+};
+
+// Finds in a written conversation the text of each message. The template says only what it writes for a list
+// of messages, so the lists that end before a message, and with it, are written too and compared.
+class MessageFinder {
+  public:
+    // write(messages, asks): what the template writes; with `asks`, it ends by asking for an answer.
+    using Write = std::function<std::string(const jinja::Values& messages, bool asks)>;
+    // mark(text): the length of the special token that a text begins with; 0 if it begins with another.
+    using Mark = std::function<size_t(std::string_view text)>;
+    MessageFinder(const jinja::Values& messages, const std::string& whole, const Write& write, const Mark& mark)
+        : messages_(messages), whole_(whole), write_(write), mark_(mark) {}
+
+    // The answer that a message gives: what the template writes after asking for it, and the mark that ends
+    // it, without line ends after that. Fails if the template writes the answer in so different a way when
+    // other messages follow that it cannot be found.
+    jinja::Span answer(size_t i) const {
+        const std::string after = until(i + 1);
+        const std::string closed = without_line_ends(after);
+        const std::optional<std::string> before = prompt_before(i);
+        if (before && whole_.starts_with(closed) && closed.starts_with(*before))
+            return {before->size(), closed.size()};
+        return answer_by_change(i, after, before);
+    }
+
+    // All that a message adds to the conversation.
+    jinja::Span turn(size_t i) const {
+        const std::string before = i > 0 ? until(i) : "", after = until(i + 1);
+        if (!whole_.starts_with(before) || !whole_.starts_with(after) || before.size() > after.size())
+            fail_ambiguous(i);
+        return {before.size(), after.size()};
+    }
+
+  private:
+    [[noreturn]] static void fail_ambiguous(size_t i) {
+        fail(
+            "message %zu: the chat template writes it differently if messages follow, and what of it to learn "
+            "cannot be told: end the conversation with it, or put {%% generation %%} around answers in the "
+            "template",
+            i + 1);
+    }
+    static std::string without_line_ends(const std::string& text) {
+        return text.substr(0, text.find_last_not_of('\n') + 1);
+    }
+
+    jinja::Values first(size_t count) const {
+        return {messages_.begin(), messages_.begin() + static_cast<ptrdiff_t>(count)};
+    }
+    std::string until(size_t count) const {
+        return count == messages_.size() ? whole_ : write_(first(count), false);
+    }
+    // What comes before an answer; nothing if the template refuses to ask for it there.
+    std::optional<std::string> prompt_before(size_t i) const {
+        try {
+            std::string text = write_(first(i), true);
+            if (i == 0 && text.empty()) return std::nullopt;
+            return text;
+        } catch (const UserError&) {
+            return std::nullopt;
+        }
+    }
+
+    // Where two texts differ: [begin, end) of the first.
+    static jinja::Span difference(const std::string& a, const std::string& b) {
+        const size_t shorter = std::min(a.size(), b.size());
+        size_t begin = 0, tail = 0;
+        while (begin < shorter && a[begin] == b[begin]) begin++;
+        while (begin > 0 && begin < a.size() && continues_character(a[begin])) begin--;
+        while (tail < shorter - begin && a[a.size() - 1 - tail] == b[b.size() - 1 - tail]) tail++;
+        while (tail > 0 && continues_character(a[a.size() - tail])) tail--;
+        return {begin, a.size() - tail};
+    }
+
+    // Finds an answer by writing the conversation with another content in its place. What follows the content,
+    // and what comes before it, are taken from the conversation that ends with it.
+    jinja::Span answer_by_change(size_t i, const std::string& after, const std::optional<std::string>& before) const {
+        jinja::Values changed = messages_;
+        jinja::Entries entries = changed[i].entries();
+        jinja::put(entries, jinja::Value::string("content"), jinja::Value::string("\xee\x80\x80"));  // U+E000
+        changed[i] = jinja::Value::dict(std::move(entries));
+        const std::string other = write_(changed, false);
+        changed.resize(i + 1);
+        const std::string other_after = write_(changed, false);
+        if (other == whole_ || other_after == after) fail_ambiguous(i);
+        const jinja::Span content = difference(whole_, other), alone = difference(after, other_after);
+        const std::string closing = without_line_ends(after.substr(alone.end));
+        const size_t end = content.end + closing_length(i, std::string_view(whole_).substr(content.end), closing);
+        if (before && whole_.starts_with(*before) && before->size() <= content.begin) return {before->size(), end};
+        if (before && after.starts_with(*before) && before->size() <= alone.begin) {
+            const std::string opening = after.substr(before->size(), alone.begin - before->size());
+            if (whole_.substr(0, content.begin).ends_with(opening)) return {content.begin - opening.size(), end};
+        }
+        return {begin_of(i, content.begin, before), end};
+    }
+
+    // The length of what ends an answer: the same as where the conversation ends with it, or another special
+    // token in the place of one.
+    size_t closing_length(size_t i, std::string_view rest, const std::string& closing) const {
+        if (rest.starts_with(closing)) return closing.size();
+        const size_t length = mark_(rest);
+        if (length == 0 || mark_(closing) != closing.size()) fail_ambiguous(i);
+        return length;
+    }
+
+    // The template asks for an answer in another way than it writes one, as with an empty thought: the answer
+    // begins where the two differ, at the latest with the content.
+    size_t begin_of(size_t i, size_t content, const std::optional<std::string>& before) const {
+        const std::string earlier = i > 0 ? until(i) : "";
+        if (!before || i == 0 || !whole_.starts_with(earlier)) return content;
+        const auto same = std::ranges::mismatch(*before, whole_).in1 - before->begin();
+        return std::clamp(static_cast<size_t>(same), std::min(earlier.size(), content), content);
+    }
+
+    const jinja::Values& messages_;
+    const std::string& whole_;
+    const Write& write_;
+    const Mark& mark_;
+};
+
+// ---- chats
+
+// What the user says about chats: --loss-on, --chat-format, --chat-date (empty: today).
+struct ChatOptions {
+    std::string loss_on = "completions", format = "auto", date;
+};
+
+// Today's date, or the one that is given as YYYY-MM-DD.
+inline std::tm chat_date(const std::string& given) {
+    std::tm date{};
+    const std::time_t now = std::time(nullptr);
+    localtime_r(&now, &date);
+    if (given.empty()) return date;
+    date = {};
+    if (!strptime(given.c_str(), "%Y-%m-%d", &date)) fail("--chat-date %s: is not YYYY-MM-DD", given.c_str());
+    timegm(&date);  // sets the day of the week and of the year
+    return date;
+}
+
+// A model's chat template, or one of our formats, with the tokenizer for which it writes.
+class Chat {
+  public:
+    // Fails, naming the model, if there is neither a template nor a known format, or if the tokenizer lacks
+    // the format's special tokens.
+    Chat(ChatOptions options, ChatTemplates templates, const std::string& model, const Tokenizer& tokenizer)
+        : options_(std::move(options)),
+          templates_(std::move(templates)),
+          date_(chat_date(options_.date)),
+          tokenizer_(tokenizer) {
+        if (options_.format == "auto" && !templates_.sources.empty()) {
+            if (templates_.source(false).empty())
+                fail("%s: has several chat templates and none with the name \"default\"",
+                     templates_.place.c_str());
+            description_ = "the chat template of " + templates_.place;
+            chat_.emplace(read(templates_.source(false)));
+            if (templates_.sources.contains("tool_use")) with_tools_.emplace(read(templates_.source(true)));
+            return;
+        }
+        const ChatFormat& format =
+            find_format(options_.format == "auto" ? recognize(model) : options_.format, model);
+        description_ = std::string("the chat format ") + format.name;
+        own_source_ = usual_system(format) + format.source;
+        chat_.emplace(own_source_);
+        templates_.special_tokens = special_tokens();
+    }
+
+    // Says what writes chats: "the chat template of FILE" or "the chat format NAME".
+    const std::string& description() const { return description_; }
+    // The template of one of our formats, which a saved model needs; empty if the folder's own is used.
+    const std::string& own_source() const { return own_source_; }
+
+    // The token that ends an assistant's answer; -1 if none does in a short conversation.
+    int end_of_answer() const {
+        const std::vector<Message> sample = {said("user", "a"), said("assistant", "b")};
+        try {
+            std::string answer;
+            for (const Piece& piece : render({sample, {}, 0}))
+                if (piece.learnt == Learnt::Always) answer = piece.text;
+            const std::vector<int> tokens = tokenizer_.encode(answer);
+            return !tokens.empty() && tokenizer_.is_special(tokens.back()) ? tokens.back() : -1;
+        } catch (const UserError&) {
+            return -1;
+        }
+    }
+
+    // The text of a conversation that asks for the assistant's next answer, ready to be tokenized.
+    std::string prompt(const std::vector<Message>& messages) const {
+        const Prepared chat(*this, {messages, {}, 0});
+        return chat.write(chat.messages, true).text;
+    }
+
+    // Writes a conversation as text, in pieces that say what has a loss. Fails if the template refuses it or
+    // if what to learn cannot be told.
+    std::vector<Piece> render(const Conversation& conversation) const {
+        const Prepared chat(*this, conversation);
+        const jinja::Rendered whole = chat.write(chat.messages, false);
+        std::vector<std::pair<jinja::Span, Learnt>> spans;
+        if (chat.used.has_generation())
+            spans = generated(conversation, whole);
+        else
+            spans = found(conversation, chat, whole.text);
+        return pieces_of(whole.text, spans);
+    }
+
+  private:
+    jinja::Template read(const std::string& source) const {
+        return naming(templates_.place, [&] { return jinja::Template(source); });
+    }
+
+    // A conversation as the template sees it.
+    struct Prepared {
+        Prepared(const Chat& chat, const Conversation& conversation)
+            : date(chat.date_), used(chat.template_for(conversation)), variables(chat.templates_.special_tokens) {
+            for (const Message& message : conversation.messages) {
+                bytes += message.bytes();
+                messages.push_back(as_transformers(message.object));
+            }
+            bytes = std::max(bytes, conversation.bytes);
+            for (const char* name : {"tools", "documents"})
+                if (!conversation.variables.contains(name)) variables.emplace_back(name, jinja::Value::none());
+            for (const auto& [name, value] : conversation.variables.items())
+                variables.emplace_back(name, jinja::Value::from_json(value));
+            variables.emplace_back("add_generation_prompt", jinja::Value());
+            variables.emplace_back("messages", jinja::Value());
+        }
+
+        jinja::Rendered write(const jinja::Values& some, bool asks) const {
+            jinja::Variables all = variables;
+            all[all.size() - 2].second = jinja::Value::boolean(asks);
+            all[all.size() - 1].second = jinja::Value::list(some);
+            return used.render(all, bytes, date);
+        }
+
+        const std::tm& date;
+        const jinja::Template& used;
+        jinja::Variables variables;
+        jinja::Values messages;
+        size_t bytes = 0;
+    };
+
+    // A message as transformers gives it to templates: without fields that are null, and with the thoughts
+    // under each of their usual names.
+    static jinja::Value as_transformers(const nlohmann::ordered_json& message) {
+        jinja::Entries entries;
+        jinja::Value thoughts;
+        for (const char* name : {"reasoning_content", "thinking", "reasoning"})
+            if (const auto found = message.find(name);
+                thoughts.is_undefined() && found != message.end() && !found->is_null())
+                thoughts = jinja::Value::from_json(*found);
+        if (!thoughts.is_undefined()) entries.push_back({jinja::Value::string("thinking"), thoughts});
+        for (const auto& [name, value] : message.items())
+            if (!value.is_null()) jinja::put(entries, jinja::Value::string(name), jinja::Value::from_json(value));
+        if (!thoughts.is_undefined()) jinja::put(entries, jinja::Value::string("reasoning_content"), thoughts);
+        return jinja::Value::dict(std::move(entries));
+    }
+
+    const jinja::Template& template_for(const Conversation& conversation) const {
+        return with_tools_ && conversation.variables.contains("tools") ? *with_tools_ : *chat_;
+    }
+
+    // The messages whose answers are learnt: the assistant's, or with --loss-on last only the last of them.
+    std::vector<size_t> answers(const Conversation& conversation) const {
+        std::vector<size_t> all;
+        for (size_t i = 0; i < conversation.messages.size(); i++)
+            if (conversation.messages[i].role() == "assistant") all.push_back(i);
+        if (options_.loss_on == "last" && !all.empty()) all = {all.back()};
+        std::erase_if(all, [&](size_t i) { return !conversation.messages[i].counts; });
+        return all;
+    }
+
+    // What the template encloses in {% generation %}. If some answers are not learnt, each must be enclosed
+    // once, so that it is known which these are.
+    std::vector<std::pair<jinja::Span, Learnt>> generated(const Conversation& conversation,
+                                                          const jinja::Rendered& whole) const {
+        std::vector<size_t> all;
+        for (size_t i = 0; i < conversation.messages.size(); i++)
+            if (conversation.messages[i].role() == "assistant") all.push_back(i);
+        const std::vector<size_t> learnt = answers(conversation);
+        if (learnt.size() < all.size() && whole.generated.size() != all.size())
+            fail(
+                "the chat template encloses %zu texts in {%% generation %%} for %zu answers, so which of them "
+                "not to learn cannot be told",
+                whole.generated.size(), all.size());
+        std::vector<std::pair<jinja::Span, Learnt>> spans;
+        for (size_t k = 0; k < whole.generated.size(); k++) {
+            const bool is_learnt = learnt.size() == all.size() || std::ranges::count(learnt, all[k]) > 0;
+            const bool counts = learnt.size() == all.size() || conversation.messages[all[k]].counts;
+            if (is_learnt || !counts) spans.emplace_back(whole.generated[k], is_learnt ? Learnt::Always : Learnt::Never);
+        }
+        return spans;
+    }
+
+    // What is found by writing parts of the conversation.
+    std::vector<std::pair<jinja::Span, Learnt>> found(const Conversation& conversation, const Prepared& chat,
+                                                      const std::string& whole) const {
+        const MessageFinder::Write write = [&](const jinja::Values& some, bool asks) {
+            return chat.write(some, asks).text;
+        };
+        const MessageFinder::Mark mark = [&](std::string_view text) -> size_t {
+            const std::vector<int> tokens = tokenizer_.encode(text.substr(0, jinja::byte_of(text, 64)));
+            if (tokens.empty() || !tokenizer_.is_special(tokens[0])) return 0;
+            const std::string spelling = tokenizer_.decode(tokens[0]);
+            return text.starts_with(spelling) ? spelling.size() : 0;
+        };
+        const MessageFinder finder(chat.messages, whole, write, mark);
+        std::vector<std::pair<jinja::Span, Learnt>> spans;
+        for (const size_t i : answers(conversation)) spans.emplace_back(finder.answer(i), Learnt::Always);
+        if (options_.loss_on != "all") return spans;
+        for (size_t i = 0; i < conversation.messages.size(); i++)
+            if (!conversation.messages[i].counts) spans.emplace_back(finder.turn(i), Learnt::Never);
+        return spans;
+    }
+
+    static std::vector<Piece> pieces_of(const std::string& text, std::vector<std::pair<jinja::Span, Learnt>> spans) {
+        std::ranges::sort(spans, {}, [](const auto& span) { return span.first.begin; });
+        std::vector<Piece> pieces;
+        size_t done = 0;
+        const auto add = [&](size_t end, Learnt learnt) {
+            if (end > done) pieces.push_back({text.substr(done, end - done), learnt});
+            done = std::max(done, end);
+        };
+        for (const auto& [span, learnt] : spans) {
+            add(span.begin, Learnt::WithPrompts);
+            add(span.end, learnt);
+        }
+        add(text.size(), Learnt::WithPrompts);
+        return pieces;
+    }
+
+    // ---- our own formats
+
+    // Replaces "{bos}" and "{eos}" by the tokenizer's special tokens.
+    std::string spelling(const std::string& mark) const {
+        if (mark != "{bos}" && mark != "{eos}") return mark;
+        const int token = mark == "{bos}" ? tokenizer_.begin_of_text() : tokenizer_.end_of_text();
+        return token >= 0 ? tokenizer_.decode(token) : "";
+    }
+    jinja::Variables special_tokens() const {
+        return {{"bos_token", jinja::Value::string(spelling("{bos}"))},
+                {"eos_token", jinja::Value::string(spelling("{eos}"))}};
+    }
+
+    // Names the format's first special token that the tokenizer lacks; empty if it has all.
+    std::string first_missing(const ChatFormat& format) const {
+        for (const char* mark : format.marks) {
+            const std::string text = spelling(mark);
+            if (text.empty()) return "token that begins or ends a text";
+            if (tokenizer_.encode(text).size() != 1) return "token \"" + printable(text) + "\"";
+        }
+        return "";
+    }
+
+    const ChatFormat& find_format(const std::string& name, const std::string& model) const {
+        std::string missing;
+        for (const ChatFormat& format : chat_formats()) {
+            if (format.name != name) continue;
+            missing = first_missing(format);
+            if (missing.empty()) return format;
+        }
+        fail("--chat-format %s: the tokenizer of %s has no %s", name.c_str(), model.c_str(), missing.c_str());
+    }
+
+    // The format of a folder without a template, by the tokenizer's special tokens.
+    std::string recognize(const std::string& model) const {
+        const auto knows = [&](const char* mark) {
+            const std::vector<int> tokens = tokenizer_.encode(mark);
+            return tokens.size() == 1 && tokenizer_.is_special(tokens[0]);
+        };
+        if (knows("<|im_start|>") && knows("<|im_end|>")) return "chatml";
+        if (knows("<|start_header_id|>") && knows("<|eot_id|>")) return "llama3";
+        if (knows("[INST]") && knows("[/INST]")) return "mistral";
+        fail("%s has no chat template, and no marks of a chat format that is known: give --chat-format",
+             model.c_str());
+    }
+
+    // For --chat-format chatml: the system message that the folder's own template adds to conversations without
+    // one, if it is written there as plain text. It is kept as a variable at the beginning of the format.
+    std::string usual_system(const ChatFormat& format) const {
+        constexpr std::string_view kBegin = "<|im_start|>system", kEnd = "<|im_end|>";
+        const std::string own = templates_.source(false);
+        for (size_t at = 0; std::string_view(format.name) == "chatml" && (at = own.find(kBegin, at)) != own.npos;) {
+            at += kBegin.size();
+            const std::string_view rest = std::string_view(own).substr(at);
+            const size_t skip = rest.starts_with("\\n") ? 2 : rest.starts_with("\n") ? 1 : 0;
+            const size_t end = rest.find(kEnd);
+            if (skip == 0 || end == rest.npos) continue;
+            const std::string text(rest.substr(skip, end - skip));
+            if (text.find_first_of("'\"{}\\") == text.npos && !text.empty())
+                return "{%- set usual_system = '" + text + "' %}\n";
+        }
+        return "";
+    }
+
+    const ChatOptions options_;
+    ChatTemplates templates_;
+    const std::tm date_;
+    const Tokenizer& tokenizer_;
+    std::string description_, own_source_;
+    std::optional<jinja::Template> chat_, with_tools_;
+};

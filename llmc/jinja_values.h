@@ -1,0 +1,553 @@
+// jinja_values.h - the values that a chat template computes with, which behave as Python's do: how they are
+// compared, printed and written as JSON. jinja.h runs templates; read this to know what a value is.
+//
+// Values are immutable and shared, so copying one is cheap. What a template may make is bounded: each value
+// is paid for from the template's Work, and values nest at most kDeepestValue deep.
+#pragma once
+
+#include <charconv>
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+#include <utf8proc.h>
+
+#include "llmc/error.h"
+#include "llmc/utf8.h"
+
+namespace jinja {
+
+// How much a template may still do. A step costs 1, and so do 16 bytes that are made. Templates that go on
+// for ever, or make more and more text, are ended with an error.
+class Work {
+  public:
+    // For a template that is given `bytes` of input.
+    explicit Work(size_t bytes) : left_(kMostSteps + 64 * bytes) {}
+
+    void spend(size_t bytes = 0) {
+        const uint64_t cost = 1 + bytes / 16;
+        if (cost > left_)
+            fail("does not end: it took more than %llu million steps",
+                 static_cast<unsigned long long>(kMostSteps / 1'000'000));
+        left_ -= cost;
+    }
+
+  private:
+    static constexpr uint64_t kMostSteps = 20'000'000;
+    uint64_t left_;
+};
+
+constexpr int kDeepestValue = 200;
+
+class Value;
+using Values = std::vector<Value>;
+struct DictEntry;
+using Entries = std::vector<DictEntry>;  // in the order in which they were added; each key once
+
+enum class Kind {
+    Undefined,
+    None,
+    Bool,
+    Int,
+    Float,
+    String,
+    List,
+    Tuple,
+    Dict,
+    Namespace,  // namespace(): the only value that a template can change
+    Loop,       // the variable `loop`
+    Method,     // of a string, list or dict, as in `text.strip`
+    Function    // a macro or one of the functions that every template has
+};
+
+// What a value has beside its kind, if that is more than a number.
+struct Object {
+    int depth = 0;  // how deeply values nest in this one
+    virtual ~Object() = default;
+};
+
+class Value {
+  public:
+    Value() = default;  // undefined
+    static Value none() { return Value(Kind::None); }
+    static Value boolean(bool b) {
+        Value v(Kind::Bool);
+        v.integer_ = b;
+        return v;
+    }
+    static Value integer(int64_t i) {
+        Value v(Kind::Int);
+        v.integer_ = i;
+        return v;
+    }
+    static Value real(double d) {
+        Value v(Kind::Float);
+        v.real_ = d;
+        return v;
+    }
+    static Value string(std::string text);
+    // A value that is not defined; `why` is the message of the error that using it gives.
+    static Value undefined(std::string why);
+    static Value list(Values items, Kind kind = Kind::List);
+    static Value dict(Entries entries);
+    static Value object(Kind kind, std::shared_ptr<const Object> object) {
+        Value v(kind);
+        v.object_ = std::move(object);
+        return v;
+    }
+    static Value from_json(const nlohmann::ordered_json& json, int depth = 0);
+
+    Kind kind() const { return kind_; }
+    bool is(Kind kind) const { return kind_ == kind; }
+    bool is_string() const { return kind_ == Kind::String; }
+    bool is_undefined() const { return kind_ == Kind::Undefined; }
+    bool is_list() const { return kind_ == Kind::List || kind_ == Kind::Tuple; }
+    // Python's True and False are the numbers 1 and 0 too.
+    bool is_integer() const { return kind_ == Kind::Int || kind_ == Kind::Bool; }
+    bool is_number() const { return is_integer() || kind_ == Kind::Float; }
+
+    int64_t integer() const { return integer_; }
+    double number() const { return kind_ == Kind::Float ? real_ : static_cast<double>(integer_); }
+    const std::string& text() const;  // of a string
+    const std::string& why() const;   // of an undefined value
+    const Values& items() const;      // of a list or tuple
+    const Entries& entries() const;   // of a dict
+    const Object* object() const { return object_.get(); }
+    template <class T>
+    const T& as() const {
+        return static_cast<const T&>(*object_);
+    }
+    // Text that the filter `safe` marked: added to other text, it makes that be escaped as HTML.
+    bool is_safe() const { return is_safe_; }
+    Value as_safe() const {
+        Value v = *this;
+        v.is_safe_ = true;
+        return v;
+    }
+    int depth() const { return object_ ? object_->depth : 0; }
+
+    bool truth() const;
+    const Value* find(const Value& key) const;  // in a dict; null if it has no such key
+    const Value* find(std::string_view key) const;
+
+  private:
+    explicit Value(Kind kind) : kind_(kind) {}
+
+    Kind kind_ = Kind::Undefined;
+    bool is_safe_ = false;
+    union {
+        int64_t integer_ = 0;
+        double real_;
+    };
+    std::shared_ptr<const Object> object_;
+};
+
+struct DictEntry {
+    Value key, value;
+};
+
+struct TextObject : Object {
+    explicit TextObject(std::string t) : text(std::move(t)) {}
+    const std::string text;
+};
+struct ListObject : Object {
+    Values items;
+};
+struct DictObject : Object {
+    Entries entries;
+};
+// A namespace belongs to the run of the template; values only refer to it.
+struct Namespace {
+    Entries attributes;
+};
+struct NamespaceObject : Object {
+    explicit NamespaceObject(Namespace* n) : space(n) {}
+    Namespace* const space;
+};
+struct MethodObject : Object {
+    MethodObject(Value v, std::string n) : self(std::move(v)), name(std::move(n)) { depth = self.depth() + 1; }
+    const Value self;
+    const std::string name;
+};
+
+inline void check_depth(int depth) {
+    if (depth > kDeepestValue) fail("lists and dicts nest more than %d deep", kDeepestValue);
+}
+
+inline Value Value::string(std::string text) {
+    return object(Kind::String, std::make_shared<TextObject>(std::move(text)));
+}
+inline Value Value::undefined(std::string why) {
+    return object(Kind::Undefined, std::make_shared<TextObject>(std::move(why)));
+}
+inline Value Value::list(Values items, Kind kind) {
+    auto made = std::make_shared<ListObject>();
+    for (const Value& item : items) made->depth = std::max(made->depth, item.depth() + 1);
+    check_depth(made->depth);
+    made->items = std::move(items);
+    return object(kind, std::move(made));
+}
+inline Value Value::dict(Entries entries) {
+    auto made = std::make_shared<DictObject>();
+    for (const DictEntry& e : entries)
+        made->depth = std::max({made->depth, e.key.depth() + 1, e.value.depth() + 1});
+    check_depth(made->depth);
+    made->entries = std::move(entries);
+    return object(Kind::Dict, std::move(made));
+}
+
+inline const std::string& Value::text() const { return as<TextObject>().text; }
+inline const std::string& Value::why() const {
+    static const std::string unnamed = "a value is undefined";
+    return object_ ? as<TextObject>().text : unnamed;
+}
+inline const Values& Value::items() const { return as<ListObject>().items; }
+inline const Entries& Value::entries() const { return as<DictObject>().entries; }
+
+inline Value Value::from_json(const nlohmann::ordered_json& json, int depth) {
+    check_depth(depth);
+    if (json.is_null()) return none();
+    if (json.is_boolean()) return boolean(json.get<bool>());
+    if (json.is_string()) return string(json.get<std::string>());
+    if (json.is_number_float()) return real(json.get<double>());
+    if (json.is_number_unsigned() && json.get<uint64_t>() > INT64_MAX) fail("has a number of 2^63 or more");
+    if (json.is_number()) return integer(json.get<int64_t>());
+    if (json.is_array()) {
+        Values items;
+        for (const auto& item : json) items.push_back(from_json(item, depth + 1));
+        return list(std::move(items));
+    }
+    Entries entries;
+    for (const auto& [key, value] : json.items())
+        entries.push_back({string(key), from_json(value, depth + 1)});
+    return dict(std::move(entries));
+}
+
+inline bool Value::truth() const {
+    switch (kind_) {
+        case Kind::Undefined:
+        case Kind::None:
+            return false;
+        case Kind::Bool:
+        case Kind::Int:
+            return integer_ != 0;
+        case Kind::Float:
+            return real_ != 0;
+        case Kind::String:
+            return !text().empty();
+        case Kind::List:
+        case Kind::Tuple:
+            return !items().empty();
+        case Kind::Dict:
+            return !entries().empty();
+        default:
+            return true;
+    }
+}
+
+// Python's ==. Values of different kinds differ, except numbers, and True and False, which are 1 and 0.
+inline bool equal(const Value& a, const Value& b) {
+    if (a.is_integer() && b.is_integer()) return a.integer() == b.integer();
+    if (a.is_number() && b.is_number()) return a.number() == b.number();
+    if (a.kind() != b.kind()) return false;
+    switch (a.kind()) {
+        case Kind::Undefined:
+        case Kind::None:
+            return true;
+        case Kind::String:
+            return a.text() == b.text();
+        case Kind::List:
+        case Kind::Tuple: {
+            const Values &x = a.items(), &y = b.items();
+            return x.size() == y.size() && std::equal(x.begin(), x.end(), y.begin(), equal);
+        }
+        case Kind::Dict: {
+            if (a.entries().size() != b.entries().size()) return false;
+            for (const DictEntry& e : a.entries())
+                if (const Value* other = b.find(e.key); !other || !equal(e.value, *other)) return false;
+            return true;
+        }
+        default:
+            return a.object() == b.object();
+    }
+}
+
+inline const Value* Value::find(const Value& key) const {
+    for (const DictEntry& e : entries())
+        if (equal(e.key, key)) return &e.value;
+    return nullptr;
+}
+inline const Value* Value::find(std::string_view key) const {
+    for (const DictEntry& e : entries())
+        if (e.key.is_string() && e.key.text() == key) return &e.value;
+    return nullptr;
+}
+
+// Adds an entry, or replaces the value of a key that is there.
+inline void put(Entries& entries, const Value& key, const Value& value) {
+    for (DictEntry& e : entries)
+        if (equal(e.key, key)) {
+            e.value = value;
+            return;
+        }
+    entries.push_back({key, value});
+}
+
+// The name of a value's type, as Python's error messages give it.
+inline const char* type_name(const Value& v) {
+    switch (v.kind()) {
+        case Kind::Undefined:
+            return "Undefined";
+        case Kind::None:
+            return "NoneType";
+        case Kind::Bool:
+            return "bool";
+        case Kind::Int:
+            return "int";
+        case Kind::Float:
+            return "float";
+        case Kind::String:
+            return "str";
+        case Kind::List:
+            return "list";
+        case Kind::Tuple:
+            return "tuple";
+        case Kind::Dict:
+            return "dict";
+        case Kind::Namespace:
+            return "namespace";
+        case Kind::Loop:
+            return "loop";
+        case Kind::Method:
+        case Kind::Function:
+            return "function";
+    }
+    return "";
+}
+
+// Fails if a value is undefined. Returns it.
+inline const Value& defined(const Value& v) {
+    if (v.is_undefined()) fail("%s", printable(v.why().substr(0, 200)).c_str());
+    return v;
+}
+
+// ---- printing
+
+// A float as Python prints it: the fewest digits that give the same number.
+inline std::string float_text(double d) {
+    if (std::isnan(d)) return "nan";
+    if (std::isinf(d)) return d < 0 ? "-inf" : "inf";
+    char shortest[64];
+    const auto end = std::to_chars(shortest, shortest + sizeof shortest, d, std::chars_format::scientific).ptr;
+    std::string text(shortest, end);
+    const size_t e = text.find('e');
+    const int exponent = std::stoi(text.substr(e + 1));
+    if (exponent < -4 || exponent >= 16) return text;
+    const std::string sign = text[0] == '-' ? "-" : "";
+    std::string digits = text.substr(sign.size(), e - sign.size());
+    std::erase(digits, '.');
+    if (exponent < 0) return sign + "0." + std::string(static_cast<size_t>(-exponent - 1), '0') + digits;
+    const size_t whole = static_cast<size_t>(exponent) + 1;
+    if (digits.size() <= whole) return sign + digits + std::string(whole - digits.size(), '0') + ".0";
+    return sign + digits.substr(0, whole) + "." + digits.substr(whole);
+}
+
+// True for the characters that Python's repr() writes as they are.
+inline bool is_printable(int32_t c) {
+    if (c == ' ') return true;
+    switch (utf8proc_category(c)) {
+        case UTF8PROC_CATEGORY_CC:
+        case UTF8PROC_CATEGORY_CF:
+        case UTF8PROC_CATEGORY_CS:
+        case UTF8PROC_CATEGORY_CO:
+        case UTF8PROC_CATEGORY_CN:
+        case UTF8PROC_CATEGORY_ZL:
+        case UTF8PROC_CATEGORY_ZP:
+        case UTF8PROC_CATEGORY_ZS:
+            return false;
+        default:
+            return true;
+    }
+}
+
+// A string as Python's repr() writes it.
+inline std::string repr_of_text(std::string_view text) {
+    const bool has_single = text.find('\'') != text.npos, has_double = text.find('"') != text.npos;
+    const char quote = has_single && !has_double ? '"' : '\'';
+    std::string out(1, quote);
+    for (size_t at = 0; at < text.size();) {
+        const auto [code, length] = first_character(text.substr(at));
+        if (code == quote || code == '\\')
+            (out += '\\') += static_cast<char>(code);
+        else if (code == '\n' || code == '\r' || code == '\t')
+            out += code == '\n' ? "\\n" : code == '\r' ? "\\r" : "\\t";
+        else if (is_printable(code))
+            out += text.substr(at, length);
+        else
+            out += format(code < 0x100 ? "\\x%02x" : code < 0x10000 ? "\\u%04x" : "\\U%08x",
+                          static_cast<unsigned>(code));
+        at += length;
+    }
+    return out + quote;
+}
+
+inline std::string joined(const Values& items, const char* open, const char* close,
+                          std::string (*write)(const Value&)) {
+    std::string out = open;
+    for (size_t i = 0; i < items.size(); i++) (out += i > 0 ? ", " : "") += write(items[i]);
+    return out + close;
+}
+
+// Python's repr().
+inline std::string repr(const Value& v) {
+    switch (v.kind()) {
+        case Kind::Undefined:
+            return "Undefined";
+        case Kind::None:
+            return "None";
+        case Kind::Bool:
+            return v.integer() ? "True" : "False";
+        case Kind::Int:
+            return std::to_string(v.integer());
+        case Kind::Float:
+            return float_text(v.number());
+        case Kind::String:
+            return repr_of_text(v.text());
+        case Kind::List:
+            return joined(v.items(), "[", "]", repr);
+        case Kind::Tuple:
+            return joined(v.items(), "(", v.items().size() == 1 ? ",)" : ")", repr);
+        case Kind::Dict: {
+            std::string out = "{";
+            for (const DictEntry& e : v.entries())
+                (out += out.size() > 1 ? ", " : "") += repr(e.key) + ": " + repr(e.value);
+            return out + "}";
+        }
+        default:
+            fail("a %s cannot be printed", type_name(v));
+    }
+}
+
+// Python's str(): what `{{ value }}` prints.
+inline std::string str(const Value& v) {
+    if (v.is_string()) return v.text();
+    return v.is_undefined() ? "" : repr(v);
+}
+
+// ---- JSON
+
+// How to write JSON, as in Python's json.dumps().
+struct JsonStyle {
+    bool ascii = false, sorts_keys = false, breaks_lines = false;
+    std::string indent, item_separator = ", ", key_separator = ": ";
+};
+
+inline std::string json_string(std::string_view text, bool ascii) {
+    std::string out = "\"";
+    for (size_t at = 0; at < text.size();) {
+        constexpr std::string_view kEscaped = "\"\\\n\r\t\f\b", kLetters = "\"\\nrtfb";
+        const auto [code, length] = first_character(text.substr(at));
+        if (const size_t found = code < 0x80 ? kEscaped.find(static_cast<char>(code)) : kEscaped.npos;
+            found != kEscaped.npos)
+            (out += '\\') += kLetters[found];
+        else if (code < 0x20 || (ascii && code >= 0x7f && code < 0x10000 && code != 0x7f))
+            out += format("\\u%04x", static_cast<unsigned>(code));
+        else if (ascii && code >= 0x10000)
+            out += format("\\u%04x\\u%04x", 0xd800 + (static_cast<unsigned>(code - 0x10000) >> 10),
+                          0xdc00 + (static_cast<unsigned>(code) & 0x3ff));
+        else
+            out += text.substr(at, length);
+        at += length;
+    }
+    return out + '"';
+}
+
+// The text of a dict's key in JSON, where keys are strings.
+inline std::string json_key(const Value& key) {
+    if (key.is_string()) return key.text();
+    if (key.is(Kind::None)) return "null";
+    if (key.is(Kind::Bool)) return key.integer() ? "true" : "false";
+    if (key.is_number()) return repr(key);
+    fail("tojson: a %s cannot be a key in JSON", type_name(key));
+}
+
+class JsonWriter {
+  public:
+    JsonWriter(const JsonStyle& style, Work& work) : style_(style), work_(work) {}
+
+    std::string write(const Value& v) {
+        work_.spend();
+        switch (v.kind()) {
+            case Kind::None:
+                return "null";
+            case Kind::Bool:
+                return v.integer() ? "true" : "false";
+            case Kind::Int:
+                return repr(v);
+            case Kind::Float:
+                return std::isnan(v.number())   ? "NaN"
+                       : std::isinf(v.number()) ? (v.number() < 0 ? "-Infinity" : "Infinity")
+                                                : repr(v);
+            case Kind::String:
+                work_.spend(v.text().size());
+                return json_string(v.text(), style_.ascii);
+            case Kind::List:
+            case Kind::Tuple:
+                return list(v.items());
+            case Kind::Dict:
+                return dict(v.entries());
+            default:
+                fail("tojson: Object of type %s is not JSON serializable", type_name(v));
+        }
+    }
+
+  private:
+    std::string list(const Values& items) {
+        std::string out = "[";
+        depth_++;
+        for (const Value& item : items) {
+            begin_item(out);
+            out += write(item);
+        }
+        return end(out, !items.empty(), "]");
+    }
+    std::string dict(Entries entries) {
+        if (style_.sorts_keys)
+            std::stable_sort(entries.begin(), entries.end(), [](const DictEntry& a, const DictEntry& b) {
+                return json_key(a.key) < json_key(b.key);
+            });
+        std::string out = "{";
+        depth_++;
+        for (const DictEntry& e : entries) {
+            begin_item(out);
+            out += json_string(json_key(e.key), style_.ascii) + style_.key_separator + write(e.value);
+        }
+        return end(out, !entries.empty(), "}");
+    }
+    void begin_item(std::string& out) {
+        if (out.size() > 1) out += style_.item_separator;
+        break_line(out);
+    }
+    std::string end(std::string& out, bool any, const char* close) {
+        depth_--;
+        if (any) break_line(out);
+        work_.spend(out.size());
+        return out + close;
+    }
+    void break_line(std::string& out) const {
+        if (!style_.breaks_lines) return;
+        out += '\n';
+        for (int i = 0; i < depth_; i++) out += style_.indent;
+    }
+
+    const JsonStyle& style_;
+    Work& work_;
+    int depth_ = 0;
+};
+
+}  // namespace jinja

@@ -12,6 +12,7 @@
 #include <nlohmann/json.hpp>
 
 #include "llmc/data_json_strings.h"
+#include "llmc/data_other_formats.h"
 #include "llmc/error.h"
 #include "llmc/file.h"
 #include "llmc/free_memory.h"
@@ -69,7 +70,8 @@ inline void require_memory_for(size_t bytes, const std::string& where) {
 }
 
 // A string field that an object must have. Fails naming the line and the field.
-inline std::string text_field(const nlohmann::ordered_json& object, const char* name, const std::string& where) {
+inline std::string text_field(const nlohmann::ordered_json& object, const char* name,
+                              const std::string& where) {
     const auto field = object.find(name);
     if (field == object.end()) fail("%s: has no \"%s\"", where.c_str(), name);
     if (!field->is_string()) fail("%s: \"%s\" is not a text", where.c_str(), name);
@@ -98,30 +100,6 @@ inline bool message_counts(const nlohmann::ordered_json& message, const std::str
         fail("%s: \"train\" is %s, where true and false are supported", where.c_str(),
              train.dump(-1, ' ', true).c_str());
     return weight != 0 && train != false;
-}
-
-// A data format of other tools: the fields of its examples that identify it, and what to write instead.
-struct OtherFormat {
-    std::vector<const char*> fields;
-    const char* said;
-};
-inline const OtherFormat kOtherFormats[] = {
-    {{"chosen", "rejected"},
-     R"(is preference data ("chosen" and "rejected"), which is not trained on; to train on the chosen )"
-     R"(answers alone, rename "chosen" to "messages" if it is a list, and to "completion" after a "prompt")"},
-    {{"conversations"},
-     R"(looks like ShareGPT's format: rename "conversations" to "messages", "from" to "role" and "value" )"
-     R"(to "content", and the roles human to user and gpt to assistant)"},
-    {{"instruction", "output"},
-     R"(looks like Alpaca's format: write {"messages": [{"role": "user", "content": INSTRUCTION and INPUT}, )"
-     R"({"role": "assistant", "content": OUTPUT}]})"},
-};
-
-// Fails with what to write instead if an object has the fields of another format.
-inline void refuse_other_formats(const nlohmann::ordered_json& object, const std::string& where) {
-    for (const OtherFormat& other : kOtherFormats)
-        if (std::ranges::all_of(other.fields, [&](const char* field) { return object.contains(field); }))
-            fail("%s: %s", where.c_str(), other.said);
 }
 
 // Fails unless a message's content is a text or a list of texts. A message that calls tools may have none.
@@ -155,9 +133,9 @@ inline bool says_something(const nlohmann::ordered_json& message) {
 // Reads the messages of a conversation. At least one must be the assistant's.
 inline std::vector<Message> read_messages(const nlohmann::ordered_json& list, const std::string& where) {
     // Roles that chat templates know; another one is probably a misspelling.
-    static constexpr const char* kRoles[] = {"system", "developer", "user",        "assistant",   "tool",
-                                             "tools",  "function",  "ipython",     "observation", "environment",
-                                             "context", "documents", "tool_response"};
+    static constexpr const char* kRoles[] = {
+        "system",  "developer",   "user",        "assistant", "tool",      "tools",        "function",
+        "ipython", "observation", "environment", "context",   "documents", "tool_response"};
     if (!list.is_array() || list.empty()) fail("%s: \"messages\" is not a list of messages", where.c_str());
     std::vector<Message> messages;
     bool answers = false;
@@ -165,16 +143,12 @@ inline std::vector<Message> read_messages(const nlohmann::ordered_json& list, co
         const std::string place = format("%s: message %zu", where.c_str(), messages.size() + 1);
         if (!item.is_object()) fail("%s is not a JSON object", place.c_str());
         refuse_fields(item, {"function_call"}, place);
-        if (item.contains("from") && !item.contains("role"))
-            fail(
-                R"(%s has "from", as in ShareGPT's format: rename "from" to "role" and "value" to "content", )"
-                R"(and the roles human to user and gpt to assistant)",
-                place.c_str());
         const std::string role = text_field(item, "role", place);
         check_content(item, place);
         if (std::ranges::find(kRoles, role) == std::end(kRoles))
             fail(
-                "%s: \"role\" is \"%s\", where \"system\", \"developer\", \"user\", \"assistant\" and \"tool\" are "
+                "%s: \"role\" is \"%s\", where \"system\", \"developer\", \"user\", \"assistant\" and "
+                "\"tool\" are "
                 "known",
                 place.c_str(), printable(role).c_str());
         const bool assistant = role == "assistant";
@@ -213,9 +187,10 @@ inline nlohmann::ordered_json read_chat_variables(const nlohmann::ordered_json& 
 // completion: as JSON, as messages, as the chat template's values and what it writes, and as pieces of that.
 constexpr size_t kCopiesOfLine = 10;
 
-// Reads the example of a line: from "messages" if there are any, else from "prompt" and "completion", else
-// from "text". Fields that no chat template reads are ignored. `where` names the line in messages. Fails if
-// the line is no such example or has nothing to learn. Overwrites the line; a long text stays in its buffer.
+// Reads the example of a line: from "messages" if there are any or another format becomes such
+// (data_other_formats.h), else from "prompt" and "completion", else from "text". Fields that no chat template
+// reads are ignored. `where` names the line in messages. Fails if the line is no such example or has nothing
+// to learn. Overwrites the line; a long text stays in its buffer.
 inline JsonExample read_example(std::span<char> line, const std::string& where) {
     const std::string_view bytes(line.data(), line.size());
     if (const size_t valid = valid_utf8(bytes); valid < line.size())
@@ -226,16 +201,15 @@ inline JsonExample read_example(std::span<char> line, const std::string& where) 
     if (!object.is_object()) fail("%s: is not a JSON object", where.c_str());
     JsonExample example;
     example.bytes = parsed.bytes();
-    const bool has_example =
-        object.contains("messages") || object.contains("completion") || object.contains("text");
-    if (!has_example) refuse_other_formats(object, where);
-    const bool is_text =
-        !object.contains("messages") && !object.contains("prompt") && !object.contains("completion");
+    const bool is_text = object.contains("text") && !object.contains("messages") &&
+                         !object.contains("conversations") && !object.contains("completion") &&
+                         !pair_of(object);
     if (!is_text) {
         example.bytes += kCopiesOfLine * line.size();
         require_memory_for(example.bytes, where);
-        for (const char* field : {"messages", "tools", "documents", "prompt", "completion"})
+        for (const char* field : kExampleFields)
             if (const auto found = object.find(field); found != object.end()) parsed.restore(*found);
+        rewrite_as_messages(object, where);
     }
     if (object.contains("messages")) {
         refuse_fields(object, {"functions"}, where);
@@ -244,7 +218,7 @@ inline JsonExample read_example(std::span<char> line, const std::string& where) 
                  where.c_str());
         example.conversation = {read_messages(object["messages"], where), read_chat_variables(object, where),
                                 line.size()};
-    } else if (object.contains("prompt") || object.contains("completion")) {
+    } else if (object.contains("completion")) {
         example.prompt = text_field(object, "prompt", where);
         example.completion = text_field(object, "completion", where);
         if (example.completion.empty()) fail("%s: \"completion\" is empty", where.c_str());
@@ -254,7 +228,7 @@ inline JsonExample read_example(std::span<char> line, const std::string& where) 
         if (example.completion.empty()) fail("%s: \"text\" is empty", where.c_str());
         if (parsed.was_taken(example.completion)) example.text_in_line = parsed.value(object["text"]);
     } else {
-        fail("%s: has neither \"messages\", nor \"prompt\" and \"completion\", nor \"text\"", where.c_str());
+        fail_unknown_format(object, where);
     }
     return example;
 }

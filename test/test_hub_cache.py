@@ -44,7 +44,7 @@ def run(train, work, *options, **environment):
 def ran(train, work, *options, **environment):
     result = run(train, work, *options, **environment)
     assert result.returncode == 0, result.stderr
-    return result.stdout.decode()
+    return result.stdout.decode(errors="replace")
 
 
 VALIDATE = ("--steps", 0, "--val-data", "text", "--seq-len", 16)

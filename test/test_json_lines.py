@@ -244,6 +244,43 @@ def test_broken_lines_with_long_strings(tmp_path, tokenizer):
     assert refused(f'{{"text": "{long}", "text": "{long}"}}') == 'a line: broken JSON: key "text" appears twice\n'
 
 
+ASKED = [says("user", "Who wrote Hamlet?"), says("assistant", "Shakespeare did.")]
+ABOUT = [says("user", "Translate.\ncat"), says("assistant", "Katze")]
+SYSTEM = [says("system", "Be brief.")]
+OTHER_FORMATS = {
+    "ShareGPT": ({"conversations": [{"from": "human", "value": "Who wrote Hamlet?"}, {"from": "gpt", "value": "Shakespeare did."}]}, ASKED),
+    "ShareGPT with a system text": ({"id": "1", "system": "Be brief.", "conversations": [
+        {"from": "user", "value": "Who wrote Hamlet?"}, {"from": "chatgpt", "value": "Shakespeare did.", "weight": 1}]}, SYSTEM + ASKED),
+    "ShareGPT with roles": ({"conversations": SYSTEM + ASKED}, SYSTEM + ASKED),
+    "ShareGPT's messages": ({"messages": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "a"},
+                                          {"from": "gpt", "value": "wrong", "weight": 0}, {"from": "human", "value": "b"},
+                                          {"from": "model", "value": "c"}]},
+                            SYSTEM + [says("user", "a"), says("assistant", "wrong") | {"weight": 0}, says("user", "b"), says("assistant", "c")]),
+    "Alpaca": ({"instruction": "Who wrote Hamlet?", "input": "", "output": "Shakespeare did.", "text": "### all of it"}, ASKED),
+    "Alpaca with an input": ({"instruction": "Translate.", "input": "cat", "output": "Katze"}, ABOUT),
+    "Alpaca with more": ({"instruction": "Translate.", "input": "cat", "output": "Katze", "system": "Be brief.",
+                          "history": [["Who wrote Hamlet?", "Shakespeare did."]]}, SYSTEM + ASKED + ABOUT),
+    "Dolly": ({"instruction": "Translate.", "context": "cat", "response": "Katze", "category": "closed_qa"}, ABOUT),
+    "prompt and response": ({"prompt": "Who wrote Hamlet?", "response": "Shakespeare did."}, ASKED),
+    "question and answer": ({"question": "Who wrote Hamlet?", "answer": "Shakespeare did."}, ASKED),
+    "query and response": ({"query": "Who wrote Hamlet?", "response": "Shakespeare did.", "type": "x"}, ASKED),
+    "prompt and completion of messages": ({"prompt": [*ABOUT, ASKED[0]], "completion": [ASKED[1]]},
+                                          [ABOUT[0], ABOUT[1] | {"train": False}] + ASKED),
+    "long": ({"question": "Who? " * 20_000, "answer": "He " * 20_000}, [says("user", "Who? " * 20_000), says("assistant", "He " * 20_000)]),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FORMATS)
+def test_other_tools_formats(tmp_path, name):
+    """They become the tokens, and the losses, of the same conversation in "messages"."""
+    example, messages = OTHER_FORMATS[name]
+    folder = save_tokenizer(tmp_path / "model", smollm2(), PLAIN_CHATML, "<|im_start|>", "<|im_end|>")
+    lines = [json.dumps(example), json.dumps({"messages": messages})]
+    for command in ("examples", "learn-all"):
+        [got, expected] = encode_all(folder, lines, "auto", command=command)
+        assert got == expected and len(got) > 10
+
+
 def test_formats_without_a_template(tmp_path):
     """These formats are recognized by the tokenizer's special tokens, or refused."""
     [line] = lines_of([{"messages": CONVERSATIONS[0]}])
@@ -632,16 +669,20 @@ def chat_of(*roles, said="a"):
 BAD_LINES = {
     "broken": ('{"text": "a', "line 3: broken JSON: parse error at column 12: "),
     "list": ("[1]", "line 3: is not a JSON object"),
-    "other": ('{"txt": "a"}', 'line 3: has neither "messages", nor "prompt" and "completion", nor "text"'),
-    "ShareGPT": (json.dumps({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}),
-                 'line 3: looks like ShareGPT\'s format: rename "conversations" to "messages", "from" to "role" and '),
-    "ShareGPT's messages": (json.dumps({"messages": [{"from": "human", "value": "a"}]}),
-                            'line 3: message 1 has "from", as in ShareGPT\'s format: rename "from" to "role" and "value" to "content", and '),
-    "Alpaca": (json.dumps({"instruction": "a", "input": "", "output": "b" * 1000}),
-               'line 3: looks like Alpaca\'s format: write {"messages": [{"role": "user", "content": '),
+    "other": ('{"txt": "a", "id": 3}', 'line 3: has "txt", "id", where one of these is read: "messages"; "conversations"; '),
+    "nothing": ("{}", "line 3: has no fields, where one of these is read: "),
+    "ShareGPT's speaker": (json.dumps({"conversations": [{"from": "robot", "value": "a"}]}),
+                           'line 3: message 1: "from" is "robot", where "system", "human", "gpt" and "tool" are known'),
+    "ShareGPT's value": (json.dumps({"conversations": [{"from": "human"}]}), 'line 3: message 1: has no "content"'),
+    "no conversations": ('{"conversations": "a"}', 'line 3: "conversations" is not a list of messages'),
+    "Alpaca's output": (json.dumps({"instruction": "a", "input": "", "output": ""}), 'line 3: "output" is empty'),
+    "Alpaca's input": (json.dumps({"instruction": "a", "input": ["b"], "output": "c"}), 'line 3: "input" is not a text'),
+    "Alpaca's history": (json.dumps({"instruction": "a", "output": "c", "history": [["q"]]}),
+                         'line 3: "history" is not a list of questions with their answers'),
+    "answer": ('{"question": "a", "answer": 4}', 'line 3: "answer" is not a text'),
     "preferences": (json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}),
                     'line 3: is preference data ("chosen" and "rejected"), which is not trained on; to train on the chosen answers alone, '),
-    "half": ('{"prompt": "a"}', 'line 3: has no "completion"'),
+    "half": ('{"prompt": "a"}', 'line 3: has "prompt", where one of these is read: '),
     "other half": ('{"completion": "a"}', 'line 3: has no "prompt"'),
     "number": ('{"text": 3}', 'line 3: "text" is not a text'),
     "null": ('{"prompt": "a", "completion": null}', 'line 3: "completion" is not a text'),

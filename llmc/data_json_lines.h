@@ -69,7 +69,8 @@ inline void require_memory_for(size_t bytes, const std::string& where) {
 }
 
 // A string field that an object must have. Fails naming the line and the field.
-inline std::string text_field(const nlohmann::ordered_json& object, const char* name, const std::string& where) {
+inline std::string text_field(const nlohmann::ordered_json& object, const char* name,
+                              const std::string& where) {
     const auto field = object.find(name);
     if (field == object.end()) fail("%s: has no \"%s\"", where.c_str(), name);
     if (!field->is_string()) fail("%s: \"%s\" is not a text", where.c_str(), name);
@@ -155,9 +156,9 @@ inline bool says_something(const nlohmann::ordered_json& message) {
 // Reads the messages of a conversation. At least one must be the assistant's.
 inline std::vector<Message> read_messages(const nlohmann::ordered_json& list, const std::string& where) {
     // Roles that chat templates know; another one is probably a misspelling.
-    static constexpr const char* kRoles[] = {"system", "developer", "user",        "assistant",   "tool",
-                                             "tools",  "function",  "ipython",     "observation", "environment",
-                                             "context", "documents", "tool_response"};
+    static constexpr const char* kRoles[] = {
+        "system",  "developer",   "user",        "assistant", "tool",      "tools",        "function",
+        "ipython", "observation", "environment", "context",   "documents", "tool_response"};
     if (!list.is_array() || list.empty()) fail("%s: \"messages\" is not a list of messages", where.c_str());
     std::vector<Message> messages;
     bool answers = false;
@@ -174,7 +175,8 @@ inline std::vector<Message> read_messages(const nlohmann::ordered_json& list, co
         check_content(item, place);
         if (std::ranges::find(kRoles, role) == std::end(kRoles))
             fail(
-                "%s: \"role\" is \"%s\", where \"system\", \"developer\", \"user\", \"assistant\" and \"tool\" are "
+                "%s: \"role\" is \"%s\", where \"system\", \"developer\", \"user\", \"assistant\" and "
+                "\"tool\" are "
                 "known",
                 place.c_str(), printable(role).c_str());
         const bool assistant = role == "assistant";
@@ -234,7 +236,8 @@ inline JsonExample read_example(std::span<char> line, const std::string& where) 
     if (!is_text) {
         example.bytes += kCopiesOfLine * line.size();
         require_memory_for(example.bytes, where);
-        for (const char* field : {"messages", "tools", "documents", "prompt", "completion"})
+        for (const char* field :
+             {"messages", "tools", "documents", "chat_template_kwargs", "prompt", "completion"})
             if (const auto found = object.find(field); found != object.end()) parsed.restore(*found);
     }
     if (object.contains("messages")) {

@@ -29,7 +29,19 @@ struct LineError : UserError {
 
 // ---- tokens
 
-enum class TokenKind { Data, BeginPrint, EndPrint, BeginTag, EndTag, Name, String, Integer, Float, Operator, End };
+enum class TokenKind {
+    Data,
+    BeginPrint,
+    EndPrint,
+    BeginTag,
+    EndTag,
+    Name,
+    String,
+    Integer,
+    Float,
+    Operator,
+    End
+};
 
 struct Token {
     TokenKind kind;
@@ -317,10 +329,10 @@ enum class ExpressionKind {
     Not,
     And,
     Or,
-    Condition,  // parts[0] if parts[1] else parts[2], which may be null
-    Compare,    // parts[0] operators[0] parts[1] operators[1] parts[2]...
-    Join,       // parts joined by ~
-    Arithmetic, // parts[0] text parts[1]
+    Condition,   // parts[0] if parts[1] else parts[2], which may be null
+    Compare,     // parts[0] operators[0] parts[1] operators[1] parts[2]...
+    Join,        // parts joined by ~
+    Arithmetic,  // parts[0] text parts[1]
     Negative,
     Positive
 };
@@ -838,11 +850,11 @@ class Parser {
             Argument argument;
             if (is_operator("*") || is_operator("**")) {
                 argument.name = next().text;
-            } else if (now().kind == TokenKind::Name && ahead().kind == TokenKind::Operator && ahead().text == "=") {
+            } else if (now().kind == TokenKind::Name && ahead().kind == TokenKind::Operator &&
+                       ahead().text == "=") {
                 argument.name = next().text;
                 next();
-            } else if (!arguments.empty() && !arguments.back().name.empty() &&
-                       arguments.back().name != "*") {
+            } else if (!arguments.empty() && !arguments.back().name.empty() && arguments.back().name != "*") {
                 fail_at(now().line, "an argument without a name follows one with a name");
             }
             argument.value = parse_expression();

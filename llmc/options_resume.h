@@ -42,16 +42,17 @@ inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& val
     const auto among = [&](std::initializer_list<const char*> names) {
         return std::find(names.begin(), names.end(), name) != names.end();
     };
-    if (among({"--resume", "--timeline", "--save-base", "--show-example"})) return false;  // the adapter names its base
-    if (among({"--rates"})) return false;                                // of the first run's machine
+    if (among({"--resume", "--timeline", "--save-base", "--show-example"}))
+        return false;                      // the adapter names its base
+    if (among({"--rates"})) return false;  // of the first run's machine
     if (among({"--advanced.algorithms"})) return kSearchesAlgorithms;
     if (among({"--advanced.tf32"})) return kHasTf32;
     if (is_chosen_anew(name) && o.has("--memory") && o.batch != 0) return false;
     for (const PlacementOption& p : kPlacements)
         if (name == p.setting() && p.of_training_only && o.steps == 0) return o.trains_adapter();
     // A run that only generates needs no data, and must not touch the training's outputs.
-    if (among({"--data", "--val-data", "--loss-on", "--chat-format", "--chat-date", "--log", "--loss-by-position", "--out",
-               "--save-every", "--merge"}))
+    if (among({"--data", "--val-data", "--loss-on", "--chat-format", "--chat-date", "--log",
+               "--loss-by-position", "--out", "--save-every", "--merge"}))
         return o.steps > 0;
     // A prompt asks for a sample.
     if (among({"--sample.tokens"})) return !o.has("--prompt") || values != nlohmann::json::array({"0"});

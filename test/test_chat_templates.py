@@ -58,7 +58,7 @@ CONSTRUCTS = r"""
 {% macro m(a, b=2, c=a) %}{{ a }}-{{ b }}-{{ c }}-{{ d }};{% endmacro %}{% set d = 9 %}{{ m(1) }}{{ m(1, 3) }}{{ m(b=5, a=4) }}{{ m() }}{{ m(*[7, 8]) }}{{ m(**{'a': 6}) }}{{ m(1) | length }} {% macro r(n) %}{{ n }}{% if n > 0 %}{{ r(n - 1) }}{% endif %}{% endmacro %}{{ r(3) }}
 {{ 'a' if yes else 'b' }} {{ 'a' if no else 'b' }} {{ 'a' if no }}| {{ 'x' if no else 'y' if no else 'z' }} {% if no %}1{% elif yes %}2{% else %}3{% endif %} {{ range(3) | list }} {{ range(1, 6, 2) | list }} {{ range(3, 0, -1) | list }} {{ dict(a=1, b=2) }} {{ dict({'z': 1}, y=2) }}
 {{ strftime_now('%d %B %Y, %A %j %H:%M %%') }} {{ strftime_now('%Y-%m-%d') }} {# comment {{ x }} #}|{#- c -#} a {% raw %}{{ x }} {% if %}{% endraw %} {{ '{{' }} {{ "a" 'b' "c" }} {{ {'a': {'b': 1}}['a']['b'] }} {{ {'a': 1}.a }} {{ [[1], [2]][1][0] }}
-{%- if yes -%} a {%- endif -%} b {{- number -}} c {%+ if yes %} d {% endif +%} e
+{%- if yes -%} a {%- endif -%} b {{- number -}} c {% if no %}{{ 1 | nofilter }}{{ 1 is notest }}{% endif %} {%+ if yes %} d {% endif +%} e
   {% if yes %}
     indented {{ number }}
   {% endif %}
@@ -270,6 +270,7 @@ REFUSED = {
     "{% if x %}" * 300: "nests more than 200 deep", "{{ x" + "[0]" * 300 + " }}": "unexpected",
     "a\n\n{{ raise_exception('No ' ~\n'system\nrole!') }}": "(line 3): refuses this: No system role!",
     "{{ 1 | nofilter }}": '(line 1): the filter "nofilter" is unknown', "{{ 1 is notest }}": 'the test "notest" is unknown',
+    "\n{% if 1 %}{{ 1 | nofilter }}{% endif %}": '(line 2): the filter "nofilter" is unknown',
     "\n{% include 'x' %}": "(line 2): the tag {% include %} is unknown", "{% call m() %}{% endcall %}": "the tag {% call %} is unknown",
     "{% for x in y recursive %}{% endfor %}": "recursive loops are not supported", "{{ 'a'.format(1) }}": "str.format(): the method is not supported",
     "{% if x %}": "{% elif %} is missing", "{{ x": "ends inside of a tag", "{{ x }": "unexpected '}'", "{# x": "a comment does not end",

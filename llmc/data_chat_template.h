@@ -70,12 +70,12 @@ inline jinja::Variables special_tokens_of(const std::string& folder, const Token
         const char *tokenizer_class, *key, *token;
     };
     static constexpr Default kDefaults[] = {
-        {"LlamaTokenizer", "bos_token", "<s>"},            {"LlamaTokenizer", "eos_token", "</s>"},
-        {"LlamaTokenizer", "unk_token", "<unk>"},          {"GPT2Tokenizer", "bos_token", "<|endoftext|>"},
-        {"GPT2Tokenizer", "eos_token", "<|endoftext|>"},   {"GPT2Tokenizer", "unk_token", "<|endoftext|>"},
-        {"Qwen2Tokenizer", "eos_token", "<|endoftext|>"},  {"Qwen2Tokenizer", "unk_token", "<|endoftext|>"},
-        {"Qwen2Tokenizer", "pad_token", "<|endoftext|>"},  {"GemmaTokenizer", "bos_token", "<bos>"},
-        {"GemmaTokenizer", "eos_token", "<eos>"},          {"GemmaTokenizer", "pad_token", "<pad>"},
+        {"LlamaTokenizer", "bos_token", "<s>"},           {"LlamaTokenizer", "eos_token", "</s>"},
+        {"LlamaTokenizer", "unk_token", "<unk>"},         {"GPT2Tokenizer", "bos_token", "<|endoftext|>"},
+        {"GPT2Tokenizer", "eos_token", "<|endoftext|>"},  {"GPT2Tokenizer", "unk_token", "<|endoftext|>"},
+        {"Qwen2Tokenizer", "eos_token", "<|endoftext|>"}, {"Qwen2Tokenizer", "unk_token", "<|endoftext|>"},
+        {"Qwen2Tokenizer", "pad_token", "<|endoftext|>"}, {"GemmaTokenizer", "bos_token", "<bos>"},
+        {"GemmaTokenizer", "eos_token", "<eos>"},         {"GemmaTokenizer", "pad_token", "<pad>"},
         {"GemmaTokenizer", "unk_token", "<unk>"},
     };
     const nlohmann::json config = read_json_if_there(folder + "/tokenizer_config.json");
@@ -88,7 +88,8 @@ inline jinja::Variables special_tokens_of(const std::string& folder, const Token
         if (value.is_object()) value = member(value, "content");
         for (const Default& d : kDefaults) {
             const nlohmann::json name = member(config, "tokenizer_class");
-            const bool is_class = name == d.tokenizer_class || name == std::string(d.tokenizer_class) + "Fast";
+            const bool is_class =
+                name == d.tokenizer_class || name == std::string(d.tokenizer_class) + "Fast";
             if (value.is_null() && !is_named && is_class && std::string_view(key) == d.key) value = d.token;
         }
         if (value.is_string()) tokens.emplace_back(key, jinja::Value::string(value.get<std::string>()));
@@ -138,12 +139,15 @@ inline ChatTemplates chat_templates_of(const GgufModel& model) {
             templates.sources[rest.empty() ? "default" : rest.substr(1)] = value.get<std::string>();
     }
     const nlohmann::json tokens = member(metadata, "tokenizer.ggml.tokens");
-    const std::pair<const char*, const char*> names[] = {
-        {"bos_token", "bos_token_id"},     {"eos_token", "eos_token_id"},     {"unk_token", "unknown_token_id"},
-        {"sep_token", "seperator_token_id"}, {"pad_token", "padding_token_id"}};
+    const std::pair<const char*, const char*> names[] = {{"bos_token", "bos_token_id"},
+                                                         {"eos_token", "eos_token_id"},
+                                                         {"unk_token", "unknown_token_id"},
+                                                         {"sep_token", "seperator_token_id"},
+                                                         {"pad_token", "padding_token_id"}};
     for (const auto& [name, key] : names) {
         const nlohmann::json id = member(metadata, (std::string("tokenizer.ggml.") + key).c_str());
-        if (id.is_number_unsigned() && id.get<uint64_t>() < tokens.size() && tokens[id.get<size_t>()].is_string())
+        if (id.is_number_unsigned() && id.get<uint64_t>() < tokens.size() &&
+            tokens[id.get<size_t>()].is_string())
             templates.special_tokens.emplace_back(
                 name, jinja::Value::string(tokens[id.get<size_t>()].get<std::string>()));
     }
@@ -160,29 +164,30 @@ struct ChatFormat {
 };
 
 // The text of a content, which may be a list of texts.
-#define LLMC_TEXT                                                                                         \
-    "{%- macro text(content) %}\n"                                                                        \
-    "{{- content if content is string else content | map(attribute='text') | join }}\n"                   \
+#define LLMC_TEXT                                                                       \
+    "{%- macro text(content) %}\n"                                                      \
+    "{{- content if content is string else content | map(attribute='text') | join }}\n" \
     "{%- endmacro %}\n"
 // The beginning of a format whose conversations go user, assistant, user..., with the system's text put
 // before the first user's. `system` is that text, or empty.
-#define LLMC_TURNS(NAME)                                                                                  \
-    LLMC_TEXT                                                                                             \
-    "{%- set system = text(messages[0].content) if messages[0].role == 'system' else '' %}\n"             \
-    "{%- set first = 1 if messages[0].role == 'system' else 0 %}\n"                                       \
-    "{%- for message in messages[first:] %}\n"                                                            \
-    "{%- if message.role != ('user' if loop.index0 is even else 'assistant') %}\n"                        \
-    "{{- raise_exception('message ' ~ (loop.index + first) ~ ': in the format " NAME                      \
-    " users and assistants take turns, the user first') }}\n"                                             \
+#define LLMC_TURNS(NAME)                                                                      \
+    LLMC_TEXT                                                                                 \
+    "{%- set system = text(messages[0].content) if messages[0].role == 'system' else '' %}\n" \
+    "{%- set first = 1 if messages[0].role == 'system' else 0 %}\n"                           \
+    "{%- for message in messages[first:] %}\n"                                                \
+    "{%- if message.role != ('user' if loop.index0 is even else 'assistant') %}\n"            \
+    "{{- raise_exception('message ' ~ (loop.index + first) ~ ': in the format " NAME          \
+    " users and assistants take turns, the user first') }}\n"                                 \
     "{%- endif %}\n"
 // The beginning of a format that writes each message with its role.
-#define LLMC_ROLES(NAME)                                                                                  \
-    LLMC_TEXT                                                                                             \
-    "{%- for message in messages %}\n"                                                                    \
-    "{%- if message.role not in ['system', 'user', 'assistant'] or (message.role == 'system' and not "    \
-    "loop.first) %}\n"                                                                                    \
-    "{{- raise_exception('message ' ~ loop.index ~ ': \"role\" is \"' ~ message.role ~ '\", where the "   \
-    "format " NAME " has a system first, users and assistants') }}\n"                                     \
+#define LLMC_ROLES(NAME)                                                                                \
+    LLMC_TEXT                                                                                           \
+    "{%- for message in messages %}\n"                                                                  \
+    "{%- if message.role not in ['system', 'user', 'assistant'] or (message.role == 'system' and not "  \
+    "loop.first) %}\n"                                                                                  \
+    "{{- raise_exception('message ' ~ loop.index ~ ': \"role\" is \"' ~ message.role ~ '\", where the " \
+    "format " NAME                                                                                      \
+    " has a system first, users and assistants') }}\n"                                                  \
     "{%- endif %}\n"
 
 // If several formats have one name, the first whose special tokens the tokenizer has is used. "{bos}" and
@@ -193,49 +198,52 @@ inline const std::vector<ChatFormat>& chat_formats() {
          {"<|im_start|>", "<|im_end|>"},
          "{%- if usual_system is defined and messages[0].role != 'system' %}\n"
          "{{- '<|im_start|>system\\n' + usual_system + '<|im_end|>\\n' }}\n"
-         "{%- endif %}\n" LLMC_ROLES("chatml")
-             "{{- '<|im_start|>' + message.role + '\\n' + text(message.content) + '<|im_end|>\\n' }}\n"
-             "{%- endfor %}\n"
-             "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}\n"},
+         "{%- endif %}\n" LLMC_ROLES(
+             "chatml") "{{- '<|im_start|>' + message.role + '\\n' + text(message.content) + '<|im_end|>\\n' "
+                       "}}\n"
+                       "{%- endfor %}\n"
+                       "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}\n"},
         {"llama3",
          {"{bos}", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"},
-         "{{- bos_token }}\n" LLMC_ROLES("llama3")
-             "{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}\n"
-             "{{- text(message.content) | trim }}{{ '<|eot_id|>' }}\n"
-             "{%- endfor %}\n"
-             "{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}"
-             "{% endif %}\n"},
+         "{{- bos_token }}\n" LLMC_ROLES(
+             "llama3") "{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}\n"
+                       "{{- text(message.content) | trim }}{{ '<|eot_id|>' }}\n"
+                       "{%- endfor %}\n"
+                       "{%- if add_generation_prompt %}{{ "
+                       "'<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}"
+                       "{% endif %}\n"},
         {"mistral",  // since v0.3, where [INST] is a token
          {"{bos}", "{eos}", "[INST]", "[/INST]"},
-         "{{- bos_token }}\n" LLMC_TURNS("mistral")
-             "{%- if message.role == 'assistant' %}{{ ' ' + text(message.content) + eos_token }}\n"
-             "{%- else %}{{ '[INST] ' }}\n"
-             "{%- if loop.first and system %}{{ system + '\\n\\n' }}{% endif %}\n"
-             "{{- text(message.content) + '[/INST]' }}{% endif %}\n"
-             "{%- endfor %}\n"},
+         "{{- bos_token }}\n" LLMC_TURNS(
+             "mistral") "{%- if message.role == 'assistant' %}{{ ' ' + text(message.content) + eos_token }}\n"
+                        "{%- else %}{{ '[INST] ' }}\n"
+                        "{%- if loop.first and system %}{{ system + '\\n\\n' }}{% endif %}\n"
+                        "{{- text(message.content) + '[/INST]' }}{% endif %}\n"
+                        "{%- endfor %}\n"},
         {"mistral",  // v0.1 and v0.2
          {"{bos}", "{eos}"},
-         "{{- bos_token }}\n" LLMC_TURNS("mistral")
-             "{%- if message.role == 'assistant' %}{{ ' ' + text(message.content) + eos_token }}\n"
-             "{%- else %}{{ ' [INST] ' }}\n"
-             "{%- if loop.first and system %}{{ system + '\\n\\n' }}{% endif %}\n"
-             "{{- text(message.content) + ' [/INST]' }}{% endif %}\n"
-             "{%- endfor %}\n"},
+         "{{- bos_token }}\n" LLMC_TURNS(
+             "mistral") "{%- if message.role == 'assistant' %}{{ ' ' + text(message.content) + eos_token }}\n"
+                        "{%- else %}{{ ' [INST] ' }}\n"
+                        "{%- if loop.first and system %}{{ system + '\\n\\n' }}{% endif %}\n"
+                        "{{- text(message.content) + ' [/INST]' }}{% endif %}\n"
+                        "{%- endfor %}\n"},
         {"llama2",
          {"{bos}", "{eos}"},
-         LLMC_TURNS("llama2")
-         "{%- set content = text(message.content) %}\n"
-         "{%- if loop.first and system %}\n"
-         "{%- set content = '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' + content %}{% endif %}\n"
-         "{%- if message.role == 'user' %}{{ bos_token + '[INST] ' + content | trim + ' [/INST]' }}\n"
-         "{%- else %}{{ ' ' + content | trim + ' ' + eos_token }}{% endif %}\n"
-         "{%- endfor %}\n"},
+         LLMC_TURNS("llama2") "{%- set content = text(message.content) %}\n"
+                              "{%- if loop.first and system %}\n"
+                              "{%- set content = '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' + content %}{% "
+                              "endif %}\n"
+                              "{%- if message.role == 'user' %}{{ bos_token + '[INST] ' + content | trim + ' "
+                              "[/INST]' }}\n"
+                              "{%- else %}{{ ' ' + content | trim + ' ' + eos_token }}{% endif %}\n"
+                              "{%- endfor %}\n"},
         {"zephyr",
          {"{eos}"},
-         LLMC_ROLES("zephyr")
-         "{{- '<|' + message.role + '|>\\n' + text(message.content) + eos_token + '\\n' }}\n"
-         "{%- endfor %}\n"
-         "{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}\n"},
+         LLMC_ROLES(
+             "zephyr") "{{- '<|' + message.role + '|>\\n' + text(message.content) + eos_token + '\\n' }}\n"
+                       "{%- endfor %}\n"
+                       "{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}\n"},
     };
     return formats;
 }
@@ -262,7 +270,8 @@ class MessageFinder {
     using Write = std::function<std::string(const jinja::Values& messages, bool asks)>;
     // mark(text): the length of the special token that a text begins with; 0 if it begins with another.
     using Mark = std::function<size_t(std::string_view text)>;
-    MessageFinder(const jinja::Values& messages, const std::string& whole, const Write& write, const Mark& mark)
+    MessageFinder(const jinja::Values& messages, const std::string& whole, const Write& write,
+                  const Mark& mark)
         : messages_(messages), whole_(whole), write_(write), mark_(mark) {}
 
     // The answer that a message gives: what the template writes after asking for it, and the mark that ends
@@ -277,18 +286,23 @@ class MessageFinder {
         return answer_by_change(i, after, before);
     }
 
-    // All that a message adds to the conversation.
+    // True if the template asks for an answer in another way than it writes one, so that where one begins had
+    // to be guessed.
+    bool guesses() const { return guesses_; }
+
+    // All that a message adds to the conversation; or, if the template writes it differently when others
+    // follow, its content and the mark that ends it.
     jinja::Span turn(size_t i) const {
         const std::string before = i > 0 ? until(i) : "", after = until(i + 1);
-        if (!whole_.starts_with(before) || !whole_.starts_with(after) || before.size() > after.size())
-            fail_ambiguous(i);
-        return {before.size(), after.size()};
+        const bool adds = whole_.starts_with(after) && after.starts_with(before);
+        return adds ? jinja::Span{before.size(), after.size()} : answer(i);
     }
 
   private:
     [[noreturn]] static void fail_ambiguous(size_t i) {
         fail(
-            "message %zu: the chat template writes it differently if messages follow, and what of it to learn "
+            "message %zu: the chat template writes it differently if messages follow, and what of it to "
+            "learn "
             "cannot be told: end the conversation with it, or put {%% generation %%} around answers in the "
             "template",
             i + 1);
@@ -325,9 +339,10 @@ class MessageFinder {
         return {begin, a.size() - tail};
     }
 
-    // Finds an answer by writing the conversation with another content in its place. What follows the content,
-    // and what comes before it, are taken from the conversation that ends with it.
-    jinja::Span answer_by_change(size_t i, const std::string& after, const std::optional<std::string>& before) const {
+    // Finds an answer by writing the conversation with another content in its place. What follows the
+    // content, and what comes before it, are taken from the conversation that ends with it.
+    jinja::Span answer_by_change(size_t i, const std::string& after,
+                                 const std::optional<std::string>& before) const {
         jinja::Values changed = messages_;
         jinja::Entries entries = changed[i].entries();
         jinja::put(entries, jinja::Value::string("content"), jinja::Value::string("\xee\x80\x80"));  // U+E000
@@ -338,11 +353,14 @@ class MessageFinder {
         if (other == whole_ || other_after == after) fail_ambiguous(i);
         const jinja::Span content = difference(whole_, other), alone = difference(after, other_after);
         const std::string closing = without_line_ends(after.substr(alone.end));
-        const size_t end = content.end + closing_length(i, std::string_view(whole_).substr(content.end), closing);
-        if (before && whole_.starts_with(*before) && before->size() <= content.begin) return {before->size(), end};
+        const size_t end =
+            content.end + closing_length(i, std::string_view(whole_).substr(content.end), closing);
+        if (before && whole_.starts_with(*before) && before->size() <= content.begin)
+            return {before->size(), end};
         if (before && after.starts_with(*before) && before->size() <= alone.begin) {
             const std::string opening = after.substr(before->size(), alone.begin - before->size());
-            if (whole_.substr(0, content.begin).ends_with(opening)) return {content.begin - opening.size(), end};
+            if (whole_.substr(0, content.begin).ends_with(opening))
+                return {content.begin - opening.size(), end};
         }
         return {begin_of(i, content.begin, before), end};
     }
@@ -359,6 +377,7 @@ class MessageFinder {
     // The template asks for an answer in another way than it writes one, as with an empty thought: the answer
     // begins where the two differ, at the latest with the content.
     size_t begin_of(size_t i, size_t content, const std::optional<std::string>& before) const {
+        guesses_ = true;
         const std::string earlier = i > 0 ? until(i) : "";
         if (!before || i == 0 || !whole_.starts_with(earlier)) return content;
         const auto same = std::ranges::mismatch(*before, whole_).in1 - before->begin();
@@ -369,6 +388,7 @@ class MessageFinder {
     const std::string& whole_;
     const Write& write_;
     const Mark& mark_;
+    mutable bool guesses_ = false;
 };
 
 // ---- chats
@@ -417,6 +437,8 @@ class Chat {
         templates_.special_tokens = special_tokens();
     }
 
+    // True if the beginning of an answer had to be guessed so far (MessageFinder::guesses()).
+    bool guesses() const { return guesses_; }
     // Says what writes chats: "the chat template of FILE" or "the chat format NAME".
     const std::string& description() const { return description_; }
     // The template of one of our formats, which a saved model needs; empty if the folder's own is used.
@@ -463,14 +485,17 @@ class Chat {
     // A conversation as the template sees it.
     struct Prepared {
         Prepared(const Chat& chat, const Conversation& conversation)
-            : date(chat.date_), used(chat.template_for(conversation)), variables(chat.templates_.special_tokens) {
+            : date(chat.date_),
+              used(chat.template_for(conversation)),
+              variables(chat.templates_.special_tokens) {
             for (const Message& message : conversation.messages) {
                 bytes += message.bytes();
                 messages.push_back(as_transformers(message.object));
             }
             bytes = std::max(bytes, conversation.bytes);
             for (const char* name : {"tools", "documents"})
-                if (!conversation.variables.contains(name)) variables.emplace_back(name, jinja::Value::none());
+                if (!conversation.variables.contains(name))
+                    variables.emplace_back(name, jinja::Value::none());
             for (const auto& [name, value] : conversation.variables.items())
                 variables.emplace_back(name, jinja::Value::from_json(value));
             variables.emplace_back("add_generation_prompt", jinja::Value());
@@ -502,8 +527,10 @@ class Chat {
                 thoughts = jinja::Value::from_json(*found);
         if (!thoughts.is_undefined()) entries.push_back({jinja::Value::string("thinking"), thoughts});
         for (const auto& [name, value] : message.items())
-            if (!value.is_null()) jinja::put(entries, jinja::Value::string(name), jinja::Value::from_json(value));
-        if (!thoughts.is_undefined()) jinja::put(entries, jinja::Value::string("reasoning_content"), thoughts);
+            if (!value.is_null())
+                jinja::put(entries, jinja::Value::string(name), jinja::Value::from_json(value));
+        if (!thoughts.is_undefined())
+            jinja::put(entries, jinja::Value::string("reasoning_content"), thoughts);
         return jinja::Value::dict(std::move(entries));
     }
 
@@ -531,14 +558,16 @@ class Chat {
         const std::vector<size_t> learnt = answers(conversation);
         if (learnt.size() < all.size() && whole.generated.size() != all.size())
             fail(
-                "the chat template encloses %zu texts in {%% generation %%} for %zu answers, so which of them "
+                "the chat template encloses %zu texts in {%% generation %%} for %zu answers, so which of "
+                "them "
                 "not to learn cannot be told",
                 whole.generated.size(), all.size());
         std::vector<std::pair<jinja::Span, Learnt>> spans;
         for (size_t k = 0; k < whole.generated.size(); k++) {
             const bool is_learnt = learnt.size() == all.size() || std::ranges::count(learnt, all[k]) > 0;
             const bool counts = learnt.size() == all.size() || conversation.messages[all[k]].counts;
-            if (is_learnt || !counts) spans.emplace_back(whole.generated[k], is_learnt ? Learnt::Always : Learnt::Never);
+            if (is_learnt || !counts)
+                spans.emplace_back(whole.generated[k], is_learnt ? Learnt::Always : Learnt::Never);
         }
         return spans;
     }
@@ -558,13 +587,14 @@ class Chat {
         const MessageFinder finder(chat.messages, whole, write, mark);
         std::vector<std::pair<jinja::Span, Learnt>> spans;
         for (const size_t i : answers(conversation)) spans.emplace_back(finder.answer(i), Learnt::Always);
-        if (options_.loss_on != "all") return spans;
-        for (size_t i = 0; i < conversation.messages.size(); i++)
+        for (size_t i = 0; i < conversation.messages.size() && options_.loss_on == "all"; i++)
             if (!conversation.messages[i].counts) spans.emplace_back(finder.turn(i), Learnt::Never);
+        guesses_ = guesses_ || finder.guesses();
         return spans;
     }
 
-    static std::vector<Piece> pieces_of(const std::string& text, std::vector<std::pair<jinja::Span, Learnt>> spans) {
+    static std::vector<Piece> pieces_of(const std::string& text,
+                                        std::vector<std::pair<jinja::Span, Learnt>> spans) {
         std::ranges::sort(spans, {}, [](const auto& span) { return span.first.begin; });
         std::vector<Piece> pieces;
         size_t done = 0;
@@ -626,12 +656,14 @@ class Chat {
              model.c_str());
     }
 
-    // For --chat-format chatml: the system message that the folder's own template adds to conversations without
-    // one, if it is written there as plain text. It is kept as a variable at the beginning of the format.
+    // For --chat-format chatml: the system message that the folder's own template adds to conversations
+    // without one, if it is written there as plain text. It is kept as a variable at the beginning of the
+    // format.
     std::string usual_system(const ChatFormat& format) const {
         constexpr std::string_view kBegin = "<|im_start|>system", kEnd = "<|im_end|>";
         const std::string own = templates_.source(false);
-        for (size_t at = 0; std::string_view(format.name) == "chatml" && (at = own.find(kBegin, at)) != own.npos;) {
+        for (size_t at = 0;
+             std::string_view(format.name) == "chatml" && (at = own.find(kBegin, at)) != own.npos;) {
             at += kBegin.size();
             const std::string_view rest = std::string_view(own).substr(at);
             const size_t skip = rest.starts_with("\\n") ? 2 : rest.starts_with("\n") ? 1 : 0;
@@ -650,4 +682,5 @@ class Chat {
     const Tokenizer& tokenizer_;
     std::string description_, own_source_;
     std::optional<jinja::Template> chat_, with_tools_;
+    mutable bool guesses_ = false;
 };

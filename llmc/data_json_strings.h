@@ -28,7 +28,8 @@ class LineJson {
         }
     }
 
-    // The parsed line, with its keys in their order. A string that was taken out has a placeholder as its value; value() gives the string.
+    // The parsed line, with its keys in their order. A string that was taken out has a placeholder as its
+    // value; value() gives the string.
     nlohmann::ordered_json& json() { return json_; }
     static bool was_taken(std::string_view text) { return text.starts_with('\0'); }
     // The value of a string. If it was taken out, this is the text in the line's buffer.
@@ -36,12 +37,14 @@ class LineJson {
         const auto& text = string.get_ref<const std::string&>();
         return was_taken(text) ? strings_[std::stoul(text.substr(1))] : std::string_view(text);
     }
-    // Replaces the placeholders in a value by their strings.
-    void restore(nlohmann::ordered_json& value) const {
+    // Replaces the placeholders in a value by their strings. Fails if it nests too deeply to be copied.
+    void restore(nlohmann::ordered_json& value, int depth = 0) const {
+        constexpr int kDeepest = 200;
+        if (depth > kDeepest) fail("%s: nests more than %d deep", where_.c_str(), kDeepest);
         if (value.is_string())
             value = std::string(this->value(value));
         else if (value.is_structured())
-            for (nlohmann::ordered_json& part : value) restore(part);
+            for (nlohmann::ordered_json& part : value) restore(part, depth + 1);
     }
     // True if it has a whole number of 19 or more digits. The parser reads such numbers as floats, if they do
     // not fit 64 bits, and their digits are lost.
@@ -54,7 +57,8 @@ class LineJson {
             if (digits >= 19 && !is_digit && c != '.' && c != 'e' && c != 'E') return true;
             digits = is_digit ? digits + 1 : 0;
             if (!in_string && (c == '.' || c == 'e' || c == 'E'))  // the rest of the number is no whole one
-                while (at + 1 < rest_.size() && std::string_view("0123456789+-").find(rest_[at + 1]) != std::string_view::npos)
+                while (at + 1 < rest_.size() &&
+                       std::string_view("0123456789+-").find(rest_[at + 1]) != std::string_view::npos)
                     at++;
             if (in_string && c == '\\')
                 at++;

@@ -29,9 +29,12 @@ inline constexpr std::pair<const char*, const char*> kShareGptRoles[] = {
 };
 
 // The fields that may belong to an example.
-inline constexpr const char* kExampleFields[] = {
-    "messages", "conversations", "tools",    "documents", "system", "history", "instruction", "input",
-    "context",  "output",        "response", "question",  "answer", "query",   "prompt",      "completion"};
+inline constexpr const char* kExampleFields[] = {"messages", "conversations", "chat_template_kwargs",
+                                                 "tools",    "documents",     "system",
+                                                 "history",  "instruction",   "input",
+                                                 "context",  "output",        "response",
+                                                 "question", "answer",        "query",
+                                                 "prompt",   "completion"};
 
 // The text of a field; "" if the example lacks it or it is null.
 inline std::string text_or_none(const nlohmann::ordered_json& object, const char* name,

@@ -320,6 +320,7 @@ struct ChatUsed {
     std::string description;  // empty if there were no conversations
     std::string own_source;   // Chat::own_source()
     int end_of_answer = -1;
+    bool guesses = false;  // Chat::guesses()
 };
 inline ChatUsed tokenize_examples(Dataset& lines, const Tokenizer& tokenizer, const ExampleOptions& options,
                                   int seq_len) {
@@ -351,7 +352,7 @@ inline ChatUsed tokenize_examples(Dataset& lines, const Tokenizer& tokenizer, co
     progress.finish(lines.token_count());
     const Chat* const chat = encoder.chat();
     if (!chat) return {};
-    return {chat->description(), chat->own_source(), chat->end_of_answer()};
+    return {chat->description(), chat->own_source(), chat->end_of_answer(), chat->guesses()};
 }
 
 // ---- the vocabulary of a new model

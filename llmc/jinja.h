@@ -258,7 +258,7 @@ class Evaluator {
     }
 
     void generation(const Statement& s) {
-        if (out_ != &root_) fail("{%% generation %%} inside of a macro or a block is not supported");
+        if (out_ != &root_) fail("{% generation %} inside of a macro or a block is not supported");
         const Inside inside(*this, scope_);
         const size_t begin = root_.size();
         execute(s.body);
@@ -429,6 +429,7 @@ class Evaluator {
         if (!function.is(Kind::Function)) fail("'%s' object is not callable", type_name(function));
         const auto& object = function.as<FunctionObject>();
         if (object.macro) return call_macro(object, values);
+        if (object.name == "raise_exception") throw Raised(str(Parameters(values, {"message"}, 1)[0]));
         return about([&] { return object.name + "()"; }, [&] { return call_global(object.name, values); });
     }
 
@@ -457,10 +458,6 @@ class Evaluator {
     }
 
     Value call_global(const std::string& name, const Arguments& a) {
-        if (name == "raise_exception") {
-            const Parameters p(a, {"message"}, 1);
-            throw Raised(str(p[0]));
-        }
         if (name == "strftime_now")
             return new_string(work_, date_text(date_, Parameters(a, {"format"}, 1).text(0)));
         if (name == "range") return range(a);
@@ -499,8 +496,8 @@ class Evaluator {
     std::vector<Scope*> free_;
     Scope globals_;
     Scope* scope_ = nullptr;
-    std::string root_;            // what the template writes
-    std::string* out_ = &root_;   // where to write now
+    std::string root_;           // what the template writes
+    std::string* out_ = &root_;  // where to write now
     std::vector<Span> generated_;
     int depth_ = 0, line_ = 1;
 };

@@ -138,8 +138,7 @@ inline bool less(const Value& a, const Value& b) {
 // True if `whole` contains `part`: Python's `in`.
 inline bool contains(Work& work, const Value& whole, const Value& part) {
     if (whole.is_string()) {
-        if (!part.is_string())
-            fail("'in <string>' requires string as left operand, not %s", type_name(part));
+        if (!part.is_string()) fail("'in <string>' requires string as left operand, not %s", type_name(part));
         work.spend(whole.text().size());
         return whole.text().find(part.text()) != std::string::npos;
     }
@@ -236,7 +235,8 @@ inline Value added(Work& work, const Value& a, const Value& b) {
         items.insert(items.end(), b.items().begin(), b.items().end());
         return new_list(work, std::move(items), a.kind());
     }
-    if (a.is_string() && !b.is_undefined()) fail("can only concatenate str (not \"%s\") to str", type_name(b));
+    if (a.is_string() && !b.is_undefined())
+        fail("can only concatenate str (not \"%s\") to str", type_name(b));
     refuse_operator("+", a, b);
 }
 
@@ -289,13 +289,13 @@ inline Value loop_attribute(const LoopObject& loop, const std::string& name) {
 
 inline bool is_method(const Value& v, std::string_view name) {
     static const std::set<std::string_view> strings = {
-        "strip",       "lstrip",     "rstrip",    "split",      "rsplit",       "splitlines",   "startswith",
-        "endswith",    "replace",    "upper",     "lower",      "title",        "capitalize",   "find",
-        "rfind",       "index",      "rindex",    "count",      "join",         "isdigit",      "isalpha",
-        "isalnum",     "isspace",    "isupper",   "islower",    "removeprefix", "removesuffix", "partition",
-        "rpartition",  "zfill",      "ljust",     "rjust",      "center",       "format",       "encode",
-        "casefold",    "swapcase",   "expandtabs", "isdecimal", "isnumeric",    "isidentifier", "istitle",
-        "isprintable", "isascii",    "translate", "maketrans",  "format_map"};
+        "strip",       "lstrip",   "rstrip",     "split",     "rsplit",       "splitlines",   "startswith",
+        "endswith",    "replace",  "upper",      "lower",     "title",        "capitalize",   "find",
+        "rfind",       "index",    "rindex",     "count",     "join",         "isdigit",      "isalpha",
+        "isalnum",     "isspace",  "isupper",    "islower",   "removeprefix", "removesuffix", "partition",
+        "rpartition",  "zfill",    "ljust",      "rjust",     "center",       "format",       "encode",
+        "casefold",    "swapcase", "expandtabs", "isdecimal", "isnumeric",    "isidentifier", "istitle",
+        "isprintable", "isascii",  "translate",  "maketrans", "format_map"};
     static const std::set<std::string_view> dicts = {"get", "items", "keys", "values", "copy", "fromkeys"};
     static const std::set<std::string_view> lists = {"index", "count", "copy"};
     static const std::set<std::string_view> loops = {"cycle", "changed"};
@@ -320,8 +320,8 @@ inline Value attribute_only(const Value& v, const std::string& name) {
         for (const DictEntry& e : v.as<NamespaceObject>().space->attributes)
             if (e.key.text() == name) return e.value;
     if (is_hidden_method(v, name))
-        return Value::undefined(format("the method %s.%s() changes its value, which is not allowed",
-                                       type_name(v), name.c_str()));
+        return Value::undefined(
+            format("the method %s.%s() changes its value, which is not allowed", type_name(v), name.c_str()));
     return Value::undefined(
         format("'%s object' has no attribute '%s'", type_name(v), printable(name.substr(0, 60)).c_str()));
 }
@@ -353,8 +353,9 @@ inline Value item(Work& work, const Value& v, const Value& key) {
         }
     }
     if (key.is_string()) return attribute_only(v, key.text());
-    return Value::undefined(format("'%s object' has no element %s", type_name(v),
-                                   key.is_number() || key.is(Kind::None) ? repr(key).c_str() : "of that kind"));
+    return Value::undefined(
+        format("'%s object' has no element %s", type_name(v),
+               key.is_number() || key.is(Kind::None) ? repr(key).c_str() : "of that kind"));
 }
 
 // v[start:stop:step]; a value that is None is left out.
@@ -380,9 +381,8 @@ inline Value slice(Work& work, const Value& v, const Value& start, const Value& 
     if (v.is_string() && by == 1) {
         const size_t begin = byte_of(v.text(), static_cast<size_t>(from));
         const std::string_view rest = std::string_view(v.text()).substr(begin);
-        return new_string(work,
-                          std::string(rest.substr(0, byte_of(rest, static_cast<size_t>(std::max<int64_t>(
-                                                                       to - from, 0))))));
+        return new_string(work, std::string(rest.substr(
+                                    0, byte_of(rest, static_cast<size_t>(std::max<int64_t>(to - from, 0))))));
     }
     const Values all = items_of(work, v);
     Values items;
@@ -404,7 +404,8 @@ inline Value follow(Work& work, Value v, const Value& path) {
     if (!path.is_string()) fail("an attribute's name must be a text");
     for (const std::string& part : split(path.text(), ".", -1)) {
         const bool is_number = all_characters(part, [](int32_t c) { return c >= '0' && c <= '9'; });
-        v = item(work, v, is_number && part.size() < 10 ? Value::integer(std::stoll(part)) : Value::string(part));
+        v = item(work, v,
+                 is_number && part.size() < 10 ? Value::integer(std::stoll(part)) : Value::string(part));
     }
     return v;
 }
@@ -462,9 +463,7 @@ inline std::string padded(Work& work, const std::string& text, const std::string
     if (missing <= 0) return text;
     if (missing > 1 << 30) fail("makes too long a text");
     work.spend(static_cast<size_t>(missing) * with.size());
-    const int64_t left = how == "ljust"    ? 0
-                         : how == "center" ? missing / 2 + (missing & width & 1)
-                                           : missing;
+    const int64_t left = how == "ljust" ? 0 : how == "center" ? missing / 2 + (missing & width & 1) : missing;
     std::string before, after;
     for (int64_t i = 0; i < missing; i++) (i < left ? before : after) += with;
     const size_t sign = how == "zfill" && (text.starts_with('-') || text.starts_with('+')) ? 1 : 0;
@@ -496,7 +495,8 @@ inline std::optional<Value> string_question(const Value& self, const std::string
     if (name == "isalpha") return Value::boolean(all_characters(text, is_alphabetic));
     if (name == "isspace") return Value::boolean(all_characters(text, is_space));
     if (name == "isalnum")
-        return Value::boolean(all_characters(text, [](int32_t c) { return is_alphabetic(c) || is_digit(c); }));
+        return Value::boolean(
+            all_characters(text, [](int32_t c) { return is_alphabetic(c) || is_digit(c); }));
     if (name == "isupper" || name == "islower") return Value::boolean(has_only_case(text, name == "islower"));
     return std::nullopt;
 }
@@ -504,11 +504,13 @@ inline std::optional<Value> string_question(const Value& self, const std::string
 inline Value string_method(Work& work, const Value& self, const std::string& name, const Arguments& a) {
     const std::string& text = self.text();
     work.spend(4 * text.size());
-    if (self.is_safe() && !a.positional.empty()) fail("methods of text that is marked as safe are not supported");
+    if (self.is_safe() && !a.positional.empty())
+        fail("methods of text that is marked as safe are not supported");
     if (const auto answer = string_question(self, name, a)) return *answer;
     if (name.ends_with("strip")) {
         const Parameters p(a, {"chars"});
-        return new_string(work, std::string(strip(text, p.optional_text(0), name != "rstrip", name != "lstrip")));
+        return new_string(work,
+                          std::string(strip(text, p.optional_text(0), name != "rstrip", name != "lstrip")));
     }
     if (name == "split" || name == "rsplit") {
         const Parameters p(a, {"sep", "maxsplit"});
@@ -541,12 +543,13 @@ inline Value string_method(Work& work, const Value& self, const std::string& nam
         const Parameters p(a, {"width", "fillchar"}, 1);
         return new_string(work, padded(work, text, name, p.integer(0, 0), p.has(1) ? p.text(1) : " "));
     }
+    const bool is_case = name == "upper" || name == "lower" || name == "title" || name == "capitalize";
+    if (!is_case) fail("the method is not supported");
     const Parameters none(a, {});
     if (name == "upper") return new_string(work, upper(text));
     if (name == "lower") return new_string(work, lower(text));
     if (name == "title") return new_string(work, titled(text));
-    if (name == "capitalize") return new_string(work, capitalized(text));
-    fail("the method is not supported");
+    return new_string(work, capitalized(text));
 }
 
 inline Value dict_method(Work& work, const Value& self, const std::string& name, const Arguments& a) {
@@ -849,7 +852,8 @@ inline Value filter_round(Work&, const Value& v, const Arguments& a) {
     if (digits < 0 || digits > 300) fail("only a precision of 0 to 300 is supported");
     if (method == "common") {
         if (v.is_integer()) return Value::integer(v.integer());
-        return Value::real(std::strtod(format("%.*f", static_cast<int>(digits), v.number()).c_str(), nullptr));
+        return Value::real(
+            std::strtod(format("%.*f", static_cast<int>(digits), v.number()).c_str(), nullptr));
     }
     if (method != "ceil" && method != "floor") fail("the method must be common, ceil or floor");
     const double scale = std::pow(10., static_cast<double>(digits)), scaled = v.number() * scale;
@@ -929,7 +933,8 @@ inline Value filter_reverse(Work& work, const Value& v, const Arguments&) {
 
 inline Value filter_replace(Work& work, const Value& v, const Arguments& a) {
     const Parameters p(a, {"old", "new", "count"}, 2);
-    Arguments texts{{Value::string(str(p[0])), Value::string(str(p[1])), Value::integer(p.integer(2, -1))}, {}};
+    Arguments texts{{Value::string(str(p[0])), Value::string(str(p[1])), Value::integer(p.integer(2, -1))},
+                    {}};
     return string_method(work, Value::string(str(v)), "replace", texts);
 }
 
@@ -954,8 +959,8 @@ inline const std::map<std::string_view, Filter>& filters() {
              if (!v.is_number()) fail("needs a number, not %s", type_name(defined(v)));
              return v.number() < 0 ? arithmetic(w, "*", v, V::integer(-1)) : v;
          }},
-        {"attr",
-         [](W&, const V& v, const A& a) { return attribute_only(defined(v), Parameters(a, {"name"}, 1).text(0)); }},
+        {"attr", [](W&, const V& v,
+                    const A& a) { return attribute_only(defined(v), Parameters(a, {"name"}, 1).text(0)); }},
         {"capitalize", filter_text<capitalized>},
         {"count", length},
         {"d", filter_default},

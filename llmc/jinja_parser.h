@@ -29,7 +29,19 @@ struct LineError : UserError {
 
 // ---- tokens
 
-enum class TokenKind { Data, BeginPrint, EndPrint, BeginTag, EndTag, Name, String, Integer, Float, Operator, End };
+enum class TokenKind {
+    Data,
+    BeginPrint,
+    EndPrint,
+    BeginTag,
+    EndTag,
+    Name,
+    String,
+    Integer,
+    Float,
+    Operator,
+    End
+};
 
 struct Token {
     TokenKind kind;
@@ -317,10 +329,10 @@ enum class ExpressionKind {
     Not,
     And,
     Or,
-    Condition,  // parts[0] if parts[1] else parts[2], which may be null
-    Compare,    // parts[0] operators[0] parts[1] operators[1] parts[2]...
-    Join,       // parts joined by ~
-    Arithmetic, // parts[0] text parts[1]
+    Condition,   // parts[0] if parts[1] else parts[2], which may be null
+    Compare,     // parts[0] operators[0] parts[1] operators[1] parts[2]...
+    Join,        // parts joined by ~
+    Arithmetic,  // parts[0] text parts[1]
     Negative,
     Positive
 };
@@ -523,12 +535,14 @@ class Parser {
 
     std::unique_ptr<Statement> parse_if() {
         auto s = make_statement(StatementKind::If);
+        conditions_++;
         do {
             next();
             ExpressionPtr condition = parse_tuple(false);
             s->branches.emplace_back(std::move(condition), parse_rest({"elif", "else", "endif"}));
         } while (is_name("elif"));
         if (take_name("else")) s->branches.emplace_back(nullptr, parse_rest({"endif"}));
+        conditions_--;
         next();
         return s;
     }
@@ -838,11 +852,11 @@ class Parser {
             Argument argument;
             if (is_operator("*") || is_operator("**")) {
                 argument.name = next().text;
-            } else if (now().kind == TokenKind::Name && ahead().kind == TokenKind::Operator && ahead().text == "=") {
+            } else if (now().kind == TokenKind::Name && ahead().kind == TokenKind::Operator &&
+                       ahead().text == "=") {
                 argument.name = next().text;
                 next();
-            } else if (!arguments.empty() && !arguments.back().name.empty() &&
-                       arguments.back().name != "*") {
+            } else if (!arguments.empty() && !arguments.back().name.empty() && arguments.back().name != "*") {
                 fail_at(now().line, "an argument without a name follows one with a name");
             }
             argument.value = parse_expression();
@@ -876,7 +890,7 @@ class Parser {
         const int line = now().line;
         ExpressionPtr filter = make_of(ExpressionKind::Filter, line, std::move(value));
         filter->text = expect_name();
-        if (!is_filter(filter->text))
+        if (!is_filter(filter->text) && conditions_ == 0)
             fail_at(line, "the filter \"" + printable(filter->text.substr(0, 60)) + "\" is unknown");
         if (is_operator("(")) filter->arguments = parse_arguments();
         return filter;
@@ -887,7 +901,7 @@ class Parser {
         const bool negated = take_name("not");
         ExpressionPtr test = make_of(ExpressionKind::Test, line, std::move(value));
         test->text = expect_name();
-        if (!is_test(test->text))
+        if (!is_test(test->text) && conditions_ == 0)
             fail_at(line, "the test \"" + printable(test->text.substr(0, 60)) + "\" is unknown");
         if (is_operator("(")) {
             test->arguments = parse_arguments();
@@ -907,6 +921,7 @@ class Parser {
     const std::vector<Token> tokens_;
     size_t at_ = 0;
     int depth_ = 0, loops_ = 0;
+    int conditions_ = 0;  // inside of an if, unknown filters and tests are refused when they are used
 };
 
 }  // namespace jinja

@@ -76,7 +76,7 @@ inline std::vector<std::string> split(std::string_view text, const std::optional
     }
     for (text = strip(text, {}, true, false); !text.empty(); text = strip(text, {}, true, false)) {
         if (most-- == 0) {
-            parts.emplace_back(strip(text, {}, false, true));
+            parts.emplace_back(text);
             break;
         }
         size_t end = 0;
@@ -99,7 +99,7 @@ inline std::vector<std::string> split_from_right(std::string_view text,
     }
     for (text = strip(text, {}, false); !separator && !text.empty(); text = strip(text, {}, false)) {
         if (most-- == 0) {
-            parts.emplace_back(strip(text, {}, true, false));
+            parts.emplace_back(text);
             break;
         }
         size_t begin = text.size();

@@ -32,7 +32,7 @@ class Work {
     void spend(size_t bytes = 0) {
         const uint64_t cost = 1 + bytes / 16;
         if (cost > left_)
-            fail("does not end: it took more than %llu million steps",
+            fail("does too much: more than %llu million steps, where 16 bytes of text count as one",
                  static_cast<unsigned long long>(kMostSteps / 1'000'000));
         left_ -= cost;
     }
@@ -170,7 +170,9 @@ struct NamespaceObject : Object {
     Namespace* const space;
 };
 struct MethodObject : Object {
-    MethodObject(Value v, std::string n) : self(std::move(v)), name(std::move(n)) { depth = self.depth() + 1; }
+    MethodObject(Value v, std::string n) : self(std::move(v)), name(std::move(n)) {
+        depth = self.depth() + 1;
+    }
     const Value self;
     const std::string name;
 };
@@ -343,7 +345,8 @@ inline std::string float_text(double d) {
     if (std::isnan(d)) return "nan";
     if (std::isinf(d)) return d < 0 ? "-inf" : "inf";
     char shortest[64];
-    const auto end = std::to_chars(shortest, shortest + sizeof shortest, d, std::chars_format::scientific).ptr;
+    const auto end =
+        std::to_chars(shortest, shortest + sizeof shortest, d, std::chars_format::scientific).ptr;
     std::string text(shortest, end);
     const size_t e = text.find('e');
     const int exponent = std::stoi(text.substr(e + 1));
@@ -389,7 +392,9 @@ inline std::string repr_of_text(std::string_view text) {
         else if (is_printable(code))
             out += text.substr(at, length);
         else
-            out += format(code < 0x100 ? "\\x%02x" : code < 0x10000 ? "\\u%04x" : "\\U%08x",
+            out += format(code < 0x100     ? "\\x%02x"
+                          : code < 0x10000 ? "\\u%04x"
+                                           : "\\U%08x",
                           static_cast<unsigned>(code));
         at += length;
     }
@@ -455,7 +460,7 @@ inline std::string json_string(std::string_view text, bool ascii) {
         if (const size_t found = code < 0x80 ? kEscaped.find(static_cast<char>(code)) : kEscaped.npos;
             found != kEscaped.npos)
             (out += '\\') += kLetters[found];
-        else if (code < 0x20 || (ascii && code >= 0x7f && code < 0x10000 && code != 0x7f))
+        else if (code < 0x20 || (ascii && code >= 0x7f && code < 0x10000))
             out += format("\\u%04x", static_cast<unsigned>(code));
         else if (ascii && code >= 0x10000)
             out += format("\\u%04x\\u%04x", 0xd800 + (static_cast<unsigned>(code - 0x10000) >> 10),

@@ -182,10 +182,13 @@ inline void declare_model_options(CLI::App& app, Options& o) {
         ->check(one_of({"completions", "all", "last"}));
     group
         .add("--chat-format", o.chat_format, "NAME",
-             "Writes chats as chatml, llama3, mistral, llama2 or zephyr; by default as the chat template in the "
+             "Writes chats as chatml, llama3, mistral, llama2 or zephyr; by default as the chat template in "
+             "the "
              "model's folder says.")
         ->check(one_of({"auto", "chatml", "llama3", "mistral", "llama2", "zephyr"}));
-    group.add("--chat-date", o.chat_date, "YYYY-MM-DD", "The date that chat templates write, instead of today's.")
+    group
+        .add("--chat-date", o.chat_date, "YYYY-MM-DD",
+             "The date that chat templates write, instead of today's.")
         ->check([](const std::string& text) {
             return is_date(text) ? std::string() : "'" + printable(text) + "' is no date like 2025-01-31";
         });

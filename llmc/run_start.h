@@ -31,6 +31,11 @@ inline void print_data(const Options& o, const RunInputs& in, const Batches& bat
     const uint64_t epoch = training.sequences_per_epoch();
     const Dataset& data = *in.data;
     if (!in.chat.description.empty()) printf("chats: written by %s\n", in.chat.description.c_str());
+    if (in.chat.guesses)
+        fprintf(
+            stderr,
+            "the chat template asks for an answer in another way than it writes one: what is learnt begins "
+            "where they differ; --show-example N shows it\n");
     printf("data: ");
     if (data.is_examples())
         printf("%llu examples, %llu tokens, %llu of them with loss, in %llu sequences of %d, %.1f%% padding",
@@ -80,8 +85,9 @@ inline void print_example(const Options& o, const RunInputs& in) {
     const auto use = [&](std::span<char> line, size_t, const std::string& where) {
         if (++number != o.show_example) return;
         std::vector<int32_t> tokens;
-        encoder.encode(read_example(line, where), where, SIZE_MAX,
-                       [&](std::span<const int32_t> part, bool) { tokens.insert(tokens.end(), part.begin(), part.end()); });
+        encoder.encode(read_example(line, where), where, SIZE_MAX, [&](std::span<const int32_t> part, bool) {
+            tokens.insert(tokens.end(), part.begin(), part.end());
+        });
         const auto learnt = std::ranges::count_if(tokens, [](int32_t token) { return token >= 0; });
         if (encoder.chat()) printf("chats: written by %s\n", encoder.chat()->description().c_str());
         printf("%s: %zu tokens, of which the %lld between \u27e6 and \u27e7 are learnt:\n%s\n", where.c_str(),

@@ -14,7 +14,8 @@
 // text FILE                        int32 tokens to text by that tokenizer
 // tokenizer FILE FOLDER            writes the tokenizer's files into a folder
 // ends FILE                        the tokens that begin and end a text
-// render DATE                      lines of JSON, each with a chat template and its variables, to lines with what the
+// render DATE                      lines of JSON, each with a chat template and its variables, to lines with
+// what the
 //                                  template writes of them on this date
 // time FORMAT ROWS COLUMNS         gigabytes a second of memcpy, dequantizing to fp32 and bf16, a matvec
 // A mistake of the user's is reported in one line, with exit code 2, as by the trainer.

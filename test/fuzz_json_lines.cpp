@@ -45,8 +45,8 @@ struct Folder {
 void deal(const std::string& path, const Tokenizer& tokenizer, const std::string& folder, const char* format,
           bool loss_on_all, int seq_len) {
     Dataset data({path}, "--data");
-    const ExampleOptions options = {{loss_on_all ? "all" : "completions", format, ""},
-                                    chat_templates_of(folder, tokenizer), folder};
+    const ExampleOptions options = {
+        {loss_on_all ? "all" : "completions", format, ""}, chat_templates_of(folder, tokenizer), folder};
     tokenize_examples(data, tokenizer, options, seq_len);
     const auto held_out = data.hold_out(1);
     for (const Dataset* d :

@@ -127,6 +127,18 @@ def json_lines_seeds():
     for wrong in ({"prompt": "a"}, {"completion": ""}, {"text": None}, {"messages": []}, {"messages": chat[:2]},
                   {"messages": [says("tool", "x")]}, {"messages": [says("assistant", "first")]}, [], "{", '{"text": 1}'):
         yield b"\4\5" + lines({"text": "fine"}, wrong)
+def jinja_seeds():
+    yield from (template.encode() for template in (
+        "{{ bos_token }}{% for m in messages %}{{ '<|' + m['role'] + '|>\\n' + m.content | string | trim }}{% endfor %}",
+        "{%- set ns = namespace(n=0) -%}\n  {% for m in messages[::-1] if m.role != 'user' %}{% set ns.n = ns.n + loop.index %}"
+        "{% if loop.last %}{% break %}{% else %}{% continue %}{% endif %}{% else %}-{% endfor +%}\n{{ ns.n }}",
+        "{% macro m(a, b='x', c=[1, 2.5]) %}{{ a[1:-1:2] ~ b }}{{ m(a, b) if not a }}{% endmacro %}{{ m('abc', b=none) | upper }}",
+        "{% for k, v in messages[2].tool_calls[0].function.arguments.items() %}{{ k }}={{ v | tojson(indent=2) }}{% endfor %}",
+        "{{ messages | selectattr('content', 'string') | map(attribute='role') | join(', ') | replace('s', 'ß') | title }}",
+        "{% set x | trim %} {% raw %}{{ y }}{% endraw %} {# c #}{% endset %}{% generation %}{{ x.split()[0] }}{% endgeneration %}",
+        "{{ raise_exception('no ' ~ strftime_now('%d %B')) if 1 < 2 <= 3 and 'a' in 'abc' is string else {'a': (1,)}.a[0] ** 2 // 3 % 2 }}"))
+
+
 def gguf_file(keys, tensors, version=3):
     def text(value):
         return struct.pack("<Q", len(value.encode())) + value.encode()
@@ -203,7 +215,7 @@ def main():
     folder = pathlib.Path(sys.argv[1])
     targets = {"safetensors": safetensors_seeds(), "shards": shard_seeds(), "json": json_seeds(),
                "config": config_seeds(), "tokenizer": tokenizer_seeds(), "gguf": gguf_seeds(), "nf4": nf4_seeds(),
-               "json_lines": json_lines_seeds()}
+               "json_lines": json_lines_seeds(), "jinja": jinja_seeds()}
     for name, seeds in targets.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         for number, seed in enumerate(seeds):

@@ -50,7 +50,7 @@ CONSTRUCTS = r"""
 {{ names | first }} {{ names | last }} {{ empty | first }}| {{ names | length }} {{ nested | count }} {{ names | reverse | list }} {{ 'abc' | reverse }} {{ 'abc' | list }} {{ nested | list }} {{ [1, 2, 1] | unique | list }} {{ [3, 1] | min }} {{ [3, 1] | max }} {{ [1, 2.5] | sum }}
 {{ missing | default('d') }} {{ no | default('d') }} {{ no | default('d', true) }} {{ '' | default('d', boolean=true) }} {{ missing | d }}| {{ '12' | int }} {{ 'x' | int }} {{ 'x' | int(5) }} {{ 3.9 | int }} {{ '1.5' | float }} {{ 'x' | float }} {{ -3 | abs }} {{ 2.5 | round }} {{ 3.14159 | round(2) }} {{ 2.1 | round(method='ceil') }} {{ 7 | round }}
 {{ 'a\nb\n\nc' | indent }} {{ 'a\nb' | indent(2, true) }} {{ 'a\n\nb' | indent(1, blank=true) }} {{ 'a' | string }} {{ 5 | string }} {{ '<a>' | safe }} {{ ('<' | safe) + '<&' }} {{ ('<' | safe) ~ '<' }} {{ '%s/%s' | format('a', 1) }} {{ 'a b' | replace(' ', '_') | upper }}
-{% for m in messages %}{{ loop.index }}/{{ loop.index0 }}/{{ loop.revindex }}/{{ loop.length }}/{{ loop.first }}/{{ loop.last }}/{{ loop.previtem.role }}/{{ loop.nextitem.role if loop.nextitem is defined }};{% endfor %}
+{% for m in messages %}{{ loop.index }}/{{ loop.index0 }}/{{ loop.revindex }}/{{ loop.length }}/{{ loop.first }}/{{ loop.last }}/{{ loop.previtem.role if loop.previtem is defined }}/{{ loop.nextitem.role if loop.nextitem is defined }};{% endfor %}
 {% for m in messages if m.role == 'user' %}{{ loop.index }}{{ m.content }}{% else %}none{% endfor %} {% for x in empty %}a{% else %}none{% endfor %} {% for k, v in nested.items() %}{{ k }}={{ v }};{% endfor %} {% for c in 'abc' %}{{ c }}.{% endfor %} {% for k in nested %}{{ k }}{% endfor %}
 {% for x in [1, 2, 3, 4] %}{% if x == 2 %}{% continue %}{% endif %}{% if x == 4 %}{% break %}{% endif %}{{ x }}{{ loop.cycle('a', 'b') }}{% endfor %} {% for x in [1, 1, 2] %}{{ loop.changed(x) }}{% endfor %} {% for x in [[1, [2, 3]]] %}{% for a, (b, c) in [x] %}{{ a }}{{ b }}{{ c }}{% endfor %}{% endfor %}
 {% set x = 1 %}{% for y in [1, 2] %}{{ x }}{% set x = 5 %}{{ x }}{% endfor %}{{ x }} {% if yes %}{% set x = 2 %}{% endif %}{{ x }} {% set a, b = 1, 2 %}{{ a + b }} {% set ns = namespace(n=0, l=[]) %}{% for y in [1, 2] %}{% set ns.n = ns.n + y %}{% set ns.l = ns.l + [y] %}{% endfor %}{{ ns.n }}{{ ns.l }}{{ ns.z is defined }}
@@ -58,7 +58,7 @@ CONSTRUCTS = r"""
 {% macro m(a, b=2, c=a) %}{{ a }}-{{ b }}-{{ c }}-{{ d }};{% endmacro %}{% set d = 9 %}{{ m(1) }}{{ m(1, 3) }}{{ m(b=5, a=4) }}{{ m() }}{{ m(*[7, 8]) }}{{ m(**{'a': 6}) }}{{ m(1) | length }} {% macro r(n) %}{{ n }}{% if n > 0 %}{{ r(n - 1) }}{% endif %}{% endmacro %}{{ r(3) }}
 {{ 'a' if yes else 'b' }} {{ 'a' if no else 'b' }} {{ 'a' if no }}| {{ 'x' if no else 'y' if no else 'z' }} {% if no %}1{% elif yes %}2{% else %}3{% endif %} {{ range(3) | list }} {{ range(1, 6, 2) | list }} {{ range(3, 0, -1) | list }} {{ dict(a=1, b=2) }} {{ dict({'z': 1}, y=2) }}
 {{ strftime_now('%d %B %Y, %A %j %H:%M %%') }} {{ strftime_now('%Y-%m-%d') }} {# comment {{ x }} #}|{#- c -#} a {% raw %}{{ x }} {% if %}{% endraw %} {{ '{{' }} {{ "a" 'b' "c" }} {{ {'a': {'b': 1}}['a']['b'] }} {{ {'a': 1}.a }} {{ [[1], [2]][1][0] }}
-{%- if yes -%} a {%- endif -%} b {{- number -}} c {%+ if yes %} d {% endif +%} e
+{%- if yes -%} a {%- endif -%} b {{- number -}} c {% if no %}{{ 1 | nofilter }}{{ 1 is notest }}{% endif %} {%+ if yes %} d {% endif +%} e
   {% if yes %}
     indented {{ number }}
   {% endif %}
@@ -260,16 +260,17 @@ def test_fuzzed_chats(name):
 # ---- what is refused
 
 REFUSED = {
-    "{% for x in range(100000) %}{% for y in range(100000) %}{% endfor %}{% endfor %}": "(line 1): does not end: it took more than 20 million steps",
-    "{% set n = namespace(t='ab') %}{% for x in range(99) %}{% set n.t = n.t + n.t %}{% endfor %}": "does not end",
+    "{% for x in range(100000) %}{% for y in range(100000) %}{% endfor %}{% endfor %}": "does too much: more than 20 million steps, where 16 bytes of text count as one",
+    "{% set n = namespace(t='ab') %}{% for x in range(99) %}{% set n.t = n.t + n.t %}{% endfor %}": "does too much",
     "a\n{% for x in range(9999999999) %}{% endfor %}": "(line 2): range(): Range too big",
-    "{{ 'x' * 99999999999 }}": "makes too long a text", "{{ 'x'.ljust(99999999999) }}": "makes too long a text",
+    "{{ 'x' * 99999999999 }}": "does too much", "{{ 'x'.ljust(99999999999) }}": "makes too long a text",
     "{% macro m() %}{{ m() }}{% endmacro %}\n{{ m() }}": "the macros call each other too deeply",
     "{% set n = namespace(l=[]) %}{% for x in range(999) %}{% set n.l = [n.l] %}{% endfor %}": "nest more than 200 deep",
-    "{{ " + "(" * 300 + "1": "nests more than 200 deep", "{{ " + "not " * 300 + "1 }}": "nests more than 200 deep",
+    "{{ " + "(" * 300 + "1" + ")" * 300 + " }}": "nests more than 200 deep", "{{ " + "not " * 300 + "1 }}": "nests more than 200 deep",
     "{% if x %}" * 300: "nests more than 200 deep", "{{ x" + "[0]" * 300 + " }}": "unexpected",
-    "a\n\n{{ raise_exception('No ' ~\n'system\nrole!') }}": "(line 4): refuses this: No system role!",
+    "a\n\n{{ raise_exception('No ' ~\n'system\nrole!') }}": "(line 3): refuses this: No system role!",
     "{{ 1 | nofilter }}": '(line 1): the filter "nofilter" is unknown', "{{ 1 is notest }}": 'the test "notest" is unknown',
+    "\n{% if 1 %}{{ 1 | nofilter }}{% endif %}": '(line 2): the filter "nofilter" is unknown',
     "\n{% include 'x' %}": "(line 2): the tag {% include %} is unknown", "{% call m() %}{% endcall %}": "the tag {% call %} is unknown",
     "{% for x in y recursive %}{% endfor %}": "recursive loops are not supported", "{{ 'a'.format(1) }}": "str.format(): the method is not supported",
     "{% if x %}": "{% elif %} is missing", "{{ x": "ends inside of a tag", "{{ x }": "unexpected '}'", "{# x": "a comment does not end",
@@ -335,7 +336,7 @@ CHATS = [
     {"messages": [says("user", "Weather?"), says_with("assistant", "", tool_calls=[CALL]), says_with("tool", "rain", name="weather"),
                   says("tool", "more rain"), says("assistant", "It rains.")], "tools": TOOLS},
     {"messages": [says("user", "Weather?"), {"role": "assistant", "content": None, "tool_calls": [CALL]}, says("tool", "rain"),
-                  says("assistant", "It rains."), says("user", "Thanks"), says("assistant", "Bye.\n")], "tools": TOOLS},
+                  says("assistant", "It rains."), says("user", "Thanks"), says("assistant", "Bye.")], "tools": TOOLS},
     {"messages": [says("user", "a"), says_with("assistant", "wrong", weight=0), says("user", "No."), says("assistant", "right")]},
 ]
 LEARNT = [
@@ -345,7 +346,7 @@ LEARNT = [
     ['<tool_call>\n{"name": "weather", "arguments": {"city": "Elsinore", "b": 1, "a": [1.5, null]}}\n</tool_call><|im_end|>',
      "<think>\n\n</think>\n\nIt rains.<|im_end|>"],
     ['<tool_call>\n{"name": "weather", "arguments": {"city": "Elsinore", "b": 1, "a": [1.5, null]}}\n</tool_call><|im_end|>',
-     "It rains.<|im_end|>", "<think>\n\n</think>\n\nBye.\n<|im_end|>"],
+     "It rains.<|im_end|>", "<think>\n\n</think>\n\nBye.<|im_end|>"],
     ["<think>\n\n</think>\n\nright<|im_end|>"],
 ]
 
@@ -374,7 +375,7 @@ def test_generation(tmp_path):
     """What {% generation %} encloses is learnt, as in transformers' masks."""
     folder = folder_of(tmp_path / "model", smollm2, GENERATION)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    chats = [{"messages": [says("user", "a" * i), says("assistant", "é🙂 " * i + "b"), says("user", "x"), says("assistant", "  y\n")]}
+    chats = [{"messages": [says("user", "a" * i), says("assistant", "é🙂 " * i + "b"), says("user", "x"), says("assistant", "y\n")]}
              for i in range(1, 20)]
     for chat, kept in zip(chats, kept_of(folder, lines_of(chats)), strict=True):
         expected = tokenizer.apply_chat_template(chat["messages"], return_dict=True, return_assistant_tokens_mask=True)
@@ -382,7 +383,7 @@ def test_generation(tmp_path):
         assert (kept >= 0).astype(int).tolist() == expected["assistant_masks"]
     weighted = {"messages": [says("user", "a"), says_with("assistant", "no", train=False), says("user", "x"), says("assistant", "yes")]}
     [kept], [last] = kept_of(folder, lines_of([weighted])), kept_of(folder, lines_of(chats[:1]), "learn-last")
-    assert learnt_texts(tokenizer, kept) == ["yes<|im_end|>"] and learnt_texts(tokenizer, last) == ["  y\n<|im_end|>"]
+    assert learnt_texts(tokenizer, kept) == ["yes<|im_end|>"] and learnt_texts(tokenizer, last) == ["y\n<|im_end|>"]
 
 
 def test_what_cannot_be_told(tmp_path):
@@ -483,7 +484,7 @@ def test_templates_that_refuse(train_fp32, work):
     for template, message in (("{{ raise_exception('Not\nthis!') }}", "data.jsonl: line 1: the chat template (line 1): refuses this: Not this!"),
                               ("{{ 1 | f }}", 'model/chat_template.jinja: the chat template (line 1): the filter "f" is unknown'),
                               ("{% for x in range(99999) %}{% for y in range(99999) %}{% endfor %}{% endfor %}",
-                               "data.jsonl: line 1: the chat template (line 1): does not end")):
+                               "data.jsonl: line 1: the chat template (line 1): ")):
         (work / "model" / "chat_template.jinja").write_text(template)
         error = train_fp32(*RUN, "--data", "data.jsonl", cwd=work, code=2).stderr.decode()
         assert error.startswith("train: " + message) and error.count("\n") == 1, error

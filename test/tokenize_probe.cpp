@@ -92,9 +92,12 @@ void run(const std::string& folder, const std::string& command, const std::strin
     const auto tokenizer = Tokenizer::open(folder);
     if (!tokenizer) fail("%s: has no tokenizer", folder.c_str());
     if (command == "facts") return write_record(facts(*tokenizer));
-    const char* const loss_on = command == "learn-all" ? "all" : command == "learn-last" ? "last" : "completions";
+    const char* const loss_on = command == "learn-all"    ? "all"
+                                : command == "learn-last" ? "last"
+                                                          : "completions";
     const ExampleOptions options = {{loss_on, argument.empty() ? "auto" : argument, "2024-07-26"},
-                                    chat_templates_of(folder, *tokenizer), folder};
+                                    chat_templates_of(folder, *tokenizer),
+                                    folder};
     ExampleEncoder examples(*tokenizer, options);
     for (uint32_t size; fread(&size, sizeof size, 1, stdin) == 1;) {
         std::string input(size, '\0');

@@ -82,6 +82,14 @@ struct GgufPart {
 namespace gguf {
 // Hugging Face's names and GGUF's, without their prefixes and without ".weight" or ".bias".
 inline constexpr std::pair<std::string_view, const char*> kNames[] = {
+    {"wte", "token_embd"},
+    {"wpe", "position_embd"},
+    {"ln_1", "attn_norm"},
+    {"attn.c_attn", "attn_qkv"},
+    {"attn.c_proj", "attn_output"},
+    {"ln_2", "ffn_norm"},
+    {"mlp.c_fc", "ffn_up"},
+    {"mlp.c_proj", "ffn_down"},
     {"embed_tokens", "token_embd"},
     {"word_embeddings", "token_embd"},
     {"word_embeddings_layernorm", "token_embd_norm"},

@@ -12,9 +12,9 @@
 // A bench only measures a run and does not make it: fails on options that only a real run needs.
 inline void check_bench_options(const Options& o) {
     if (o.bench.empty()) return;
-    for (const char* name :
-         {"--plan", "--timeline", "--resume", "--out", "--save-base", "--save-every", "--log",
-          "--loss-by-position", "--val-data", "--print-every", "--eval-every", "--sample.every", "--prompt"})
+    for (const char* name : {"--plan", "--timeline", "--resume", "--out", "--save-base", "--save-every",
+                             "--log", "--loss-by-position", "--val-data", "--export", "--print-every",
+                             "--eval-every", "--sample.every", "--prompt"})
         if (o.has(name)) fail("%s: a bench only measures; leave it out, or --bench", o.spelled(name).c_str());
     for (const char* name : {"--steps", "--warmup"})
         if (o.has(name) && strtod(o.first(name), nullptr) > 1e6)
@@ -51,6 +51,8 @@ inline void check_adapter_options(const Options& o) {
         fail("--adapter %s: --resume %s goes on with its own", o.adapter.c_str(), o.resume.c_str());
     if (!o.merge.empty() && !o.trains_adapter() && o.resume.empty())
         fail("--merge %s: there is no adapter to merge; give --train lora or --adapter", o.merge.c_str());
+    if (o.export_part == "adapter" && !o.trains_adapter() && o.resume.empty())
+        fail("--export part=adapter: there is no adapter; give --train lora or --adapter");
     if (o.trains_adapter() && parse_new_model(o.model) && o.bench.empty())
         fail("--model %s: is a new one, and an adapter belongs to a trained model: give its folder",
              o.model.c_str());
@@ -192,7 +194,7 @@ inline void check_update_in_backward(const Options& o) {
 inline void check_names(const Options& o) {
     for (const char* name :
          {"--out", "--resume", "--log", "--timeline", "--advanced.algorithms", "--adapter", "--merge",
-          "--save-base", "--rope-scaling", "--loss-by-position", "--rates", "--calibrate"})
+          "--export", "--save-base", "--rope-scaling", "--loss-by-position", "--rates", "--calibrate"})
         if (o.has(name) && !*o.first(name))
             fail("%s is empty where the name of a file or folder is needed", setting_name(name).c_str());
 }

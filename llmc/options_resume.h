@@ -51,7 +51,7 @@ inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& val
         if (name == p.setting() && p.of_training_only && o.steps == 0) return o.trains_adapter();
     // A run that only generates needs no data, and must not touch the training's outputs.
     if (among({"--data", "--val-data", "--loss-on", "--chat-format", "--log", "--loss-by-position", "--out",
-               "--save-every", "--merge"}))
+               "--save-every", "--merge", "--export", "--export.type", "--export.part"}))
         return o.steps > 0;
     // A prompt asks for a sample.
     if (among({"--sample.tokens"})) return !o.has("--prompt") || values != nlohmann::json::array({"0"});

@@ -889,7 +889,7 @@ void Trainer::finish() {
     if (samples_here() && in_.samples() && !sampling_stops()) sample();
     if (export_.wanted() && !stopping()) {
         metrics_.finish();
-        export_.save(plans_.exported, saves_.reader());
+        export_.save(plans_.exported, saves_.reader(), step_ > first_step_, saves_.latest());
     }
     if (!o_.rank.is_first() || o_.merge.empty() || interrupted) return;
     metrics_.finish();

@@ -81,7 +81,8 @@ class GgufTensorWriter {
     void add(const ExportTensor& t, const T* values, int64_t count) {
         const size_t before = values_.size();
         values_.resize(before + static_cast<size_t>(count));
-        for (int64_t i = 0; i < count; i++) values_[before + static_cast<size_t>(i)] = to_float(values[i]);
+        for (int64_t i = 0; i < count; i++)
+            values_[before + static_cast<size_t>(i)] = t.factor * to_float(values[i]);
         // Whole rows, so whole blocks.
         if (static_cast<int64_t>(values_.size()) >= kChunkElements) flush(t);
     }
@@ -127,7 +128,7 @@ inline std::vector<ExportTensor> tensors_in_order(const Layout& whole, const Exp
     return all;
 }
 
-// Exports the model of a run.
+// Exports the model of a run, or its adapter.
 class ModelExport {
   public:
     ModelExport(const Options& o, const RunInputs& in, const RunModel& model, Arena& arena,
@@ -139,8 +140,8 @@ class ModelExport {
     bool wanted() const { return !o_.export_file.empty() && !o_.plan && o_.bench.empty(); }
     // True if matrices are made in the arena, for which a plan is needed.
     bool uses_arena() const {
-        return !o_.export_file.empty() &&
-               (model_.adapter || model_.quantized || !model_.fields_outside().empty());
+        const bool outside = model_.adapter || model_.quantized || !model_.fields_outside().empty();
+        return !o_.export_file.empty() && !is_adapter() && outside;
     }
     Plan rehearse() {
         return arena_.rehearse([&] {
@@ -153,38 +154,39 @@ class ModelExport {
         declare(writer, tensors());
         return writer.file_bytes(keys());
     }
-    // Writes the file. read_state() reads elements of the State; all ranks must call it, and the first
-    // writes.
-    void save(Plan& plan, const ReadBuffer& read_state) {
-        const std::string temporary = o_.export_file + ".tmp";
-        const std::vector<ExportTensor> all = tensors();
-        GgufWriter writer;
-        if (o_.rank.is_first()) {
-            declare(writer, all);
-            writer.open(temporary, keys());
-            append_rope_divisors(writer);
+    // Writes the file. read_state() reads elements of a State; all ranks must call it, and the first writes.
+    // If that fails, what was trained is not lost: `trained` says that this run has trained it, and `latest`
+    // is the save that has it.
+    void save(Plan& plan, const ReadBuffer& read_state, bool trained, const std::string& latest) {
+        try {
+            write(plan, read_state);
+        } catch (const UserError& error) {
+            report_failure(error.what(), trained, latest);
         }
-        append_all(all, o_.rank.is_first() ? &writer : nullptr, plan, read_state);
-        if (!o_.rank.is_first()) return;
-        writer.finish();
-        replace_file(temporary, o_.export_file);
-        fprintf(o_.notes(), "exported the model as %s in %s\n", type().name, o_.export_file.c_str());
+        if (o_.rank.is_first())
+            fprintf(o_.notes(), "exported the %s in %s as %s\n", o_.export_part.c_str(), type().name,
+                    o_.export_file.c_str());
     }
 
   private:
+    bool is_adapter() const { return o_.export_part == "adapter"; }
     const ExportType& type() const {
         const char* const own = std::is_same_v<floatX, float> ? "f32" : "bf16";
         return *find_export_type(o_.export_type.empty() ? own : o_.export_type);
     }
+    // LoRA's alpha: that of the first layer.
+    double alpha() const { return in_.adapter.modules[0].scale * in_.adapter.modules[0].rank; }
     std::vector<ExportTensor> tensors() const {
+        if (is_adapter()) return adapter_tensors(in_.config, in_.adapter.modules, type(), alpha());
         return tensors_in_order(model_.whole, type(), uses_arena(), model_.fields_outside());
     }
-    bool has_rope_divisors() const { return in_.config.rope.type == RopeType::kLlama3; }
+    bool has_rope_divisors() const { return !is_adapter() && in_.config.rope.type == RopeType::kLlama3; }
     void declare(GgufWriter& writer, const std::vector<ExportTensor>& all) const {
         if (has_rope_divisors()) writer.declare("rope_freqs.weight", kStoredF32, {in_.config.head_size / 2});
         for (const ExportTensor& t : all) writer.declare(t.name, *t.format, t.shape);
     }
     GgufKeys keys() const {
+        if (is_adapter()) return adapter_keys(in_.config, in_.export_name(), alpha());
         const int64_t divisors = has_rope_divisors() ? in_.config.head_size / 2 : 0;
         GgufKeys all = model_keys(in_.config, type(), in_.export_name(), model_.whole.count() + divisors);
         all.append(in_.exported_tokenizer);
@@ -198,10 +200,58 @@ class ModelExport {
         writer.append(divisors.data(), divisors.size() * sizeof(float));
     }
 
+    void write(Plan& plan, const ReadBuffer& read_state) {
+        const std::vector<ExportTensor> all = tensors();
+        if (!o_.rank.is_first()) {
+            if (!uses_arena()) append_all(all, nullptr, plan, read_state);
+            return;
+        }
+        const std::string temporary = o_.export_file + ".tmp";
+        GgufWriter writer;
+        declare(writer, all);
+        try {
+            writer.open(temporary, keys());
+            append_rope_divisors(writer);
+            append_all(all, &writer, plan, read_state);
+            writer.finish();
+        } catch (const UserError&) {
+            unlink(temporary.c_str());
+            throw;
+        }
+        replace_file(temporary, o_.export_file);
+    }
+    // Fails with a line that says how to export again. Without --out, what was trained is first saved beside
+    // the file that --export names.
+    [[noreturn]] void report_failure(const std::string& why, bool trained, const std::string& latest) const {
+        const std::string failed = format("--export %s: %s", o_.export_file.c_str(), why.c_str());
+        if (!trained || !o_.rank.is_first()) fail("%s", failed.c_str());
+        if (o_.saves())
+            fail("%s; what was trained is saved: --resume %s --steps 0 --export FILE exports it",
+                 failed.c_str(), latest.c_str());
+        if (o_.slices_weights()) fail("%s, and there is no --out that has the model", failed.c_str());
+        const std::string wanted = o_.export_file + (model_.adapter ? ".adapter" : ".model");
+        std::string kept = wanted;
+        for (int i = 2; file_exists(kept); i++) kept = format("%s-%d", wanted.c_str(), i);
+        try {
+            write_folder(kept, [&](const std::string& folder) { write_trained(folder); });
+        } catch (const UserError& error) {
+            fail("%s; nor can what was trained be saved: %s", failed.c_str(), error.what());
+        }
+        const std::string named = model_.adapter ? o_.model + " --adapter " + kept : kept;
+        fail("%s; what was trained is saved: --model %s --steps 0 --export FILE exports it", failed.c_str(),
+             named.c_str());
+    }
+    void write_trained(const std::string& folder) const {
+        if (model_.adapter) return write_adapter(folder, *model_.adapter, in_.adapter, in_.saved_tokenizer());
+        write_settings<floatX>(folder, in_.config, in_.saved_tokenizer());
+        write_tensors(folder + "/model.safetensors", model_.state.layout, weight_buffers(model_.state));
+    }
+
     // Where the State has a tensor: the first element. Nothing if it does not have it.
     std::optional<int64_t> place_in_state(const ExportTensor& t) const {
         if (uses_arena() && is_linear(t.field)) return std::nullopt;  // made there, with its adapter
-        for (const Parameter& p : model_.state.layout.parameters_of(t.unit))
+        const Layout& layout = is_adapter() ? model_.adapter->layout : model_.state.layout;
+        for (const Parameter& p : layout.parameters_of(t.unit))
             for (const Parameter::Part& part : p.parts)
                 if (part.name == t.from) return p.offset + part.offset;
         return std::nullopt;
@@ -209,7 +259,8 @@ class ModelExport {
 
     void append_all(const std::vector<ExportTensor>& all, GgufWriter* writer, Plan& plan,
                     const ReadBuffer& read_state) {
-        const StateBuffer& weights = *model_.state.find(StatePart::Weights);
+        const State<floatX>& state = is_adapter() ? *model_.adapter : model_.state;
+        const StateBuffer& weights = *state.find(StatePart::Weights);
         GgufTensorWriter<floatX> to(writer, in_.config);
         size_t next = 0;
         // Appends the tensors of the State up to the next one that it does not have.

@@ -10,6 +10,8 @@
 #include <string_view>
 #include <vector>
 
+#include "llmc/adapter.h"
+#include "llmc/checkpoint.h"
 #include "llmc/gguf_model.h"
 #include "llmc/gguf_write.h"
 #include "llmc/model.h"
@@ -71,6 +73,7 @@ struct ExportTensor {
     int64_t first_row;  // of the parameter's rows
     GgufPart::Rows order;
     bool is_transposed;  // the model's files have (in, out)
+    float factor = 1;    // by which values are multiplied
 
     int64_t rows() const { return shape[0]; }
     int64_t columns() const { return shape.size() == 1 ? 1 : shape[1]; }
@@ -115,6 +118,14 @@ inline std::vector<ExportTensor> export_tensors(const Layout& layout, int unit, 
         }
     }
     return tensors;
+}
+
+// The host memory that an export takes: a chunk of rows as they are, as floats and encoded, and the file's
+// buffer; a whole matrix where matrices are transposed.
+inline size_t export_buffers(const ModelConfig& c) {
+    const size_t chunk = static_cast<size_t>(kChunkElements) * 3 * sizeof(float) + (size_t{1} << 20);
+    const auto matrix = static_cast<size_t>(int64_t{c.mlp_width} * c.channels) * sizeof(float);
+    return chunk + (c.family->by_outputs ? 0 : matrix);
 }
 
 // ---- the keys
@@ -234,6 +245,50 @@ inline GgufKeys model_keys(const ModelConfig& c, const ExportType& type, const s
         size(keys, "vocab_size", c.vocabulary);
         size(keys, "rope.dimension_count", c.head_size);
     }
+    keys.add("general.quantization_version", uint32_t{2});
+    return keys;
+}
+
+// ---- adapters
+
+// The tensors of a LoRA: A and B of each linear layer that has one. A file has one alpha, and the scale of a
+// layer is alpha / rank. Layers with another scale have it in B.
+inline std::vector<ExportTensor> adapter_tensors(const ModelConfig& c,
+                                                 const std::vector<LinearModule>& modules,
+                                                 const ExportType& type, double alpha) {
+    std::vector<ExportTensor> tensors;
+    for (const LinearModule& m : modules) {
+        const std::string layer = full_name(c, m), name = gguf::name_of(*c.family, layer + ".weight");
+        const auto add = [&](const char* end, const char* peft, int64_t rows,
+                             int64_t columns) -> ExportTensor& {
+            const WeightFormat& format = columns % type.matrices.block == 0 ? type.matrices : kStoredF16;
+            tensors.push_back({name + end,
+                               kPeftPrefix + layer + peft,
+                               m.field,
+                               m.layer + 1,
+                               {rows, columns},
+                               &format,
+                               0,
+                               GgufPart::Rows::Same,
+                               false});
+            return tensors.back();
+        };
+        add(".lora_a", ".lora_A.weight", m.rank, m.inputs);
+        ExportTensor& b = add(".lora_b", ".lora_B.weight", m.outputs, m.rank);
+        b.order = rows_order(c, layer + ".weight");
+        b.factor = static_cast<float>(m.scale * m.rank / alpha);
+    }
+    return tensors;
+}
+
+// The keys of a LoRA.
+inline GgufKeys adapter_keys(const ModelConfig& c, const std::string& name, double alpha) {
+    GgufKeys keys;
+    keys.add("general.architecture", gguf_architecture(c));
+    keys.add("general.type", "adapter");
+    keys.add("adapter.type", "lora");
+    keys.add("general.name", name);
+    keys.add_float("adapter.lora.alpha", alpha);
     keys.add("general.quantization_version", uint32_t{2});
     return keys;
 }

@@ -144,15 +144,19 @@ inline std::vector<double> llama3_divisors(int head_size, const RopeScaling& rop
 
 class GgufModel {
   public:
-    // Opens the file and reads its configuration. Supported architectures are llama (also for Mistral),
-    // qwen2, qwen3 and bloom. Fails in one line that names the file and the key or tensor if the architecture
-    // is another one, if keys or tensors would change the arithmetic in an unknown way, or if a tensor is
-    // missing.
+    // Opens the file and reads its configuration. Supported architectures are gpt2, llama (also for
+    // Mistral), qwen2, qwen3 and bloom. Fails in one line that names the file and the key or tensor if the
+    // architecture is another one, if keys or tensors would change the arithmetic in an unknown way, or if a
+    // tensor is missing.
     explicit GgufModel(const std::string& path) : file_(path), reader_(file_.metadata(), path) {
         arch_ = reader_.text("general.architecture", "");
-        if (arch_ != "llama" && arch_ != "qwen2" && arch_ != "qwen3" && arch_ != "bloom")
-            fail("%s: 'general.architecture' is \"%s\"; llama, qwen2, qwen3 and bloom are supported",
+        constexpr const char* known[] = {"gpt2", "llama", "qwen2", "qwen3", "bloom"};
+        if (std::find(std::begin(known), std::end(known), arch_) == std::end(known))
+            fail("%s: 'general.architecture' is \"%s\"; gpt2, llama, qwen2, qwen3 and bloom are supported",
                  path.c_str(), printable(arch_).c_str());
+        const std::string type = reader_.text("general.type", "model");
+        if (type != "model")
+            fail("%s: 'general.type' is \"%s\"; a model is needed", path.c_str(), printable(type).c_str());
         refuse_other_keys();
         config_ = parse_config(config_json(), path);
         read_rope_divisors();
@@ -206,6 +210,8 @@ class GgufModel {
                                                 "rope.scaling.factor",
                                                 "rope.scaling.original_context_length",
                                                 "rope.scaling.finetuned",
+                                                "rope.scaling.yarn_beta_fast",
+                                                "rope.scaling.yarn_beta_slow",
                                                 "tensor_data_layout"};
         for (const auto& [name, value] : file_.metadata().items()) {
             const std::string_view own = name;
@@ -235,6 +241,16 @@ class GgufModel {
         const int heads = size("attention.head_count", kMostChannels),
                   mlp = size("feed_forward_length", kMostMlpWidth);
         add_marks(json);
+        if (arch_ == "gpt2") {
+            const double epsilon = reader_.number(key("attention.layer_norm_epsilon").c_str(), 1e-5, 0, 1);
+            json.update({{"n_layer", layers},
+                         {"n_embd", channels},
+                         {"n_head", heads},
+                         {"n_inner", mlp},
+                         {"n_positions", size("context_length", kMostPositions)},
+                         {"layer_norm_epsilon", epsilon}});
+            return json;
+        }
         if (bloom) {
             const double epsilon = reader_.number(key("attention.layer_norm_epsilon").c_str(), 1e-5, 0, 1);
             json.update({{"n_layer", layers},
@@ -272,8 +288,10 @@ class GgufModel {
         if (scaling == "linear")
             json["rope_scaling"] = {{"rope_type", "linear"},
                                     {"factor", reader_.number(key("rope.scaling.factor").c_str(), 0, 1e30)}};
+        else if (scaling == "yarn")
+            json["rope_scaling"] = yarn_json();
         else if (scaling != "none")
-            fail("%s: '%s' is \"%s\"; none and linear are supported", file_.path().c_str(),
+            fail("%s: '%s' is \"%s\"; none, linear and yarn are supported", file_.path().c_str(),
                  key("rope.scaling.type").c_str(), printable(scaling).c_str());
         if (!reader_.has(key("attention.sliding_window").c_str())) return;
         json["sliding_window"] = reader_.size(key("attention.sliding_window").c_str(), INT32_MAX);
@@ -281,6 +299,18 @@ class GgufModel {
             json["model_type"] = "mistral";
         else
             json["use_sliding_window"] = true, json["max_window_layers"] = 0;
+    }
+
+    nlohmann::json yarn_json() const {
+        const auto number = [&](const char* name, double otherwise) {
+            return reader_.number(key(name).c_str(), otherwise, 0, 1e30);
+        };
+        return {{"rope_type", "yarn"},
+                {"factor", number("rope.scaling.factor", 1)},
+                {"original_max_position_embeddings",
+                 reader_.size(key("rope.scaling.original_context_length").c_str(), kMostPositions)},
+                {"beta_fast", number("rope.scaling.yarn_beta_fast", 32)},
+                {"beta_slow", number("rope.scaling.yarn_beta_slow", 1)}};
     }
 
     // Adds the tokens that begin and end a text. The token that ends a turn ends a text too.
@@ -327,16 +357,20 @@ class GgufModel {
     }
 
     // Checks that all tensors are there and no others. Allowed besides them: the divisors of the frequencies,
-    // and a copy of the embedding as the head, which converters of BLOOM wrote.
+    // and a copy of the embedding as the head, which converters of GPT-2 and BLOOM wrote.
     void check_tensors() const {
         std::set<std::string> known = {"rope_freqs.weight"};
-        if (arch_ == "bloom") known.insert("output.weight");
+        if (arch_ == "bloom" || arch_ == "gpt2") known.insert("output.weight");
         const Family& family = *config_.family;
         const auto check = [&](const std::string& block, const Table& table) {
             for (const Row& row : table)
                 for (const FileTensor& part : row.parts) {
                     const std::string name = (part.has_prefix ? family.prefix + block : "") + part.name;
-                    const std::vector<int64_t> shape(part.shape.dims, part.shape.dims + part.shape.count);
+                    std::vector<int64_t> shape(part.shape.dims, part.shape.dims + part.shape.count);
+                    // A GGUF has all matrices as (out, in).
+                    if (!family.by_outputs && std::find(std::begin(kLinearFields), std::end(kLinearFields),
+                                                        row.field) != std::end(kLinearFields))
+                        std::swap(shape[0], shape[1]);
                     const GgufPart found = get(name, shape);
                     if (part.shape.count == 1 && !found.has_floats())
                         fail("%s: tensor \"%s\" has type %s where F32 is needed", file_.path().c_str(),

@@ -53,6 +53,13 @@ inline void check_adapter_options(const Options& o) {
         fail("--merge %s: there is no adapter to merge; give --train lora or --adapter", o.merge.c_str());
     if (o.export_part == "adapter" && !o.trains_adapter() && o.resume.empty())
         fail("--export part=adapter: there is no adapter; give --train lora or --adapter");
+    for (const char* mixed : {"q4_0", "q4_k_m", "q6_k"})
+        if (o.export_part == "adapter" && o.export_type == mixed)
+            fail("--export part=adapter: llama.cpp has adapters in f32, f16, bf16 and q8_0, not in %s",
+                 mixed);
+    for (const char* name : {"--export.type", "--export.part"})
+        if (o.has(name) && o.export_file.empty())
+            fail("--export %s=%s: and the name of the file?", std::strchr(name, '.') + 1, o.first(name));
     if (o.trains_adapter() && parse_new_model(o.model) && o.bench.empty())
         fail("--model %s: is a new one, and an adapter belongs to a trained model: give its folder",
              o.model.c_str());

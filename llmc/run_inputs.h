@@ -15,6 +15,7 @@
 #include "llmc/checkpoint.h"
 #include "llmc/data_tokens.h"
 #include "llmc/dataset.h"
+#include "llmc/gguf_export.h"
 #include "llmc/model_positions.h"
 #include "llmc/offload_embeddings.h"
 #include "llmc/options.h"
@@ -444,7 +445,8 @@ inline void RunInputs::tokenize_texts() {
 inline InputBytes RunInputs::bytes() const {
     constexpr size_t kLittleHeld = 256 << 10, kLittleRead = 4 << 20;
     InputBytes bytes{tokenizer ? tokenizer->held_bytes() : 0, 0, 0};
-    bytes.tokenizer += exported_tokenizer.bytes().size();
+    if (!o_.export_file.empty())
+        bytes.tokenizer += exported_tokenizer.bytes().size() + export_buffers(config);
     for (const Dataset* d : {data.get(), val_data.get()}) {
         if (!d) continue;
         bytes.data += d->held_bytes();
@@ -486,7 +488,7 @@ inline void RunInputs::open_validation() {
 // means bytes.
 inline std::optional<Tokenizer> RunInputs::open_tokenizer() {
     std::vector<std::string> folders;
-    if (gguf && gguf->file().metadata().contains("tokenizer.ggml.model")) {
+    if (gguf && has_gguf_tokenizer(gguf->file())) {
         tokenizer_folder = model;  // a file, not a folder
         return read_gguf_tokenizer(gguf->file());
     }

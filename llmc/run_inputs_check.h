@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "llmc/gguf_export.h"
 #include "llmc/outputs.h"
 #include "llmc/run_inputs.h"
 #include "llmc/save_resume.h"
@@ -318,9 +317,13 @@ inline void RunInputs::read_exported() {
     check_rope_for_gguf(config, option);
     exported_tokenizer =
         tokenizer_keys(gguf && tokenizer_folder == model ? &gguf->file() : nullptr, tokenizer_folder, config);
-    if (tokenizer_folder.empty() && config.vocabulary != 256)
+    if (tokenizer_folder.empty() && config.vocabulary != 256) {
+        const std::string arch = gguf_architecture(config);
+        if (arch != "llama")  // whose other keys have it
+            exported_tokenizer.add(arch + ".vocab_size", static_cast<uint32_t>(config.vocabulary));
         fprintf(stderr, "%s: the model has no tokenizer, so llama.cpp can only give it tokens' numbers\n",
                 option.c_str());
+    }
     if (config.window > 0)
         fprintf(stderr, "%s: llama.cpp attends to all earlier tokens in a %s, not only to %d\n",
                 option.c_str(), config.family->name, config.window);

@@ -283,6 +283,11 @@ inline TokenizerParts read_sentencepiece_keys(const TokenizerKeys& keys) {
 }
 }  // namespace gguf
 
+// True if the file has a tokenizer.
+inline bool has_gguf_tokenizer(const GgufFile& file) {
+    return ConfigReader(file.metadata(), file.path()).text("tokenizer.ggml.model", "none") != "none";
+}
+
 // Reads the tokenizer. Fails naming the file and the key if one is missing, damaged or not supported.
 inline Tokenizer read_gguf_tokenizer(const GgufFile& file) {
     const std::string model = ConfigReader(file.metadata(), file.path()).text("tokenizer.ggml.model", "");

@@ -58,7 +58,8 @@ inline void set_added(TokenTable& table, size_t i, const std::string& token, boo
 // The JSON files of a tokenizer's folder.
 struct TokenizerFiles {
     std::string folder;
-    nlohmann::json tokenizer, settings;  // tokenizer.json and tokenizer_config.json; null if missing
+    // tokenizer.json, tokenizer_config.json and the model's config.json; null if missing.
+    nlohmann::json tokenizer, settings, config;
 
     explicit TokenizerFiles(std::string from) : folder(std::move(from)) {
         const auto read = [&](const char* name) {
@@ -66,6 +67,7 @@ struct TokenizerFiles {
         };
         tokenizer = read("tokenizer.json");
         settings = read("tokenizer_config.json");
+        config = read("config.json");
     }
     std::string path(const char* name) const { return folder + "/" + name; }
     bool has(const char* name) const { return file_exists(path(name)); }
@@ -276,6 +278,10 @@ inline void add_special_tokens(GgufKeys& keys, const TokenizerFiles& files, cons
                                                                                      : none;
         int token = files.added(files.named((std::string(name) + "_token").c_str()));
         if (token < 0 && !configured.empty()) token = configured[0];
+        const nlohmann::json in_config =
+            files.config.is_object() ? files.config.value(std::string(name) + "_token_id", nlohmann::json())
+                                     : nlohmann::json();
+        if (token < 0 && in_config.is_number_unsigned()) token = in_config.get<int>();
         if (token >= 0 && token < c.vocabulary)
             keys.add(std::string("tokenizer.ggml.") + key + "_token_id", static_cast<uint32_t>(token));
     }

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cmath>
+#include <numbers>
 #include <set>
 #include <string>
 #include <string_view>
@@ -139,6 +140,35 @@ inline std::vector<double> llama3_divisors(int head_size, const RopeScaling& rop
     std::vector<double> divisors;
     for (size_t i = 0; i < with.size(); i++) divisors.push_back(double{without[i]} / double{with[i]});
     return divisors;
+}
+
+// Finds the settings of Llama 3.1's scaling that give these divisors, and sets them in `rope`; returns
+// whether there are any. The lowest frequencies are divided by the whole factor. Only the ratios of the
+// original length and of the two frequency factors matter, and all known models have 1 and 4 for the latter.
+inline bool find_llama3(int head_size, const std::vector<float>& divisors, RopeScaling& rope) {
+    rope.factor = double{divisors.back()};
+    if (!(rope.factor >= 1 && rope.factor < 1e6)) return false;
+    RopeScaling plain = rope;
+    plain.type = RopeType::kDefault;
+    const std::vector<float> inverse = inverse_frequencies(head_size, plain);
+    const auto fits = [&](double length) {
+        rope.original_max_position_embeddings = static_cast<int>(std::lround(length));
+        if (rope.original_max_position_embeddings < 1) return false;
+        const std::vector<double> wanted = llama3_divisors(head_size, rope);
+        for (size_t i = 0; i < divisors.size(); i++)
+            if (!(std::abs(double{divisors[i]} - wanted[i]) < 1e-3 * wanted[i])) return false;
+        return true;
+    };
+    if (fits(rope.original_max_position_embeddings)) return true;
+    // A frequency that is divided by a part of the factor tells the length. Without one, the first that is
+    // divided by the whole factor makes less than one turn in it.
+    for (size_t i = 0; i < divisors.size(); i++) {
+        const double turns = double{inverse[i]} / (2 * std::numbers::pi), divisor = double{divisors[i]};
+        const double smooth = (1 / divisor - 1 / rope.factor) / (1 - 1 / rope.factor);
+        const bool whole = divisor >= rope.factor * (1 - 1e-6);
+        if (divisor > 1 + 1e-6 && fits(whole ? std::floor(1 / turns) : (3 * smooth + 1) / turns)) return true;
+    }
+    return false;
 }
 }  // namespace gguf
 
@@ -345,14 +375,8 @@ class GgufModel {
         tensor->file->read(tensor->offset, tensor->bytes, given.data());
         RopeScaling rope = config_.rope;
         if (rope.type != RopeType::kDefault) refuse("stands beside another scaling of the positions");
-        // The lowest frequencies are divided by the whole factor. RopeScaling's defaults have the other
-        // numbers, which are the same in all Llama models.
-        rope.type = RopeType::kLlama3, rope.factor = double{given.back()};
-        if (!(rope.factor >= 1 && rope.factor < 1e6)) refuse("is not the scaling of Llama 3.1");
-        const std::vector<double> wanted = gguf::llama3_divisors(config_.head_size, rope);
-        for (size_t i = 0; i < given.size(); i++)
-            if (!(std::abs(double{given[i]} - wanted[i]) < 1e-3 * wanted[i]))
-                refuse("is not the scaling of Llama 3.1");
+        rope.type = RopeType::kLlama3;
+        if (!gguf::find_llama3(config_.head_size, given, rope)) refuse("is not the scaling of Llama 3.1");
         if (rope.factor > 1) config_.rope = rope;
     }
 

@@ -1017,6 +1017,7 @@ void Trainer::prepare() {
     if (use_algorithms_for<floatX>(plans_.all(), o_.matmul_algorithms, stream_)) rehearse();
     take_memory();
     saves_.check_room(export_.wanted() && o_.rank.is_first() ? export_.bytes() : 0);
+    export_.remark();
     load();
     if (!exchange_.is_alone())
         check_ranks_agree(exchange_, o_.rank,

@@ -154,6 +154,20 @@ class ModelExport {
         declare(writer, tensors());
         return writer.file_bytes(keys());
     }
+    // Says what llama.cpp will do differently.
+    void remark() const {
+        if (!wanted() || is_adapter() || !o_.rank.is_first()) return;
+        const char* const file = o_.export_file.c_str();
+        const ModelConfig& c = in_.config;
+        if (in_.tokenizer_folder.empty() && c.vocabulary != 256)
+            fprintf(
+                stderr,
+                "--export %s: the model has no tokenizer, so llama.cpp can only give it tokens' numbers\n",
+                file);
+        if (c.window > 0)
+            fprintf(stderr, "--export %s: llama.cpp attends to all earlier tokens in a %s, not only to %d\n",
+                    file, c.family->name, c.window);
+    }
     // Writes the file. read_state() reads elements of a State; all ranks must call it, and the first writes.
     // If that fails, what was trained is not lost: `trained` says that this run has trained it, and `latest`
     // is the save that has it.

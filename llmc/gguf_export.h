@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "llmc/adapter.h"
+#include "llmc/adapter_files.h"
 #include "llmc/checkpoint.h"
 #include "llmc/gguf_model.h"
 #include "llmc/gguf_write.h"
@@ -166,6 +167,86 @@ inline std::string title_of(const std::string& folder) {
     return title;
 }
 
+// What llama.cpp's converter reads from a model's name, "SmolLM2-135M-Instruct": the other names are empty if
+// the name does not tell.
+struct NameParts {
+    std::string basename, finetune, version, size_label;
+};
+
+// Reads a model's name as gguf's Metadata.get_model_id_components() does. A size counts only if it is near
+// the model's number of parameters; else it is probably a context length.
+inline NameParts parts_of_name(const std::string& name, int64_t parameters) {
+    enum Kind { None, Version, Type, Size, Finetune, Base };
+    const auto is = [](const char* pattern, const std::string& text) {
+        return NamePattern(std::string("(?i)") + pattern, "", "").matches(text);
+    };
+    std::vector<std::pair<std::string, Kind>> parts;
+    for (size_t at = 0; at <= name.size() && name.find(' ') == name.npos;) {
+        const size_t end = std::min(name.find('-', at), name.size());
+        if (end > at) parts.emplace_back(name.substr(at, end - at), None);
+        at = end + 1;
+    }
+    for (size_t i = 0; i < parts.size(); i++) {
+        auto& [part, kind] = parts[i];
+        if (is("(v|iter)?\\d+([.]\\d+)*", part)) {
+            kind = Version;
+        } else if (is("i?q\\d(_\\w)*|b?fp?(16|32)", part)) {
+            kind = Type;
+        } else if (i > 0 && is("(A|\\d+x)?\\d+([._]\\d+)?[KMBT]\\d?|small|mini|medium|large|x?xl", part)) {
+            std::replace(part.begin(), part.end(), '_', '.');
+            const auto digit = [&](size_t from_end) {
+                return part.size() >= from_end &&
+                       std::isdigit(static_cast<unsigned char>(part[part.size() - from_end]));
+            };
+            if (digit(1))  // 7b1
+                part = part.substr(0, part.size() - 2) + "." + part.back() + part[part.size() - 2];
+            if (digit(2))
+                part.back() = static_cast<char>(std::toupper(static_cast<unsigned char>(part.back())));
+            kind = Size;
+            char* rest = nullptr;
+            const double number = strtod(part.c_str(), &rest), total = static_cast<double>(parameters);
+            const size_t unit = std::string_view(" KMBT").find(part.back());
+            if (rest + 1 == part.c_str() + part.size() && unit != std::string_view::npos &&
+                std::abs(number * std::pow(1000, unit) - total) > std::floor(7 * total / 8)) {
+                kind = Finetune;
+                part.back() = static_cast<char>(std::tolower(static_cast<unsigned char>(part.back())));
+            }
+        } else if (i > 0 && is("chat|instruct|vision|lora", part)) {
+            kind = Finetune;
+        }
+    }
+    const auto has_digit = [](const std::string& text) {
+        return text.find_first_of("0123456789") != text.npos;
+    };
+    const bool numbered = std::any_of(parts.begin(), parts.end(),
+                                      [&](const auto& p) { return p.second == Size && has_digit(p.first); });
+    // The base name is at the start. It includes versions, except at the end of the whole name.
+    size_t base = 0;
+    for (auto& [part, kind] : parts)
+        if (kind == Size && numbered && !has_digit(part)) kind = None;
+    while (base < parts.size() &&
+           (parts[base].second == Version ||
+            (parts[base].second == None && std::isalpha(static_cast<unsigned char>(parts[base].first[0])))))
+        base++;
+    size_t end = base;
+    while (base == parts.size() && end > 0 && parts[end - 1].second == Version) end--;
+    NameParts found;
+    const auto join = [](std::string& to, const std::string& part) { to += (to.empty() ? "" : "-") + part; };
+    for (size_t i = 0; i < parts.size(); i++) {
+        const auto& [part, kind] = parts[i];
+        if (i < end)
+            join(found.basename, part);
+        else if (kind == Version)
+            join(found.version, part);
+        else if (kind == Size && ("-" + found.size_label + "-").find("-" + part + "-") == std::string::npos)
+            join(found.size_label, part);
+        else if (kind == Finetune || kind == None)
+            join(found.finetune, part);
+    }
+    if (found.size_label.empty() && found.finetune.empty() && found.version.empty()) found.basename.clear();
+    return found;
+}
+
 // Fails on a scaling of rotary positions that GGUF has no keys for.
 inline void check_rope_for_gguf(const ModelConfig& c, const std::string& where) {
     const RopeScaling& s = c.rope;
@@ -211,7 +292,7 @@ inline void add_sampling_keys(GgufKeys& keys, const nlohmann::json& generation) 
             keys.add_float(std::string("general.sampling.") + key, value->get<double>());
 }
 
-// The keys of a model, without those of its tokenizer.
+// The keys of a model, without those of its tokenizer. `name` is that of its folder or file.
 inline GgufKeys model_keys(const ModelConfig& c, const ExportType& type, const std::string& name,
                            int64_t parameters) {
     const std::string arch = gguf_architecture(c), own = arch + ".";
@@ -222,8 +303,12 @@ inline GgufKeys model_keys(const ModelConfig& c, const ExportType& type, const s
     keys.add("general.architecture", arch);
     keys.add("general.type", "model");
     add_sampling_keys(keys, c.generation);
-    keys.add("general.name", name);
-    keys.add("general.size_label", size_label(parameters));
+    const NameParts parts = parts_of_name(name, parameters);
+    keys.add("general.name", title_of(name));
+    if (!parts.version.empty()) keys.add("general.version", parts.version);
+    if (!parts.finetune.empty()) keys.add("general.finetune", parts.finetune);
+    if (!parts.basename.empty()) keys.add("general.basename", parts.basename);
+    keys.add("general.size_label", parts.size_label.empty() ? size_label(parameters) : parts.size_label);
     size(keys, "block_count", c.layers);
     // ALiBi has no limit, and llama.cpp's converter writes the channels.
     size(keys, "context_length", c.family == &kBloom ? c.channels : c.positions);
@@ -287,7 +372,7 @@ inline GgufKeys adapter_keys(const ModelConfig& c, const std::string& name, doub
     keys.add("general.architecture", gguf_architecture(c));
     keys.add("general.type", "adapter");
     keys.add("adapter.type", "lora");
-    keys.add("general.name", name);
+    keys.add("general.name", title_of(name));
     keys.add_float("adapter.lora.alpha", alpha);
     keys.add("general.quantization_version", uint32_t{2});
     return keys;

@@ -317,16 +317,9 @@ inline void RunInputs::read_exported() {
     check_rope_for_gguf(config, option);
     exported_tokenizer =
         tokenizer_keys(gguf && tokenizer_folder == model ? &gguf->file() : nullptr, tokenizer_folder, config);
-    if (tokenizer_folder.empty() && config.vocabulary != 256) {
-        const std::string arch = gguf_architecture(config);
-        if (arch != "llama")  // whose other keys have it
-            exported_tokenizer.add(arch + ".vocab_size", static_cast<uint32_t>(config.vocabulary));
-        fprintf(stderr, "%s: the model has no tokenizer, so llama.cpp can only give it tokens' numbers\n",
-                option.c_str());
-    }
-    if (config.window > 0)
-        fprintf(stderr, "%s: llama.cpp attends to all earlier tokens in a %s, not only to %d\n",
-                option.c_str(), config.family->name, config.window);
+    const std::string arch = gguf_architecture(config);
+    if (tokenizer_folder.empty() && config.vocabulary != 256 && arch != "llama")  // whose other keys have it
+        exported_tokenizer.add(arch + ".vocab_size", static_cast<uint32_t>(config.vocabulary));
 }
 
 inline std::string RunInputs::export_name() const {
@@ -335,7 +328,7 @@ inline std::string RunInputs::export_name() const {
     const std::string path = is_changed || gguf ? o_.export_file : without_last_slashes(model);
     const std::string name =
         is_changed || gguf ? fs::path(path).stem().string() : fs::path(path).filename().string();
-    return title_of(name);
+    return name;
 }
 
 // Fails if --advanced attention=hopper asks for kernels that do not exist in this build or for this model's

@@ -19,7 +19,7 @@ from adapter_files import make_adapter, validated
 from gguf_files import as_gguf
 from model_files import LINEAR, LLAMA3, VOCAB, YARN
 from reference_runs import open_with_transformers
-from safetensors.numpy import load_file
+from safetensors.torch import load_file, save_file
 from trainer_runs import (make, random_tokens, refused, running, small_disk, wait_for_line, write_shard, write_text)
 
 USUALLY = "fp32"
@@ -208,7 +208,8 @@ def test_transformers_reads_it(train_fp32, model):
     if name in ("llama-tied", "llama-wide", "mistral"):
         pytest.skip("transformers does not read these scalings of a GGUF")
     export(train_fp32, work, "theirs.gguf")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(work, gguf_file="theirs.gguf", dtype=torch.float32).eval()
+    config = transformers.AutoConfig.from_pretrained(work / "model")  # it reads the vocabulary's size from the tokenizer
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(work, gguf_file="theirs.gguf", config=config, dtype=torch.float32).eval()
     tokens = torch.from_numpy(random_tokens(VOCAB, 40)[None])
     with torch.no_grad():
         logits, wanted = theirs(tokens).logits, open_with_transformers(work / "model").float()(tokens).logits
@@ -334,16 +335,20 @@ def test_a_sentencepiece_tokenizer(train_fp32, tmp_path):
     sentencepiece = pytest.importorskip("sentencepiece")
     file = known.sentencepiece_file("tokenizer.model.v1")
     library = sentencepiece.SentencePieceProcessor(model_file=str(file))
-    make(tmp_path / "model", "--family", "llama", "--layers", 1, "--heads", 2, "--channels", 32, "--vocab", library.get_piece_size())
+    make(tmp_path / "model", "--family", "llama", "--layers", 1, "--heads", 2, "--channels", 32, "--vocab",
+         library.get_piece_size() + 2)
     (tmp_path / "model/tokenizer.model").write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps(config | {"bos_token_id": 1, "eos_token_id": 2}))
     export(train_fp32, tmp_path, "model.gguf")
     keys = keys_of(tmp_path / "model.gguf")
     assert (keys["tokenizer.ggml.model"], keys["tokenizer.ggml.pre"]) == ("llama", "default")
     tokens = range(library.get_piece_size())
-    assert keys["tokenizer.ggml.tokens"] == [library.id_to_piece(t) for t in tokens]
-    assert keys["tokenizer.ggml.scores"] == [np.float32(library.get_score(t)) for t in tokens]
+    pads = [f"[PAD{library.get_piece_size() + i}]" for i in range(2)]
+    assert keys["tokenizer.ggml.tokens"] == [library.id_to_piece(t) for t in tokens] + pads
+    assert keys["tokenizer.ggml.scores"] == [np.float32(library.get_score(t)) for t in tokens] + [-10000, -10000]
     kinds = [(library.is_unknown, 2), (library.is_control, 3), (library.is_unused, 5), (library.is_byte, 6)]
-    assert keys["tokenizer.ggml.token_type"] == [next((n for asks, n in kinds if asks(t)), 1) for t in tokens]
+    assert keys["tokenizer.ggml.token_type"] == [next((n for asks, n in kinds if asks(t)), 1) for t in tokens] + [5, 5]
     samples = [train_fp32("--model", m, "--steps", 0, "--prompt", "All human beings 123\n", "--sample", "tokens=12,temperature=0",
                           cwd=tmp_path).stdout for m in ("model", "model.gguf")]
     assert samples[0] == samples[1]
@@ -396,34 +401,45 @@ def test_a_killed_export(train_fp32, tmp_path):
     assert (tmp_path / "new.gguf").stat().st_size == len(old) and not part.exists()
 
 
-def test_an_export_that_fails_loses_nothing(train_fp32, tmp_path):
-    """The disk becomes full during the export."""
-    work = prepare(tmp_path, "llama")
-    run = ("--model", "model", "--data", "data.bin", "--batch", 2, "--seq-len", 24, "--steps", 300, "--sample", "tokens=0")
-    with small_disk(work / "disk", "4m") as disk:
-        for more, kept in (((), ""), (("--train", "lora"), "--adapter"), (("--out", "out"), "--resume out")):
-            with running(train_fp32, *run, *more, "--export", "disk/m.gguf", cwd=work, stderr=-1) as process:
-                wait_for_line(process, rb"^step +1/")
-                (disk / "filler").write_bytes(bytes(3_000_000 if "lora" not in more else 3_200_000))
-                error = process.communicate(timeout=60)[1].decode()
-            assert process.returncode == 2 and "No space left" in error.splitlines()[-1] and kept in error, error
-            (disk / "filler").unlink()
-            again = re.search(r"is saved: (.*) --steps 0 --export FILE exports it", error)[1].split()
-            train_fp32(*again, "--steps", 0, "--export", "later.gguf", cwd=work)
-            assert not (disk / "m.gguf").exists() and not (disk / "m.gguf.tmp").exists()
-            for name in os.listdir(disk):
-                for file in (disk / name).iterdir():
-                    file.unlink()
-                (disk / name).rmdir()
-
-
-def half_model(work):
-    """A weight that F16 cannot hold."""
-    from safetensors.numpy import save_file
+def with_large_weight(work):
+    """Gives the last token, which the data do not have, an embedding that F16 cannot hold."""
     path = next((work / "model").glob("*.safetensors"))
-    tensors = {name: w.astype(np.float32) for name, w in load_file(path).items()}
-    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = 70000
+    tensors = {name: w.float() for name, w in load_file(path).items()}
+    tensors["model.embed_tokens.weight"][VOCAB - 1, 5] = 70000
     save_file(tensors, path, {"format": "pt"})
+    write_shard(work / "data.bin", random_tokens(VOCAB - 1, 3000))
+
+
+def test_a_value_beyond_f16(train_fp32, tmp_path):
+    """It is found at the end, and what was trained is not lost."""
+    work = prepare(tmp_path, "llama")
+    with_large_weight(work)
+    why = "--export m.gguf: model.embed_tokens.weight has 70000, which F16 cannot hold: bf16 or f32 can"
+    error = train_fp32("--model", "model", "--steps", 0, "--export", "m.gguf,type=f16", cwd=work, code=2).stderr.decode()
+    assert error.splitlines()[-1] == f"train: {why}" and not list(work.glob("m.gguf*"))
+    run = ("--model", "model", "--data", "data.bin", "--batch", 2, "--seq-len", 24, "--steps", 2, "--sample", "tokens=0")
+    for more, again in (((), "--model m.gguf.model"), (("--out", "out"), "--resume out")):
+        error = train_fp32(*run, *more, "--export", "m.gguf,type=f16", cwd=work, code=2).stderr.decode()
+        assert error.splitlines()[-1] == f"train: {why}; what was trained is saved: {again} --steps 0 --export FILE exports it"
+        train_fp32(*again.split(), "--steps", 0, "--export", f"{len(more)}.gguf", cwd=work)
+    a, b = floats_of(work / "0.gguf"), floats_of(work / "2.gguf")
+    assert all(np.array_equal(a[name], b[name]) for name in a)
+
+
+def test_a_full_disk_loses_nothing(train_fp32, tmp_path):
+    """The disk becomes full during the export of a model with its adapter."""
+    work = prepare(tmp_path, "llama")
+    run = ("--model", "model", "--data", "data.bin", "--batch", 2, "--seq-len", 24, "--steps", 300, "--sample", "tokens=0",
+           "--train", "lora", "--lora-rank", 2)
+    with small_disk(work / "disk", "4m") as disk:
+        with running(train_fp32, *run, "--export", "disk/m.gguf", cwd=work, stderr=-1) as process:
+            wait_for_line(process, rb"^step +1/")
+            (disk / "filler").write_bytes(bytes(3_600_000))
+            error = process.communicate(timeout=60)[1].decode().splitlines()[-1]
+        assert process.returncode == 2 and "No space left" in error, error
+        assert error.endswith("; what was trained is saved: --model model --adapter disk/m.gguf.adapter --steps 0 --export FILE exports it")
+        assert sorted(os.listdir(disk)) == ["filler", "m.gguf.adapter"]
+        train_fp32("--model", "model", "--adapter", "disk/m.gguf.adapter", "--steps", 0, "--export", "later.gguf", cwd=work)
 
 
 @pytest.mark.parametrize("options, said", [
@@ -435,11 +451,12 @@ def half_model(work):
     ({"--export": "m.gguf,part=adapter,type=q4_0", "--train": "lora"}, ["part=adapter", "not in q4_0"]),
     ({"--export": "m.gguf", "--train": "prompt"}, ["--export m.gguf", "no soft prompts"]),
     ({"--export": "model"}, ["--export model", "Is a directory"]),
-    ({"--export": "text"}, ["--export text", "no file that --export writes"]),
+    ({"--export": "text"}, ["--export text", "is a file of the data"]),
+    ({"--export": "data.bin"}, ["--export data.bin", "no file that --export writes"]),
     ({"--export": "nowhere/m.gguf"}, ["--export nowhere/m.gguf", "No such file"]),
     ({"--export": "model/config.json"}, ["is a part of model"]),
     ({"--export": "log"}, ["--export log: is --log too"]),
-    ({"--export": "m" * 250}, ["File name too long"]),
+    ({"--export": "m" * 253}, ["File name too long"]),
     ({"--export": "m.gguf", "--rope-scaling": "dynamic:2"}, ["--export m.gguf", 'no rotary scaling "dynamic"']),
     ({"--export": "m.gguf", "--bench": True, "--steps": 1, "--log": None, "--out": None, "--sample tokens": None}, ["--export", "bench"]),
 ], ids=str)
@@ -447,16 +464,8 @@ def test_bad_exports(train_fp32, tmp_path, options, said):
     """Found before the first step."""
     make(tmp_path / "model", "--family", "llama", "--layers", 2, "--vocab", 256, *GROUPED)
     write_text(tmp_path / "text")
+    write_shard(tmp_path / "data.bin", [1, 2, 3])
     refused(train_fp32, tmp_path, options, *said)
-
-
-def test_a_value_beyond_f16(train_fp32, tmp_path):
-    work = prepare(tmp_path, "llama")
-    half_model(work)
-    error = train_fp32("--model", "model", "--steps", 0, "--export", "m.gguf,type=f16", cwd=work, code=2).stderr.decode()
-    assert error == ("train: --export m.gguf: model.layers.1.mlp.up_proj.weight has 70000, which F16 cannot hold: bf16 or f32 can\n")
-    assert not list(work.glob("m.gguf*"))
-    export(train_fp32, work, "m.gguf", type_="bf16")
 
 
 def test_too_little_room(train_fp32, tmp_path):
@@ -466,6 +475,22 @@ def test_too_little_room(train_fp32, tmp_path):
     with small_disk(work / "disk", "100k"):
         refused(train_fp32, work, {"--export": "disk/m.gguf", "--model": "model", "--data": "data.bin"}, "--export disk/m.gguf: the file takes ",
                 "are free there")
+
+
+@pytest.mark.parametrize("name", ["SmolLM2-135M-Instruct", "Llama-2-7b-chat-hf", "bloom-7b1", "my-model", "qwen2.5-0.5B-v1.2", "Model v2",
+                                  "Mistral-7B-Instruct-v0.3", "tiny-32k-lora-small"])
+def test_names(train_fp32, tmp_path, name):
+    """Those that gguf, which llama.cpp's converter uses, reads from a folder's name."""
+    make(tmp_path / name, "--family", "llama", "--layers", 1, "--vocab", VOCAB, *GROUPED)
+    export(train_fp32, tmp_path, "m.gguf", of=name)
+    keys = keys_of(tmp_path / "m.gguf")
+    count = int(sum(t.n_elements for t in tensors_of(tmp_path / "m.gguf").values()))
+    full, _, *parts = gguf.Metadata.get_model_id_components(name, count)
+    wanted = dict(zip(("basename", "finetune", "version", "size_label"), parts)) | {"name": gguf.Metadata.id_to_title(full)}
+    if wanted["size_label"] is None:
+        wanted["size_label"] = gguf.utility.model_weight_count_rounded_notation(count)
+    for key, value in wanted.items():
+        assert keys.get(f"general.{key}") == value, key
 
 
 # ---- llama.cpp

@@ -208,9 +208,7 @@ class ModelExport {
     }
     void append_rope_divisors(GgufWriter& writer) const {
         if (!has_rope_divisors()) return;
-        std::vector<float> divisors;
-        for (const double divisor : gguf::llama3_divisors(in_.config.head_size, in_.config.rope))
-            divisors.push_back(static_cast<float>(divisor));
+        const std::vector<float> divisors = rope_divisors(in_.config.head_size, in_.config.rope);
         writer.append(divisors.data(), divisors.size() * sizeof(float));
     }
 

@@ -260,6 +260,28 @@ inline void check_rope_for_gguf(const ModelConfig& c, const std::string& where) 
              where.c_str(), name);
 }
 
+// The divisors of the rotary frequencies by Llama 3.1's scaling, the tensor rope_freqs.weight; in fp32 and in
+// the order of operations of llama.cpp's converter, for the same bits.
+inline std::vector<float> rope_divisors(int head_size, const RopeScaling& s) {
+    RopeScaling plain = s;
+    plain.type = RopeType::kDefault;
+    const auto length = static_cast<float>(s.original_max_position_embeddings);
+    const auto factor = static_cast<float>(s.factor), low = static_cast<float>(s.low_freq_factor),
+               range = static_cast<float>(s.high_freq_factor - s.low_freq_factor);
+    std::vector<float> divisors;
+    for (const float inverse : inverse_frequencies(head_size, plain)) {
+        const float wave = static_cast<float>(2 * std::numbers::pi) / inverse;
+        const float smooth = (length / wave - low) / range;
+        if (wave < static_cast<float>(s.original_max_position_embeddings / s.high_freq_factor))
+            divisors.push_back(1);
+        else if (wave > static_cast<float>(s.original_max_position_embeddings / s.low_freq_factor))
+            divisors.push_back(factor);
+        else
+            divisors.push_back(1 / ((1 - smooth) / factor + smooth));
+    }
+    return divisors;
+}
+
 // Adds the keys of rotary positions.
 inline void add_rope_keys(GgufKeys& keys, const std::string& arch, const RopeScaling& s) {
     if (s.type == RopeType::kLinear || s.type == RopeType::kYarn) {

@@ -249,12 +249,16 @@ inline void add_byte_fallback(GgufKeys& keys, const TokenizerFiles& files, size_
 
 // ---- special tokens and the chat template
 
-// Whether a tokenizer.json's post-processor puts special tokens around a text, by their names: "bos", "eos".
-inline std::map<std::string, bool> added_around(const TokenizerFiles& files) {
-    std::map<std::string, bool> adds;
-    if (!files.tokenizer.is_object()) return adds;
+// Which special tokens a tokenizer.json's post-processor puts around a text.
+struct TokensAround {
+    std::map<std::string, bool> adds;  // by name: whether it adds "bos", "eos", "sep"
+    std::string first, last;           // the spellings of those that it adds
+};
+inline TokensAround tokens_around(const TokenizerFiles& files) {
+    TokensAround around;
+    if (!files.tokenizer.is_object()) return around;
     const nlohmann::json processor = files.tokenizer.value("post_processor", nlohmann::json());
-    if (!processor.is_object()) return adds;
+    if (!processor.is_object()) return around;
     const std::string bos = files.named("bos_token"), eos = files.named("eos_token");
     const auto special = [](const nlohmann::json& part) {
         return part.contains("SpecialToken") ? part["SpecialToken"].value("id", "") : std::string();
@@ -262,14 +266,29 @@ inline std::map<std::string, bool> added_around(const TokenizerFiles& files) {
     const nlohmann::json alone = nlohmann::json::array({processor});
     for (const nlohmann::json& p : processor.contains("processors") ? processor["processors"] : alone) {
         const std::string type = p.value("type", "");
-        if (type == "ByteLevel") adds.insert({"bos", false}), adds.insert({"eos", false});
+        if (type == "ByteLevel") around.adds.insert({"bos", false}), around.adds.insert({"eos", false});
         const nlohmann::json single = p.value("single", nlohmann::json::array());
         if (type != "TemplateProcessing" || single.size() < 2) continue;
-        const std::string first = special(single.front()), last = special(single.back());
-        if (!first.empty()) adds["bos"] = bos.empty() || first == bos;
-        if (!last.empty()) adds["eos"] = eos.empty() || last == eos;
+        around.first = special(single.front()), around.last = special(single.back());
+        if (!around.first.empty()) around.adds["bos"] = bos.empty() || around.first == bos;
+        if (!around.last.empty()) around.adds["eos"] = eos.empty() || around.last == eos;
+        // The tokens between the texts of a pair.
+        std::vector<std::string> between;
+        bool is_between = false;
+        for (const nlohmann::json& part : p.value("pair", nlohmann::json::array())) {
+            const std::string sequence = part.contains("Sequence") ? part["Sequence"].value("id", "") : "";
+            if (is_between && sequence.empty()) between.push_back(special(part));
+            if (!sequence.empty()) is_between = sequence == "A";
+        }
+        const std::string sep = files.named("sep_token");
+        const auto separates = [&](size_t i) {
+            return i < between.size() && !between[i].empty() && (between[i] == sep || between[i] == eos);
+        };
+        if (!between.empty())
+            around.adds["sep"] =
+                (separates(0) && around.last.empty()) || (between.size() == 2 && separates(1));
     }
-    return adds;
+    return around;
 }
 
 // Adds the numbers of special tokens, and whether they are put around a text. Those that the tokenizer's
@@ -278,12 +297,16 @@ inline void add_special_tokens(GgufKeys& keys, const TokenizerFiles& files, cons
     const std::pair<const char*, const char*> names[] = {
         {"bos", "bos"},     {"eos", "eos"}, {"unk", "unknown"}, {"sep", "seperator"},
         {"pad", "padding"}, {"cls", "cls"}, {"mask", "mask"}};
+    const TokensAround around = tokens_around(files);
     for (const auto& [name, key] : names) {
         const std::vector<int> none, &configured = name == std::string_view("bos")   ? c.begin_of_text
                                                    : name == std::string_view("eos") ? c.end_of_text
                                                    : name == std::string_view("pad") ? c.padding
                                                                                      : none;
-        int token = files.added(files.named((std::string(name) + "_token").c_str()));
+        std::string spelling = files.named((std::string(name) + "_token").c_str());
+        if (spelling.empty() && name == std::string_view("bos")) spelling = around.first;
+        if (spelling.empty() && name == std::string_view("eos")) spelling = around.last;
+        int token = files.added(spelling);
         if (token < 0 && !configured.empty()) token = configured[0];
         const nlohmann::json in_config =
             files.config.is_object() ? files.config.value(std::string(name) + "_token_id", nlohmann::json())
@@ -296,7 +319,7 @@ inline void add_special_tokens(GgufKeys& keys, const TokenizerFiles& files, cons
     if (!c.stops.empty() && std::ranges::find(c.end_of_text, c.stops.back()) == c.end_of_text.end() &&
         c.stops.size() > c.end_of_text.size())
         keys.add("tokenizer.ggml.eot_token_id", static_cast<uint32_t>(c.stops.back()));
-    std::map<std::string, bool> adds = added_around(files);
+    std::map<std::string, bool> adds = around.adds;
     for (const char* name : {"bos", "eos"}) {
         const std::string setting = std::string("add_") + name + "_token";
         if (files.settings.is_object() && files.settings.contains(setting) &&

@@ -45,6 +45,7 @@
 #include "llmc/graph.h"               // StepGraphs: CUDA graphs of steps
 #include "llmc/loss_by_position.cuh"  // LossByPosition, add_position_losses()
 #include "llmc/matmul_search.h"       // use_algorithms_for(): the fastest products
+#include "llmc/export.h"              // ModelExport: the model as a GGUF file
 #include "llmc/merge.h"               // AdapterMerge: an adapter and its model in one
 #include "llmc/metrics.h"             // Metrics: losses and norms of steps
 #include "llmc/offload_memory.h"      // OffloadedMemory: all that is outside the device
@@ -303,6 +304,7 @@ class Trainer {
     LossByPosition loss_by_position_;  // of validations
     Sampler<Gpt> sampler_;
     AdapterMerge merge_;
+    ModelExport export_;
     Plans plans_;
     MemoryReport report_;
     const Choices choices_;
@@ -894,6 +896,10 @@ void Trainer::finish() {
     if (!is_resumed_save && validated_step_ == step_) saves_.end_with_validation();
     saves_.remove_good_before();
     if (samples_here() && in_.samples() && !sampling_stops()) sample();
+    if (export_.wanted() && !stopping()) {
+        metrics_.finish();
+        export_.save(plans_.exported, saves_.reader(), step_ > first_step_, saves_.latest());
+    }
     if (!o_.rank.is_first() || o_.merge.empty() || interrupted) return;
     metrics_.finish();
     merge_.save(plans_.merge, step_ > first_step_, saves_.latest());
@@ -927,6 +933,7 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
       loss_by_position_(o_.loss_by_position.empty() ? 0 : o_.seq_len),
       sampler_(o_, in_, arena_, stream_, gpt_),
       merge_(o_, in_, model_, arena_, stream_, gpt_.weights(), gpt_.ends()),
+      export_(o_, in_, model_, arena_, stream_, gpt_.weights(), gpt_.ends()),
       choices_(std::move(choices)),
       rates_(rates_of<floatX>(o_)),
       updates_(o_, arena_, stream_, model_.trained(), gpt_.weights(), gpt_.gradients(), offloaded_,
@@ -984,6 +991,7 @@ const MemoryReport& Trainer::rehearse(bool placed) {
     // No setting changes these.
     if (in_.samples() && plans_.sample.takes.empty()) sampler_.rehearse(plans_.sample, plans_.slide);
     if (!o_.merge.empty() && plans_.merge.work.empty()) plans_.merge = merge_.rehearse();
+    if (export_.uses_arena() && plans_.exported.work.empty()) plans_.exported = export_.rehearse();
     if (in_.gguf) plans_.load = arena_.rehearse([&] { model_.load_gguf(arena_, stream_, nullptr); });
     if (model_.looks_up_prompt())
         plans_.first_prompt = arena_.rehearse([&] { gpt_.ends().token_rows(in_.first_prompt); });
@@ -1020,7 +1028,8 @@ void Trainer::prepare() {
     batches_.open();
     if (in_.progress) batches_.begin_at(in_.progress->step, in_.progress->sequences);
     if (trains()) count_epochs(o_, in_, batches_);
-    saves_.check_room();
+    saves_.check_room(export_.wanted() && o_.rank.is_first() ? export_.bytes() : 0);
+    export_.remark();
     load();
     if (!exchange_.is_alone())
         check_ranks_agree(exchange_, o_.rank,

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cmath>
+#include <numbers>
 #include <set>
 #include <string>
 #include <string_view>
@@ -82,6 +83,14 @@ struct GgufPart {
 namespace gguf {
 // Hugging Face's names and GGUF's, without their prefixes and without ".weight" or ".bias".
 inline constexpr std::pair<std::string_view, const char*> kNames[] = {
+    {"wte", "token_embd"},
+    {"wpe", "position_embd"},
+    {"ln_1", "attn_norm"},
+    {"attn.c_attn", "attn_qkv"},
+    {"attn.c_proj", "attn_output"},
+    {"ln_2", "ffn_norm"},
+    {"mlp.c_fc", "ffn_up"},
+    {"mlp.c_proj", "ffn_down"},
     {"embed_tokens", "token_embd"},
     {"word_embeddings", "token_embd"},
     {"word_embeddings_layernorm", "token_embd_norm"},
@@ -132,19 +141,52 @@ inline std::vector<double> llama3_divisors(int head_size, const RopeScaling& rop
     for (size_t i = 0; i < with.size(); i++) divisors.push_back(double{without[i]} / double{with[i]});
     return divisors;
 }
+
+// Finds the settings of Llama 3.1's scaling that give these divisors, and sets them in `rope`; returns
+// whether there are any. The lowest frequencies are divided by the whole factor. Only the ratios of the
+// original length and of the two frequency factors matter, and all known models have 1 and 4 for the latter.
+inline bool find_llama3(int head_size, const std::vector<float>& divisors, RopeScaling& rope) {
+    rope.factor = double{divisors.back()};
+    if (!(rope.factor >= 1 && rope.factor < 1e6)) return false;
+    RopeScaling plain = rope;
+    plain.type = RopeType::kDefault;
+    const std::vector<float> inverse = inverse_frequencies(head_size, plain);
+    const auto fits = [&](double length) {
+        rope.original_max_position_embeddings = static_cast<int>(std::lround(length));
+        if (rope.original_max_position_embeddings < 1) return false;
+        const std::vector<double> wanted = llama3_divisors(head_size, rope);
+        for (size_t i = 0; i < divisors.size(); i++)
+            if (!(std::abs(double{divisors[i]} - wanted[i]) < 1e-3 * wanted[i])) return false;
+        return true;
+    };
+    if (fits(rope.original_max_position_embeddings)) return true;
+    // A frequency that is divided by a part of the factor tells the length. Without one, the first that is
+    // divided by the whole factor makes less than one turn in it.
+    for (size_t i = 0; i < divisors.size(); i++) {
+        const double turns = double{inverse[i]} / (2 * std::numbers::pi), divisor = double{divisors[i]};
+        const double smooth = (1 / divisor - 1 / rope.factor) / (1 - 1 / rope.factor);
+        const bool whole = divisor >= rope.factor * (1 - 1e-6);
+        if (divisor > 1 + 1e-6 && fits(whole ? std::floor(1 / turns) : (3 * smooth + 1) / turns)) return true;
+    }
+    return false;
+}
 }  // namespace gguf
 
 class GgufModel {
   public:
-    // Opens the file and reads its configuration. Supported architectures are llama (also for Mistral),
-    // qwen2, qwen3 and bloom. Fails in one line that names the file and the key or tensor if the architecture
-    // is another one, if keys or tensors would change the arithmetic in an unknown way, or if a tensor is
-    // missing.
+    // Opens the file and reads its configuration. Supported architectures are gpt2, llama (also for
+    // Mistral), qwen2, qwen3 and bloom. Fails in one line that names the file and the key or tensor if the
+    // architecture is another one, if keys or tensors would change the arithmetic in an unknown way, or if a
+    // tensor is missing.
     explicit GgufModel(const std::string& path) : file_(path), reader_(file_.metadata(), path) {
         arch_ = reader_.text("general.architecture", "");
-        if (arch_ != "llama" && arch_ != "qwen2" && arch_ != "qwen3" && arch_ != "bloom")
-            fail("%s: 'general.architecture' is \"%s\"; llama, qwen2, qwen3 and bloom are supported",
+        constexpr const char* known[] = {"gpt2", "llama", "qwen2", "qwen3", "bloom"};
+        if (std::find(std::begin(known), std::end(known), arch_) == std::end(known))
+            fail("%s: 'general.architecture' is \"%s\"; gpt2, llama, qwen2, qwen3 and bloom are supported",
                  path.c_str(), printable(arch_).c_str());
+        const std::string type = reader_.text("general.type", "model");
+        if (type != "model")
+            fail("%s: 'general.type' is \"%s\"; a model is needed", path.c_str(), printable(type).c_str());
         refuse_other_keys();
         config_ = parse_config(config_json(), path);
         read_rope_divisors();
@@ -198,6 +240,8 @@ class GgufModel {
                                                 "rope.scaling.factor",
                                                 "rope.scaling.original_context_length",
                                                 "rope.scaling.finetuned",
+                                                "rope.scaling.yarn_beta_fast",
+                                                "rope.scaling.yarn_beta_slow",
                                                 "tensor_data_layout"};
         for (const auto& [name, value] : file_.metadata().items()) {
             const std::string_view own = name;
@@ -227,6 +271,16 @@ class GgufModel {
         const int heads = size("attention.head_count", kMostChannels),
                   mlp = size("feed_forward_length", kMostMlpWidth);
         add_marks(json);
+        if (arch_ == "gpt2") {
+            const double epsilon = reader_.number(key("attention.layer_norm_epsilon").c_str(), 1e-5, 0, 1);
+            json.update({{"n_layer", layers},
+                         {"n_embd", channels},
+                         {"n_head", heads},
+                         {"n_inner", mlp},
+                         {"n_positions", size("context_length", kMostPositions)},
+                         {"layer_norm_epsilon", epsilon}});
+            return json;
+        }
         if (bloom) {
             const double epsilon = reader_.number(key("attention.layer_norm_epsilon").c_str(), 1e-5, 0, 1);
             json.update({{"n_layer", layers},
@@ -264,8 +318,10 @@ class GgufModel {
         if (scaling == "linear")
             json["rope_scaling"] = {{"rope_type", "linear"},
                                     {"factor", reader_.number(key("rope.scaling.factor").c_str(), 0, 1e30)}};
+        else if (scaling == "yarn")
+            json["rope_scaling"] = yarn_json();
         else if (scaling != "none")
-            fail("%s: '%s' is \"%s\"; none and linear are supported", file_.path().c_str(),
+            fail("%s: '%s' is \"%s\"; none, linear and yarn are supported", file_.path().c_str(),
                  key("rope.scaling.type").c_str(), printable(scaling).c_str());
         if (!reader_.has(key("attention.sliding_window").c_str())) return;
         json["sliding_window"] = reader_.size(key("attention.sliding_window").c_str(), INT32_MAX);
@@ -273,6 +329,18 @@ class GgufModel {
             json["model_type"] = "mistral";
         else
             json["use_sliding_window"] = true, json["max_window_layers"] = 0;
+    }
+
+    nlohmann::json yarn_json() const {
+        const auto number = [&](const char* name, double otherwise) {
+            return reader_.number(key(name).c_str(), otherwise, 0, 1e30);
+        };
+        return {{"rope_type", "yarn"},
+                {"factor", number("rope.scaling.factor", 1)},
+                {"original_max_position_embeddings",
+                 reader_.size(key("rope.scaling.original_context_length").c_str(), kMostPositions)},
+                {"beta_fast", number("rope.scaling.yarn_beta_fast", 32)},
+                {"beta_slow", number("rope.scaling.yarn_beta_slow", 1)}};
     }
 
     // Adds the tokens that begin and end a text. The token that ends a turn ends a text too.
@@ -307,28 +375,26 @@ class GgufModel {
         tensor->file->read(tensor->offset, tensor->bytes, given.data());
         RopeScaling rope = config_.rope;
         if (rope.type != RopeType::kDefault) refuse("stands beside another scaling of the positions");
-        // The lowest frequencies are divided by the whole factor. RopeScaling's defaults have the other
-        // numbers, which are the same in all Llama models.
-        rope.type = RopeType::kLlama3, rope.factor = double{given.back()};
-        if (!(rope.factor >= 1 && rope.factor < 1e6)) refuse("is not the scaling of Llama 3.1");
-        const std::vector<double> wanted = gguf::llama3_divisors(config_.head_size, rope);
-        for (size_t i = 0; i < given.size(); i++)
-            if (!(std::abs(double{given[i]} - wanted[i]) < 1e-3 * wanted[i]))
-                refuse("is not the scaling of Llama 3.1");
+        rope.type = RopeType::kLlama3;
+        if (!gguf::find_llama3(config_.head_size, given, rope)) refuse("is not the scaling of Llama 3.1");
         if (rope.factor > 1) config_.rope = rope;
     }
 
     // Checks that all tensors are there and no others. Allowed besides them: the divisors of the frequencies,
-    // and a copy of the embedding as the head, which converters of BLOOM wrote.
+    // and a copy of the embedding as the head, which converters of GPT-2 and BLOOM wrote.
     void check_tensors() const {
         std::set<std::string> known = {"rope_freqs.weight"};
-        if (arch_ == "bloom") known.insert("output.weight");
+        if (arch_ == "bloom" || arch_ == "gpt2") known.insert("output.weight");
         const Family& family = *config_.family;
         const auto check = [&](const std::string& block, const Table& table) {
             for (const Row& row : table)
                 for (const FileTensor& part : row.parts) {
                     const std::string name = (part.has_prefix ? family.prefix + block : "") + part.name;
-                    const std::vector<int64_t> shape(part.shape.dims, part.shape.dims + part.shape.count);
+                    std::vector<int64_t> shape(part.shape.dims, part.shape.dims + part.shape.count);
+                    // A GGUF has all matrices as (out, in).
+                    if (!family.by_outputs && std::find(std::begin(kLinearFields), std::end(kLinearFields),
+                                                        row.field) != std::end(kLinearFields))
+                        std::swap(shape[0], shape[1]);
                     const GgufPart found = get(name, shape);
                     if (part.shape.count == 1 && !found.has_floats())
                         fail("%s: tensor \"%s\" has type %s where F32 is needed", file_.path().c_str(),

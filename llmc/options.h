@@ -93,6 +93,7 @@ struct Options {
     double temperature = 0.8;
     int top_k = 50;
     std::string out;
+    std::string export_file, export_type, export_part = "model";
     int64_t save_every = 0;
     int keep = 2;
     bool keep_best = false;

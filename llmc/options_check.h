@@ -27,9 +27,10 @@ inline void check_best(const Options& o) {
 // A bench only measures a run and does not make it: fails on options that only a real run needs.
 inline void check_bench_options(const Options& o) {
     if (o.bench.empty()) return;
-    for (const char* name : {"--plan", "--timeline", "--resume", "--out", "--save-base", "--save-every",
-                             "--log", "--loss-by-position", "--val-data", "--print-every", "--eval-every",
-                             "--sample.every", "--prompt", "--epochs", "--keep-best", "--early-stopping"})
+    for (const char* name :
+         {"--plan", "--timeline", "--resume", "--out", "--save-base", "--save-every", "--log",
+          "--loss-by-position", "--val-data", "--export", "--print-every", "--eval-every", "--sample.every",
+          "--prompt", "--epochs", "--keep-best", "--early-stopping"})
         if (o.has(name)) fail("%s: a bench only measures; leave it out, or --bench", o.spelled(name).c_str());
     for (const char* name : {"--steps", "--warmup"})
         if (o.has(name) && strtod(o.first(name), nullptr) > 1e6)
@@ -66,6 +67,15 @@ inline void check_adapter_options(const Options& o) {
         fail("--adapter %s: --resume %s goes on with its own", o.adapter.c_str(), o.resume.c_str());
     if (!o.merge.empty() && !o.trains_adapter() && o.resume.empty())
         fail("--merge %s: there is no adapter to merge; give --train lora or --adapter", o.merge.c_str());
+    if (o.export_part == "adapter" && !o.trains_adapter() && o.resume.empty())
+        fail("--export part=adapter: there is no adapter; give --train lora or --adapter");
+    for (const char* mixed : {"q4_0", "q4_k_m", "q6_k"})
+        if (o.export_part == "adapter" && o.export_type == mixed)
+            fail("--export part=adapter: llama.cpp has adapters in f32, f16, bf16 and q8_0, not in %s",
+                 mixed);
+    for (const char* name : {"--export.type", "--export.part"})
+        if (o.has(name) && o.export_file.empty())
+            fail("--export %s=%s: and the name of the file?", std::strchr(name, '.') + 1, o.first(name));
     if (o.trains_adapter() && parse_new_model(o.model) && o.bench.empty())
         fail("--model %s: is a new one, and an adapter belongs to a trained model: give its folder",
              o.model.c_str());
@@ -207,7 +217,7 @@ inline void check_update_in_backward(const Options& o) {
 inline void check_names(const Options& o) {
     for (const char* name :
          {"--out", "--resume", "--log", "--timeline", "--advanced.algorithms", "--adapter", "--merge",
-          "--save-base", "--rope-scaling", "--loss-by-position", "--rates", "--calibrate"})
+          "--export", "--save-base", "--rope-scaling", "--loss-by-position", "--rates", "--calibrate"})
         if (o.has(name) && !*o.first(name))
             fail("%s is empty where the name of a file or folder is needed", setting_name(name).c_str());
 }

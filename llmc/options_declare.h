@@ -101,6 +101,19 @@ inline bool is_date(const std::string& text) {
     return text.size() == 10 && end && !*end && date.tm_mday == given.tm_mday;
 }
 
+// Accepts a type of GGUF files, also in the capitals of llama.cpp.
+inline CLI::Validator export_type() {
+    return CLI::Validator(
+        [](std::string& text) -> std::string {
+            std::string lower = text;
+            for (char& c : lower) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+            const std::string wrong = one_of({"f32", "f16", "bf16", "q8_0", "q4_0", "q4_k_m", "q6_k"})(lower);
+            if (wrong.empty()) text = lower;
+            return wrong;
+        },
+        "");
+}
+
 // The bytes/s of "50GB/s", "12.5GiB/s" or "100Gbit/s"; 0 if it is no rate.
 inline double rate_of(const std::string& text) {
     char* end = nullptr;
@@ -494,6 +507,17 @@ inline void declare_output_options(CLI::App& app, Options& o) {
     sampling.add("--sample.top-k", o.top_k, "N", "Samples among the N likeliest tokens; 0: among all.")
         ->transform(whole(0, kMostCount));
     saving.add("--out", o.out, "DIR", "Folder for saves, in Hugging Face's format.");
+    saving.add(
+        "--export", o.export_file, "FILE[,KEY=VALUE,...]",
+        "At the end, writes the model as a GGUF file, for llama.cpp and Ollama; an adapter is merged into "
+        "it.");
+    saving
+        .add("--export.type", o.export_type, "TYPE",
+             "Type of its matrices: f32, f16, bf16, q8_0, q4_0, q4_k_m or q6_k.")
+        ->transform(export_type())
+        ->default_str("that of the build's weights, bf16 or f32");
+    saving.add("--export.part", o.export_part, "model|adapter", "adapter: writes the LoRA alone.")
+        ->check(one_of({"model", "adapter"}));
     saving.add("--save-every", o.save_every, "N", "Steps between saves; 0: only one at the end.")
         ->transform(whole(0, 1e12));
     saving

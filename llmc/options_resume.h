@@ -55,7 +55,7 @@ inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& val
     // A run that only generates needs no data, and must not touch the training's outputs.
     if (among({"--data", "--val-data", "--loss-on", "--chat-format", "--chat-date", "--log",
                "--loss-by-position", "--out", "--save-every", "--keep-best", "--early-stopping",
-               "--eval-every", "--merge"}))
+               "--eval-every", "--merge", "--export", "--export.type", "--export.part"}))
         return o.steps > 0;
     // A prompt asks for a sample.
     if (among({"--sample.tokens"})) return !o.has("--prompt") || values != nlohmann::json::array({"0"});

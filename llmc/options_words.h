@@ -34,6 +34,7 @@ inline const KeyedOption kKeyedOptions[] = {
     {"--state-formats", {"--state-formats"}},
     {"--offload", {}},
     {"--sample", {}},
+    {"--export", {"--export"}},
     {"--advanced", {}},
 };
 

@@ -30,11 +30,12 @@ struct Plans {
     Plan evaluate;
     Plan sample, slide;  // a sample, and its continuation beyond the model's window
     Plan merge;          // of a model's weights and its adapter
+    Plan exported;       // matrices of a frozen model for --export
     Plan load;           // of a GGUF's weights
     Plan first_prompt;   // a new soft prompt's vectors
 
-    std::array<const Plan*, 9> all() const {
-        return {&train, &add, &update, &evaluate, &sample, &slide, &merge, &load, &first_prompt};
+    std::array<const Plan*, 10> all() const {
+        return {&train, &add, &update, &evaluate, &sample, &slide, &merge, &exported, &load, &first_prompt};
     }
 };
 
@@ -187,8 +188,8 @@ MemoryReport make_report(const Options& o, const Plans& plans, const InputBytes&
     for (const auto& [name, plan] :
          {std::pair{"the update", &plans.update}, std::pair{"validation", &plans.evaluate},
           std::pair{"sampling", &plans.sample}, std::pair{"a sample's continuation", &plans.slide},
-          std::pair{"merging", &plans.merge}, std::pair{"loading", &plans.load},
-          std::pair{"a soft prompt's begin", &plans.first_prompt}})
+          std::pair{"merging", &plans.merge}, std::pair{"exporting", &plans.exported},
+          std::pair{"loading", &plans.load}, std::pair{"a soft prompt's begin", &plans.first_prompt}})
         if (!plan->takes.empty()) r.others.emplace_back(name, plan);
     r.phases = phases_of(plans, o.own_micro_batches() / o.micro_batches_together(), rates);
     r.ranks = report_ranks(o, *r.last, plans.update, r.phases, rates);

@@ -1,11 +1,12 @@
-// quant_ggml.cuh - the quantized formats of GGUF files: Q8_0, Q4_0, Q4_1, Q4_K and Q6_K, as ggml and PyPI's
-// gguf (gguf/quants.py) read them.
+// quant_ggml.cuh - the quantized formats of GGUF files: Q8_0, Q4_0, Q4_1, Q5_0, Q4_K and Q6_K, as ggml and
+// PyPI's gguf (gguf/quants.py) read them.
 //
 // A matrix is stored as nothing but its blocks, as in the file; a row is a whole number of blocks. In bytes:
 //
 //     Q8_0   32 elements   d (fp16), 32 int8                                       w = d q
 //     Q4_0   32            d, 16 bytes of two numbers                              w = d (q - 8)
 //     Q4_1   32            d, m (fp16), 16 bytes                                   w = d q + m
+//     Q5_0   32            d, 4 bytes of fifth bits, 16 bytes                      w = d (q - 16)
 //     Q4_K   256           d, m, 12 bytes of scales s and t (6 bits), 128 bytes    w = d s q - m t
 //     Q6_K   256           128 bytes (4 bits), 64 bytes (2 bits), 16 scales s, d   w = d s (q - 32)
 //
@@ -81,6 +82,24 @@ struct Q4_1 : GgmlBlocks<32, 20> {
     }
 };
 
+struct Q5_0 : GgmlBlocks<32, 22> {
+    using GgmlBlocks::GgmlBlocks;
+    template <int N>
+    SIMT_DEVICE void decode(float (&w)[N], int64_t i) const {
+        const unsigned char* const b = block(i);
+        const int at = static_cast<int>(i % 32);
+        const float d = half_at(b);
+        float q[N];
+        load_halves(q, b + 6, at);
+        uint32_t fifth = 0;  // bit k is that of number k
+        for (int k = 3; k >= 0; k--) fifth = fifth << 8 | b[2 + k];
+        for (int k = 0; k < N; k++) {
+            const float high = fifth >> (at + k) & 1 ? 0.f : 16.f;
+            w[k] = d * (q[k] - high);
+        }
+    }
+};
+
 // A block has eight parts of 32 elements, each with its own scales. Two parts are the low and the high halves
 // of 32 bytes.
 struct Q4_K : GgmlBlocks<256, 144> {
@@ -132,6 +151,7 @@ constexpr WeightFormat ggml_format(const char* name, const char* file_type, int 
 }
 inline constexpr WeightFormat kQ4_0 = ggml_format<Q4_0>("q4_0", "Q4_0", 2);
 inline constexpr WeightFormat kQ4_1 = ggml_format<Q4_1>("q4_1", "Q4_1", 3);
+inline constexpr WeightFormat kQ5_0 = ggml_format<Q5_0>("q5_0", "Q5_0", 6);
 inline constexpr WeightFormat kQ8_0 = ggml_format<Q8_0>("q8_0", "Q8_0", 8);
 inline constexpr WeightFormat kQ4_K = ggml_format<Q4_K>("q4_k", "Q4_K", 12);
 inline constexpr WeightFormat kQ6_K = ggml_format<Q6_K>("q6_k", "Q6_K", 14);

@@ -15,6 +15,7 @@
 #include "llmc/checkpoint.h"
 #include "llmc/data_tokens.h"
 #include "llmc/dataset.h"
+#include "llmc/gguf_export.h"
 #include "llmc/model_positions.h"
 #include "llmc/offload_embeddings.h"
 #include "llmc/options.h"
@@ -25,6 +26,7 @@
 #include "llmc/save_resume.h"
 #include "llmc/tokenizer.h"
 #include "llmc/tokenizer_gguf.h"
+#include "llmc/tokenizer_gguf_write.h"
 
 // The training data of a new model if none are given: Shakespeare's plays, 1.1 MB.
 constexpr const char* kFirstText = "dev/data/tinyshakespeare.txt";
@@ -109,6 +111,8 @@ class RunInputs {
     ExampleOptions example_options() const;
     // Where saves get their tokenizer from.
     TokenizerSource saved_tokenizer() const;
+    // The name of an exported model: that of its folder, or if this run changes it, that of the file.
+    std::string export_name() const;
     // Releases what was held until it is loaded: from now on other runs may replace it.
     void release_files() {
         held_adapter.reset();
@@ -157,6 +161,7 @@ class RunInputs {
     ChatUsed chat;                             // what wrote the conversations of the data, if there are any
     std::vector<int> first_prompt;             // the tokens whose embeddings a new soft prompt starts from
     AdapterConfig adapter;                     // the adapter that is trained or used, if any
+    GgufKeys exported_tokenizer;               // for --export
     std::map<std::string, std::string> facts;  // by option: data_facts() of its data, for saves
 
   private:
@@ -203,6 +208,7 @@ class RunInputs {
     void check_data() const;
     void check_resumed_data();
     void check_output_files() const;
+    void read_exported();
 };
 
 inline RunInputs::RunInputs(Options& o, std::optional<HeldSave> resumed_save)
@@ -238,6 +244,7 @@ inline RunInputs::RunInputs(Options& o, std::optional<HeldSave> resumed_save)
     const bool is_untouched = o.plan && data && data->is_bytes() && !tokenizer_folder.empty();
     if (data && o.bench.empty() && !is_untouched) check_resumed_data();
     check_output_files();
+    read_exported();
 }
 
 // Chooses the length of sequences if none is given. Fails if a sequence is longer than the model's positions.
@@ -454,6 +461,8 @@ inline void RunInputs::tokenize_texts() {
 inline InputBytes RunInputs::bytes() const {
     constexpr size_t kLittleHeld = 256 << 10, kLittleRead = 4 << 20;
     InputBytes bytes{tokenizer ? tokenizer->held_bytes() : 0, 0, 0};
+    if (!o_.export_file.empty())
+        bytes.tokenizer += exported_tokenizer.bytes().size() + export_buffers(config);
     for (const Dataset* d : {data.get(), val_data.get()}) {
         if (!d) continue;
         bytes.data += d->held_bytes();
@@ -504,7 +513,7 @@ inline void RunInputs::open_validation() {
 // means bytes.
 inline std::optional<Tokenizer> RunInputs::open_tokenizer() {
     std::vector<std::string> folders;
-    if (gguf && gguf->file().metadata().contains("tokenizer.ggml.model")) {
+    if (gguf && has_gguf_tokenizer(gguf->file())) {
         tokenizer_folder = model;  // a file, not a folder
         return read_gguf_tokenizer(gguf->file());
     }

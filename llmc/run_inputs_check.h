@@ -290,6 +290,12 @@ inline void RunInputs::check_output_files() const {
                                  {"--loss-by-position", o_.loss_by_position, "{\"step\":"},
                                  {"--advanced algorithms", o_.matmul_algorithms, "", Output::Replaced},
                                  {"--merge", o_.merge, "", Output::Folder}};
+    if (!o_.export_file.empty()) {
+        if (gguf && same_file(o_.export_file, o_.model))
+            fail("--export %s: is the file of --model", o_.export_file.c_str());
+        files.push_back({"--export", o_.export_file, "GGUF", Output::Replaced});
+        files.push_back({"--export", o_.export_file + ".tmp", "", Output::Replaced});
+    }
     if (!file_exists(o_.save_base)) files.push_back({"--save-base", o_.save_base, "", Output::Folder});
     for (const Output& file : files)
         for (const Dataset* d : {data.get(), val_data.get()})
@@ -300,6 +306,29 @@ inline void RunInputs::check_output_files() const {
     if (!o_.resume.empty()) inputs.push_back(o_.resume);
     if (!o_.adapter.empty()) inputs.push_back(o_.adapter);
     check_outputs(files, o_.out, inputs);
+}
+
+// Reads what --export writes beside the weights. Fails if a GGUF cannot hold the model or its tokenizer.
+inline void RunInputs::read_exported() {
+    if (o_.export_file.empty()) return;
+    const std::string option = "--export " + o_.export_file;
+    if (adapter.kind == Trained::Prompt) fail("%s: GGUF has no soft prompts", option.c_str());
+    if (o_.export_part == "adapter") return;
+    check_rope_for_gguf(config, option);
+    exported_tokenizer =
+        tokenizer_keys(gguf && tokenizer_folder == model ? &gguf->file() : nullptr, tokenizer_folder, config);
+    const std::string arch = gguf_architecture(config);
+    if (tokenizer_folder.empty() && config.vocabulary != 256 && arch != "llama")  // whose other keys have it
+        exported_tokenizer.add(arch + ".vocab_size", static_cast<uint32_t>(config.vocabulary));
+}
+
+inline std::string RunInputs::export_name() const {
+    namespace fs = std::filesystem;
+    const bool is_changed = o_.steps > 0 || adapter || parse_new_model(o_.model);
+    const std::string path = is_changed || gguf ? o_.export_file : without_last_slashes(model);
+    const std::string name =
+        is_changed || gguf ? fs::path(path).stem().string() : fs::path(path).filename().string();
+    return name;
 }
 
 // Fails if --advanced attention=hopper asks for kernels that do not exist in this build or for this model's

@@ -43,7 +43,8 @@ class RunSaves {
     }
     // Fails if what the run will save cannot be written beside what is there. If all saves are kept, they
     // need not all fit: somebody may move them.
-    void check_room() const {
+    // `export_bytes`: the size of the file of --export; 0 without one.
+    void check_room(size_t export_bytes) const {
         if (!o_.rank.is_first()) return;
         std::vector<Written> all;
         if (wanted()) {
@@ -56,18 +57,27 @@ class RunSaves {
                        128 * model_.whole.parameters().size());
             all.push_back({"--merge", o_.merge, "the merged model", merged});
         }
+        if (export_bytes > 0) {
+            WrittenFiles exported;
+            exported.add(export_bytes);
+            all.push_back({"--export", o_.export_file, "the file", exported});
+        }
         check_disk_room(all);
         if (wanted()) remark_room(all[0].each.bytes);
     }
 
+    // Reads elements of the state's buffers on the first rank. All ranks must call it for the same elements.
+    ReadBuffer reader() {
+        return [this](const StateBuffer& b, int64_t at, int64_t count, void* host) {
+            read_slices(b, at, count, host);
+        };
+    }
     // Saves the state after `step` steps, which have read `sequences` sequences. `evaluated`: the validation
     // and the sample that are due at this step are done. All ranks must call it: the first one writes, and
     // the others send it their slices.
     void save(int64_t step, int64_t sequences, bool evaluated) {
         metrics_.finish();
-        const ReadBuffer read = [this](const StateBuffer& b, int64_t at, int64_t count, void* host) {
-            read_slices(b, at, count, host);
-        };
+        const ReadBuffer read = reader();
         if (!o_.rank.is_first()) {
             saved_step_ = step;
             const State<floatX>& state = model_.trained();

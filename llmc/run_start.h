@@ -139,5 +139,8 @@ inline void print_start(const Options& o, const RunInputs& in, int64_t first_ste
                static_cast<long long>(o.warmup), static_cast<long long>(o.steps), o.lr);
     if (o.update_in_backward && o.clip > 0)
         printf("--update-in-backward: the gradient of each block is clipped by its own norm\n");
-    if (!saves) printf("nothing will be saved%s: no --out\n", o.merge.empty() ? "" : " before the merge");
+    if (!saves)
+        printf("nothing will be saved%s: no --out\n", !o.merge.empty()         ? " before the merge"
+                                                      : !o.export_file.empty() ? " before the export"
+                                                                               : "");
 }

@@ -37,11 +37,17 @@ inline std::string name_from(const std::string& folder, const std::string& name)
 }
 
 // The options whose values are names of files or folders.
-inline constexpr const char* kNameOptions[] = {"--data",      "--val-data",
-                                               "--model",     "--log",
-                                               "--out",       "--advanced.algorithms",
-                                               "--adapter",   "--merge",
-                                               "--save-base", "--loss-by-position",
+inline constexpr const char* kNameOptions[] = {"--data",
+                                               "--val-data",
+                                               "--model",
+                                               "--log",
+                                               "--out",
+                                               "--advanced.algorithms",
+                                               "--adapter",
+                                               "--merge",
+                                               "--export",
+                                               "--save-base",
+                                               "--loss-by-position",
                                                "--rates"};
 
 inline bool is_list_of_texts(const nlohmann::json& options, const char* name) {

@@ -248,7 +248,10 @@ inline std::string sentencepiece_model(const TokenizerKeys& keys) {
              keys.size());
     ProtoMessage model, trainer, normalizer;
     bool bytes = false;
-    for (size_t i = 0; i < keys.size(); i++) {
+    // Tokens at the end that nothing uses: a model may have more rows than its tokenizer has tokens.
+    size_t used = keys.size();
+    while (used > 0 && keys.type(used - 1) == kUnused) used--;
+    for (size_t i = 0; i < used; i++) {
         if (!scores[i].is_number()) fail("%s: score %zu is not a number", keys.path(), i);
         ProtoMessage piece;
         piece.add(1, std::string_view(keys.token(i)));
@@ -282,6 +285,11 @@ inline TokenizerParts read_sentencepiece_keys(const TokenizerKeys& keys) {
     return read_sentencepiece(sentencepiece_model(keys), keys.path(), sentencepiece_config(keys));
 }
 }  // namespace gguf
+
+// True if the file has a tokenizer.
+inline bool has_gguf_tokenizer(const GgufFile& file) {
+    return ConfigReader(file.metadata(), file.path()).text("tokenizer.ggml.model", "none") != "none";
+}
 
 // Reads the tokenizer. Fails naming the file and the key if one is missing, damaged or not supported.
 inline Tokenizer read_gguf_tokenizer(const GgufFile& file) {

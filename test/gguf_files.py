@@ -17,7 +17,8 @@ def apart(w, heads):
 
 def as_gguf(name, w, config, names):
     """A tensor under its name in a GGUF, with its rows in that order."""
-    ours = names.get_name(name.removeprefix("transformer."), try_suffixes=(".weight", ".bias"))
+    endings = (".weight", ".bias")
+    ours = names.get_name(name, endings) or names.get_name(name.removeprefix("transformer."), endings)
     if config.model_type in ("llama", "mistral") and "q_proj" in name:
         w = pairs(w, config.num_attention_heads)
     if config.model_type in ("llama", "mistral") and "k_proj" in name:

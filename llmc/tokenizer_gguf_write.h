@@ -1,0 +1,416 @@
+// tokenizer_gguf_write.h - writes a tokenizer as the keys "tokenizer.ggml.*" of a GGUF file, as llama.cpp's
+// converter does. tokenizer_gguf.h reads them.
+//
+// A byte-level tokenizer becomes the model "gpt2", whose pre-tokenizer has a name: those that llama.cpp knows
+// are recognized by their components. SentencePiece's becomes the model "llama". Other tokenizers are
+// refused, because the file would split text differently. The tokens of a model of bytes become those of a
+// byte-level tokenizer without merges. A model without a tokenizer gets the model "none".
+#pragma once
+
+#include <functional>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "llmc/gguf_write.h"
+#include "llmc/tokenizer_gguf.h"
+
+namespace gguf {
+
+// The tokens of a vocabulary, with their types and, for SentencePiece, their scores.
+struct TokenTable {
+    std::vector<std::string> tokens;
+    std::vector<int32_t> types;
+    std::vector<float> scores;
+
+    // A table of the model's size; tokens that the tokenizer lacks are named as llama.cpp's converter does.
+    TokenTable(size_t size, float score) : types(size, kUnused), scores(size, score) {
+        for (size_t i = 0; i < size; i++) tokens.push_back("[PAD" + std::to_string(i) + "]");
+    }
+    void set(size_t i, const std::string& token, int type) { tokens[i] = token, types[i] = type; }
+};
+
+// True if a token that was added to a vocabulary controls something, although its file does not say so.
+inline bool looks_special(const std::string& token) {
+    const auto is_between = [&](const char* begin, const char* end) {
+        return token.starts_with(begin) && token.ends_with(end);
+    };
+    return token == "<pad>" || token == "<mask>" || token == "<2mass>" || token == "[@BOS@]" ||
+           is_between("<|", "|>") || is_between("<\uff5c", "\uff5c>") || is_between("<unused", ">");
+}
+
+// A spelling with spaces where SentencePiece has its symbol for them.
+inline std::string with_spaces(std::string token) {
+    const std::string_view symbol = kSpaceSymbol;
+    for (size_t at = 0; (at = token.find(symbol, at)) != token.npos;) token.replace(at, symbol.size(), " ");
+    return token;
+}
+
+// The type of an added token, and its spelling.
+inline void set_added(TokenTable& table, size_t i, const std::string& token, bool special) {
+    const bool control = special || looks_special(token);
+    table.set(i, control ? token : with_spaces(token), control ? kControl : kUserDefined);
+}
+
+// The JSON files of a tokenizer's folder.
+struct TokenizerFiles {
+    std::string folder;
+    // tokenizer.json, tokenizer_config.json and the model's config.json; null if missing.
+    nlohmann::json tokenizer, settings, config;
+
+    explicit TokenizerFiles(std::string from) : folder(std::move(from)) {
+        const auto read = [&](const char* name) {
+            return has(name) ? read_json(path(name)) : nlohmann::json();
+        };
+        tokenizer = read("tokenizer.json");
+        settings = read("tokenizer_config.json");
+        config = read("config.json");
+    }
+    std::string path(const char* name) const { return folder + "/" + name; }
+    bool has(const char* name) const { return file_exists(path(name)); }
+    // The spelling of a special token, such as "bos_token"; "" if there is none.
+    std::string named(const char* name) const {
+        if (!settings.is_object() || !settings.contains(name)) return "";
+        const nlohmann::json& token = settings[name];
+        const nlohmann::json& text = token.is_object() ? token.value("content", nlohmann::json()) : token;
+        return text.is_string() ? text.get<std::string>() : "";
+    }
+    // The number of an added token of this spelling, or -1.
+    int added(const std::string& spelling) const {
+        if (!tokenizer.is_object() || spelling.empty()) return -1;
+        for (const nlohmann::json& token : tokenizer.value("added_tokens", nlohmann::json::array()))
+            if (token.value("content", "") == spelling) return token.value("id", -1);
+        return -1;
+    }
+};
+
+// ---- byte-level tokenizers
+
+// The name of a byte-level tokenizer's pre-tokenizer in llama.cpp. Fails if it has none that is known here.
+inline std::string name_of_pre_tokenizer(const nlohmann::json& tokenizer, const std::string& path) {
+    // Components without the fields that do not change how a text is split.
+    const auto essence = [](nlohmann::json component) {
+        const auto strip = [](auto&& self, nlohmann::json& c) -> void {
+            if (c.is_object()) c.erase("trim_offsets");
+            // BLOOM's own file has a class in a class, which means the same.
+            if (c == " ?[^(\\s|[.,!?…。，、।۔،])]+") c = " ?[^(\\s|.,!?…。，、।۔،)]+";
+            if (c.is_object() && c.value("type", "") == "ByteLevel" && !c.contains("use_regex"))
+                c["use_regex"] = true;
+            if (c.is_structured())
+                for (nlohmann::json& part : c) self(self, part);
+        };
+        strip(strip, component);
+        return component;
+    };
+    const nlohmann::json found = essence(tokenizer.value("pre_tokenizer", nlohmann::json()));
+    const nlohmann::json normalizer = tokenizer.value("normalizer", nlohmann::json());
+    for (const char* name : {"gpt-2", "smollm", "llama-bpe", "qwen2", "bloom"}) {
+        nlohmann::json known = {{"model", nlohmann::json::object()}};
+        add_pre_tokenizer(known, name, path.c_str());
+        if (essence(known["pre_tokenizer"]) != found) continue;
+        // llama.cpp does not normalize. Its converter accepts that for Qwen's NFC alone.
+        if (normalizer.is_null() || known.contains("normalizer")) return name;
+        fail("%s: its normalizer is \"%s\", and llama.cpp has none", path.c_str(),
+             printable(normalizer.value("type", "")).c_str());
+    }
+    fail(
+        "%s: its pre-tokenizer is none of those that llama.cpp has and that are known here: gpt-2, smollm, "
+        "llama-bpe, qwen2 and bloom",
+        path.c_str());
+}
+
+// Adds a list of merges, "left right".
+inline void add_merges(GgufKeys& keys, const nlohmann::json& merges, const std::string& path) {
+    std::vector<std::string> texts;
+    for (const nlohmann::json& merge : merges) {
+        if (merge.is_string()) {
+            texts.push_back(merge.get<std::string>());
+        } else if (merge.is_array() && merge.size() == 2 && merge[0].is_string() && merge[1].is_string()) {
+            texts.push_back(merge[0].get<std::string>() + " " + merge[1].get<std::string>());
+        } else {
+            fail("%s: a merge is not a pair of tokens", path.c_str());
+        }
+    }
+    keys.add("tokenizer.ggml.merges", texts);
+}
+
+inline void add_gpt2_model(GgufKeys& keys, const std::string& pre, const TokenTable& table) {
+    keys.add("tokenizer.ggml.model", "gpt2");
+    keys.add("tokenizer.ggml.pre", pre);
+    keys.add("tokenizer.ggml.tokens", table.tokens);
+    keys.add("tokenizer.ggml.token_type", table.types);
+}
+
+// Calls use(spelling, token) for each token of a vocabulary, {"spelling": token}, below `size`.
+inline void for_each_token(const nlohmann::json& vocabulary, size_t size,
+                           const std::function<void(const std::string& spelling, size_t token)>& use) {
+    for (const auto& [spelling, token] : vocabulary.items())
+        if (token.is_number_unsigned() && token.get<uint64_t>() < size) use(spelling, token.get<size_t>());
+}
+
+// Sets the tokens that a tokenizer.json adds to its vocabulary.
+inline void set_added_tokens(TokenTable& table, const nlohmann::json& tokenizer) {
+    for (const nlohmann::json& token : tokenizer.value("added_tokens", nlohmann::json::array()))
+        if (const auto id = token.value("id", SIZE_MAX); id < table.tokens.size())
+            set_added(table, id, token.value("content", ""), token.value("special", false));
+}
+
+inline void add_byte_level(GgufKeys& keys, const TokenizerFiles& files, size_t size) {
+    const std::string path = files.path("tokenizer.json");
+    const nlohmann::json& model = files.tokenizer["model"];
+    TokenTable table(size, 0);
+    for_each_token(model["vocab"], size,
+                   [&](const std::string& spelling, size_t i) { table.set(i, spelling, kNormal); });
+    set_added_tokens(table, files.tokenizer);
+    add_gpt2_model(keys, name_of_pre_tokenizer(files.tokenizer, path), table);
+    add_merges(keys, model["merges"], path);
+}
+
+// GPT-2's vocab.json and merges.txt.
+inline void add_gpt2_files(GgufKeys& keys, const TokenizerFiles& files, size_t size) {
+    TokenTable table(size, 0);
+    for_each_token(read_json(files.path("vocab.json")), size, [&](const std::string& spelling, size_t i) {
+        table.set(i, spelling, spelling == "<|endoftext|>" ? kControl : kNormal);
+    });
+    add_gpt2_model(keys, "gpt-2", table);
+    nlohmann::json merges = nlohmann::json::array();
+    const std::string text = read_text(files.path("merges.txt"));
+    for (size_t at = 0; at < text.size();) {
+        const size_t end = std::min(text.find('\n', at), text.size());
+        std::string line = text.substr(at, end - at);
+        if (line.ends_with('\r')) line.pop_back();
+        if (!line.empty() && !(at == 0 && line.starts_with("#"))) merges.push_back(line);
+        at = end + 1;
+    }
+    add_merges(keys, merges, files.path("merges.txt"));
+}
+
+// ---- SentencePiece
+
+inline void add_llama_model(GgufKeys& keys, const TokenTable& table) {
+    keys.add("tokenizer.ggml.model", "llama");
+    keys.add("tokenizer.ggml.pre", "default");
+    keys.add("tokenizer.ggml.tokens", table.tokens);
+    keys.add("tokenizer.ggml.scores", table.scores);
+    keys.add("tokenizer.ggml.token_type", table.types);
+}
+
+inline void add_sentencepiece(GgufKeys& keys, const TokenizerFiles& files, size_t size) {
+    const std::string path = files.path("tokenizer.model");
+    const SentencePieceModel model(read_text(path), path);
+    const auto& library = model.library();
+    TokenTable table(size, -10000);
+    for (int i = 0; i < library.GetPieceSize() && static_cast<size_t>(i) < size; i++) {
+        const int type = library.IsUnknown(i)   ? kUnknown
+                         : library.IsControl(i) ? kControl
+                         : library.IsUnused(i)  ? kUnused
+                         : library.IsByte(i)    ? kByte
+                                                : kNormal;
+        table.set(static_cast<size_t>(i), library.IdToPiece(i), type);
+        table.scores[static_cast<size_t>(i)] = library.GetScore(i);
+    }
+    if (files.settings.is_object() && files.settings.contains("added_tokens_decoder"))
+        for (const auto& [number, token] : files.settings["added_tokens_decoder"].items()) {
+            const size_t i = strtoull(number.c_str(), nullptr, 10);
+            if (i >= size || !token.is_object()) continue;
+            set_added(table, i, token.value("content", ""), token.value("special", false));
+            table.scores[i] = -1000;
+        }
+    add_llama_model(keys, table);
+}
+
+// SentencePiece's tokenizer as a tokenizer.json has it. llama.cpp merges by scores; those that give the order
+// of the file's merges are their negative ranks. (Its converter gives all tokens one score, which does not.)
+inline void add_byte_fallback(GgufKeys& keys, const TokenizerFiles& files, size_t size) {
+    const nlohmann::json& model = files.tokenizer["model"];
+    TokenTable table(size, -1000);
+    std::map<std::string, size_t> numbers;
+    for_each_token(model["vocab"], size, [&](const std::string& spelling, size_t i) {
+        table.set(i, spelling, read_byte_spelling(spelling) >= 0 ? kByte : kNormal);
+        table.scores[i] = 0;
+        numbers[spelling] = i;
+    });
+    float rank = 0;
+    for (const nlohmann::json& merge : model["merges"]) {
+        std::string joined = merge.is_array() ? merge[0].get<std::string>() + merge[1].get<std::string>()
+                                              : merge.get<std::string>();
+        if (merge.is_string()) joined.erase(joined.find(' '), 1);
+        const auto found = numbers.find(joined);
+        if (found != numbers.end() && table.scores[found->second] == 0) table.scores[found->second] = --rank;
+    }
+    set_added_tokens(table, files.tokenizer);
+    if (const int unknown = files.added(model.value("unk_token", "")); unknown >= 0)
+        table.types[static_cast<size_t>(unknown)] = kUnknown;
+    add_llama_model(keys, table);
+}
+
+// ---- special tokens and the chat template
+
+// Which special tokens a tokenizer.json's post-processor puts around a text.
+struct TokensAround {
+    std::map<std::string, bool> adds;  // by name: whether it adds "bos", "eos", "sep"
+    std::string first, last;           // the spellings of those that it adds
+};
+inline TokensAround tokens_around(const TokenizerFiles& files) {
+    TokensAround around;
+    if (!files.tokenizer.is_object()) return around;
+    const nlohmann::json processor = files.tokenizer.value("post_processor", nlohmann::json());
+    if (!processor.is_object()) return around;
+    const std::string bos = files.named("bos_token"), eos = files.named("eos_token");
+    const auto special = [](const nlohmann::json& part) {
+        return part.contains("SpecialToken") ? part["SpecialToken"].value("id", "") : std::string();
+    };
+    const nlohmann::json alone = nlohmann::json::array({processor});
+    for (const nlohmann::json& p : processor.contains("processors") ? processor["processors"] : alone) {
+        const std::string type = p.value("type", "");
+        if (type == "ByteLevel") around.adds.insert({"bos", false}), around.adds.insert({"eos", false});
+        const nlohmann::json single = p.value("single", nlohmann::json::array());
+        if (type != "TemplateProcessing" || single.size() < 2) continue;
+        around.first = special(single.front()), around.last = special(single.back());
+        if (!around.first.empty()) around.adds["bos"] = bos.empty() || around.first == bos;
+        if (!around.last.empty()) around.adds["eos"] = eos.empty() || around.last == eos;
+        // The tokens between the texts of a pair.
+        std::vector<std::string> between;
+        bool is_between = false;
+        for (const nlohmann::json& part : p.value("pair", nlohmann::json::array())) {
+            const std::string sequence = part.contains("Sequence") ? part["Sequence"].value("id", "") : "";
+            if (is_between && sequence.empty()) between.push_back(special(part));
+            if (!sequence.empty()) is_between = sequence == "A";
+        }
+        const std::string sep = files.named("sep_token");
+        const auto separates = [&](size_t i) {
+            return i < between.size() && !between[i].empty() && (between[i] == sep || between[i] == eos);
+        };
+        if (!between.empty())
+            around.adds["sep"] =
+                (separates(0) && around.last.empty()) || (between.size() == 2 && separates(1));
+    }
+    return around;
+}
+
+// Adds the numbers of special tokens, and whether they are put around a text. Those that the tokenizer's
+// files do not name are those of the model's configuration.
+inline void add_special_tokens(GgufKeys& keys, const TokenizerFiles& files, const ModelConfig& c) {
+    const std::pair<const char*, const char*> names[] = {
+        {"bos", "bos"},     {"eos", "eos"}, {"unk", "unknown"}, {"sep", "seperator"},
+        {"pad", "padding"}, {"cls", "cls"}, {"mask", "mask"}};
+    const TokensAround around = tokens_around(files);
+    for (const auto& [name, key] : names) {
+        const std::vector<int> none, &configured = name == std::string_view("bos")   ? c.begin_of_text
+                                                   : name == std::string_view("eos") ? c.end_of_text
+                                                   : name == std::string_view("pad") ? c.padding
+                                                                                     : none;
+        std::string spelling = files.named((std::string(name) + "_token").c_str());
+        if (spelling.empty() && name == std::string_view("bos")) spelling = around.first;
+        if (spelling.empty() && name == std::string_view("eos")) spelling = around.last;
+        int token = files.added(spelling);
+        if (token < 0 && !configured.empty()) token = configured[0];
+        const nlohmann::json in_config =
+            files.config.is_object() ? files.config.value(std::string(name) + "_token_id", nlohmann::json())
+                                     : nlohmann::json();
+        if (token < 0 && in_config.is_number_unsigned()) token = in_config.get<int>();
+        if (token >= 0 && token < c.vocabulary)
+            keys.add(std::string("tokenizer.ggml.") + key + "_token_id", static_cast<uint32_t>(token));
+    }
+    // A token that ends a turn, which this training has added.
+    if (!c.stops.empty() && std::ranges::find(c.end_of_text, c.stops.back()) == c.end_of_text.end() &&
+        c.stops.size() > c.end_of_text.size())
+        keys.add("tokenizer.ggml.eot_token_id", static_cast<uint32_t>(c.stops.back()));
+    std::map<std::string, bool> adds = around.adds;
+    for (const char* name : {"bos", "eos"}) {
+        const std::string setting = std::string("add_") + name + "_token";
+        if (files.settings.is_object() && files.settings.contains(setting) &&
+            files.settings[setting].is_boolean())
+            adds.insert({name, files.settings[setting].get<bool>()});
+    }
+    // llama.cpp's converter: models of the vocabulary of Granite and SmolLM have none.
+    if (std::string_view(c.family->name) == "llama" && c.vocabulary == 49152) adds["bos"] = false;
+    for (const auto& [name, value] : adds) keys.add_bool("tokenizer.ggml.add_" + name + "_token", value);
+}
+
+// Adds the chat template; of several, also the others by their names.
+inline void add_chat_template(GgufKeys& keys, const TokenizerFiles& files) {
+    nlohmann::json chat = files.settings.is_object() ? files.settings.value("chat_template", nlohmann::json())
+                                                     : nlohmann::json();
+    if (chat.is_null() && files.has("chat_template.jinja"))
+        chat = read_text(files.path("chat_template.jinja"));
+    if (chat.is_string()) return keys.add("tokenizer.chat_template", chat.get<std::string>());
+    if (!chat.is_array()) return;
+    std::vector<std::string> names;
+    for (const nlohmann::json& one : chat) {
+        const std::string name = one.value("name", ""), text = one.value("template", "");
+        if (name == "default") keys.add("tokenizer.chat_template", text);
+        if (name.empty() || name == "default") continue;
+        keys.add("tokenizer.chat_template." + name, text);
+        names.push_back(name);
+    }
+    if (!names.empty()) keys.add("tokenizer.chat_templates", names);
+}
+
+// ---- the whole
+
+// Adds the tokenizer in a folder. Fails naming the file if llama.cpp has no such tokenizer.
+inline void add_folder_tokenizer(GgufKeys& keys, const std::string& folder, const ModelConfig& c) {
+    const TokenizerFiles files(folder);
+    const auto size = static_cast<size_t>(c.vocabulary);
+    const bool has_json = files.tokenizer.is_object() && files.tokenizer.contains("model");
+    const bool falls_back = has_json && files.tokenizer["model"].value("byte_fallback", false);
+    const bool prefers_pieces = c.family->position == PositionKind::Rotary;  // as llama.cpp's converter
+    if (files.has("tokenizer.model") && (prefers_pieces || !has_json))
+        add_sentencepiece(keys, files, size);
+    else if (falls_back)
+        add_byte_fallback(keys, files, size);
+    else if (has_json)
+        add_byte_level(keys, files, size);
+    else
+        add_gpt2_files(keys, files, size);
+    if (files.settings.is_object() && files.settings.contains("add_prefix_space") &&
+        files.settings["add_prefix_space"].is_boolean() && std::string_view(c.family->prefix) == "model.")
+        keys.add_bool("tokenizer.ggml.add_space_prefix", files.settings["add_prefix_space"].get<bool>());
+    add_special_tokens(keys, files, c);
+    add_chat_template(keys, files);
+}
+
+// Adds the tokenizer of a model of bytes: token i is byte i, as GPT-2 spells it.
+inline void add_bytes_tokenizer(GgufKeys& keys) {
+    TokenTable table(256, 0);
+    for (int byte = 0; byte < 256; byte++) table.set(static_cast<size_t>(byte), spell_byte(byte), kNormal);
+    add_gpt2_model(keys, "gpt-2", table);
+    keys.add("tokenizer.ggml.merges", std::vector<std::string>());
+    keys.add_bool("tokenizer.ggml.add_bos_token", false);
+}
+
+// Adds the tokenizer's keys of another GGUF file, with the types that llama.cpp's converter gives them.
+inline void add_same_tokenizer(GgufKeys& keys, const GgufFile& file) {
+    for (const auto& [key, value] : file.metadata().items()) {
+        if (!key.starts_with("tokenizer.")) continue;
+        const bool list = value.is_array();
+        if (value.is_string()) keys.add(key, value.get<std::string>());
+        if (value.is_boolean()) keys.add_bool(key, value.get<bool>());
+        if (value.is_number_float()) keys.add_float(key, value.get<double>());
+        if (value.is_number_integer()) keys.add(key, value.get<uint32_t>());
+        if (list && key == "tokenizer.ggml.scores") keys.add(key, value.get<std::vector<float>>());
+        if (list && key == "tokenizer.ggml.token_type") keys.add(key, value.get<std::vector<int32_t>>());
+        if (list && (value.empty() || value[0].is_string()))
+            keys.add(key, value.get<std::vector<std::string>>());
+    }
+}
+}  // namespace gguf
+
+// The keys of a model's tokenizer: that of a GGUF file, or that in a folder; without either, that of a model
+// of bytes, or none.
+inline GgufKeys tokenizer_keys(const GgufFile* file, const std::string& folder, const ModelConfig& c) {
+    GgufKeys keys;
+    if (file)
+        gguf::add_same_tokenizer(keys, *file);
+    else if (!folder.empty())
+        gguf::add_folder_tokenizer(keys, folder, c);
+    else if (c.vocabulary == 256)
+        gguf::add_bytes_tokenizer(keys);
+    else
+        keys.add("tokenizer.ggml.model", "none");
+    return keys;
+}

@@ -65,9 +65,10 @@ build/commit.cpp: FORCE
 build/commit.o: build/commit.cpp
 	@$(CXX) $(WARNINGS) -c $< -o $@
 
-# The ranks of --devices, over MPI if its headers are installed.
-MPI_FLAGS := $(shell pkg-config --cflags mpi-c 2>/dev/null || pkg-config --cflags mpich 2>/dev/null)
-build/ranks_mpi.o: llmc/ranks_mpi.cpp Makefile
+# The ranks of --devices, over MPI if its headers are installed: OpenMPI's, else MPICH's. The tests of MPICH name that themselves.
+build/ranks_mpi.o: MPI_FLAGS = $(shell pkg-config --cflags mpi-c 2>/dev/null || pkg-config --cflags mpich 2>/dev/null)
+build/mpich/ranks_mpi.o: MPI_FLAGS = $(shell pkg-config --cflags mpich)
+build/ranks_mpi.o build/mpich/ranks_mpi.o: llmc/ranks_mpi.cpp Makefile
 	@mkdir -p $(@D)
 	$(CXX) -std=c++20 $(WARNINGS) -O2 -I. -MMD -MP $(if $(MPI_FLAGS),-DLLMC_MPI $(MPI_FLAGS:-I%=-isystem %)) -MF $@.d -MT $@ -c $< -o $@
 

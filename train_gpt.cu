@@ -264,7 +264,12 @@ class Trainer {
     void load();
     void forward_step();
 
+    void say_where();
     bool stopping();
+    // With --zero 3: what the ranks gather.
+    DividedBlocks divided_blocks() const {
+        return {model_.state, model_.adapter ? pointer_to(model_.quantized) : nullptr};
+    }
     // True if this rank takes part in samples: the first one draws them. Blocks that are gathered need all
     // ranks, which then draw the same; what the others print is not shown.
     bool samples_here() const { return o_.rank.is_first() || o_.slices_weights(); }
@@ -351,6 +356,15 @@ bool Trainer::stopping() {
     return agreed;
 }
 
+// Notes where the run is, for the line about a rank that is lost.
+void Trainer::say_where() {
+    if (exchange_.is_alone()) return;
+    const std::string where =
+        format("in step %lld; the last save: %s", static_cast<long long>(step_ + 1), saves_.last().c_str());
+    exchange_.set_where(where);
+    if (o_.rank.is_first()) tell_launcher(where);
+}
+
 void Trainer::train() {
     const int settled = replays() ? 2 : 1;  // steps until graphs are recorded
     for (step_ = first_step_; step_ < o_.steps && !stopping(); step_++, evaluated_ = false) {
@@ -360,6 +374,7 @@ void Trainer::train() {
         if (saves_.wants_best(step_) || (is_time(o_.save_every) && step_ > first_step_ && !saves_.has(step_)))
             save();
         check_logs();
+        say_where();
         if (!train_step()) break;
         if (step_ == std::min(o_.steps, first_step_ + settled) - 1) {
             metrics_.finish();
@@ -965,7 +980,7 @@ void Trainer::connect_streams() {
     offloaded_.connect(gpt_);
     if (o_.slices_weights())
         gpt_.weights().stream_blocks_from(gathered_ ? &*gathered_ : nullptr, Route::ToRanks,
-                                          gathered_block_bytes(model_.trained()), o_.prefetch);
+                                          divided_blocks().bytes(), o_.prefetch);
 }
 
 Plan Trainer::rehearse_training(bool continues_step, bool placed) {
@@ -1052,7 +1067,7 @@ void Trainer::take_memory() {
     loss_by_position_.allocate();
     model_.allocate(in_.feeds() ? o_.seq_len + in_.adapter.prompt_tokens : 0, stream_);
     offloaded_.make();
-    if (o_.slices_weights()) gathered_.emplace(model_.trained(), exchange_.transfers());
+    if (o_.slices_weights()) gathered_.emplace(divided_blocks(), exchange_.transfers());
     connect_streams();
     updates_.allocate();
     if (offloaded_.any() || model_.embeddings || !exchange_.is_alone()) metrics_.count_waiting(stream_);
@@ -1124,6 +1139,14 @@ void Trainer::bench() {
 
 // ---- the program
 
+// Ends all ranks because some of them are lost, which `line` names.
+[[noreturn]] void lose_ranks(RankEngine& engine, const Rank& rank, FILE* errors, const std::string& line) {
+    fprintf(errors, "train: %s\n", (rank.is_first() ? line : rank.text() + ": " + line).c_str());
+    tell_parent(2);
+    engine.end_all(2);
+    _exit(2);
+}
+
 int run(int argc, char** argv, RankEngine* engine) {
     RunOptions command(argc, argv);
     if (command.starts_ranks()) {
@@ -1131,6 +1154,7 @@ int run(int argc, char** argv, RankEngine* engine) {
         command.resumed.reset();  // the ranks hold it themselves
         return launch_ranks(command.options.devices, argv);
     }
+    if (engine) engine->set_patience(command.options.patience);
     command.begin(engine);
     Options& options = command.options;
     start_threads(options.threads, options.rank);
@@ -1174,9 +1198,11 @@ int main(int argc, char** argv) {
     std::unique_ptr<RankEngine> engine;
     try {
         if (!rank.is_alone()) {
+            tell_launcher_of(rank);
             see_own_gpu(rank);
             memory_free_at_start();  // before any of the ranks takes much
             engine = connect_ranks(rank);
+            engine->on_lost = [&](const std::string& line) { lose_ranks(*engine, rank, errors, line); };
         }
         const int code = run(argc, argv, engine.get());
         if (code) tell_parent(code);

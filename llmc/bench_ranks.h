@@ -34,6 +34,8 @@ class MeasuredEngine : public RankEngine {
         const double took = now() - began;
         times_.push_back({began, began, took, took});
     }
+    void set_patience(double seconds) override { engine_.set_patience(seconds); }
+    void set_where(const std::string& where) override { engine_.set_where(where); }
     void start(std::span<const Part> send, std::span<const Part> receive) override {
         began_.push_back(now());
         engine_.start(send, receive);

@@ -36,6 +36,11 @@ class Exchange {
     // What connect_devices() connected, for a class that moves something else.
     RankTransfers& transfers() { return *transfers_; }
 
+    // Says where this rank is, for messages.
+    void set_where(const std::string& where) {
+        if (engine_) engine_->set_where(where);
+    }
+
     // While inactive, exchanges of tensors take their memory as planned, and move and add nothing:
     // micro-batches before the last share its plan.
     void set_active(bool active) { active_ = active; }

@@ -60,7 +60,7 @@ class OffloadedMemory {
           prompt_tokens_(prompt_tokens),
           model_(model),
           trained_(trained),
-          matrices_(matrices && matrices->is_streamed() ? matrices : nullptr) {}
+          matrices_(matrices && matrices->placement() != Placement::Device ? matrices : nullptr) {}
 
     // True if the trained blocks are not on the device, but streamed.
     bool streams_trained() const { return model_.options.streams_blocks(); }
@@ -175,7 +175,7 @@ class OffloadedMemory {
     const int prompt_tokens_;
     const State<T>& model_;
     State<T>& trained_;
-    const QuantizedWeights* const matrices_;  // of a frozen model, if streamed, or null
+    const QuantizedWeights* const matrices_;  // of a frozen model, if offloaded, or null
     // A memory and its pieces; both null if there is none.
     struct Stored {
         std::unique_ptr<OffloadStorage> storage;

@@ -101,6 +101,7 @@ struct Options {
     std::string resume;
     std::string attention = "auto";
     int threads = 0;
+    int patience = 600;  // seconds that a rank waits for others in a step
     std::string graph = "on";
     std::string matmul_algorithms;
     bool tf32 = false;
@@ -127,9 +128,11 @@ struct Options {
     bool slices_state() const { return devices > 1 && zero != "0"; }
     // True if each rank also keeps only its slice of the gradients (--zero 2 and 3).
     bool slices_gradients() const {
-        return devices > 1 && (zero == "2" || slices_weights()) && !update_in_backward;
+        const bool asked = zero == "2" || (slices_weights() && !trains_adapter());
+        return devices > 1 && asked && !update_in_backward;
     }
-    // True if each rank also keeps only its slice of the blocks' weights (--zero 3).
+    // True if each rank also keeps only its slice of the blocks' weights (--zero 3): of a frozen model, of
+    // the matrices of its blocks' linear layers. An adapter's gradients, which are small, stay whole there.
     bool slices_weights() const { return devices > 1 && zero == "3"; }
     // Where messages go: without training, stdout is for generated text.
     FILE* notes() const { return steps > 0 ? stdout : stderr; }

@@ -7,6 +7,7 @@
 #include "llmc/attention_input.h"
 #include "llmc/error.h"
 #include "llmc/options.h"
+#include "llmc/options_placement.h"
 #include "llmc/options_resume.h"
 
 // Fails if both --steps and --epochs say how long the training is.
@@ -160,18 +161,37 @@ inline void check_build(const Options& o) {
             fail("%s is AdamW's, and --optimizer sgd keeps no moments", o.spelled(of_adamw).c_str());
 }
 
+// Fails if several devices cannot divide a frozen model (--zero 3).
+inline void check_divided_base(const Options& o) {
+    if (parse_new_model(o.model))
+        fail("--zero 3: divides a frozen model that is in files, and --model %s is a new one: give --zero 1",
+             o.model.c_str());
+    if (!o.save_base.empty())
+        fail("--zero 3: no device has all of the base that --save-base %s would save: give --zero 1",
+             o.save_base.c_str());
+    if (!o.merge.empty())
+        fail(
+            "--zero 3: no device has all of the model that --merge %s would merge: give --zero 1, or leave "
+            "it "
+            "out and merge on one device, with --resume DIR --steps 0 --merge %s",
+            o.merge.c_str(), o.merge.c_str());
+}
+
 // Fails if several devices cannot share this run.
 inline void check_devices(const Options& o) {
     if (o.devices == 1) {
         if (o.has("--zero") && o.zero != "auto")
             fail("--zero %s: is for several devices: add --devices N", o.zero.c_str());
-        for (const char* name : {"--machines", "--network"})
+        for (const char* name : {"--machines", "--network", "--patience"})
             if (o.has(name)) fail("%s: is for several devices: add --devices N", o.spelled(name).c_str());
         return;
     }
-    if (o.updates == "host")
-        fail("--devices %d: the host's cores update for one device only: leave out --offload updates=host",
-             o.devices);
+    if (o.updates == "host" && o.state != "device" && !host_can_update(o))
+        fail(
+            "--devices %d: the host's cores update what is on the devices: give gradients=device, or leave "
+            "out "
+            "--offload updates=host",
+            o.devices);
     if (o.has("--machines") && !o.plan)
         fail("--machines %d: is for --plan; ranks know which machines they are on", o.machines);
     if (o.devices % o.machines)
@@ -184,18 +204,16 @@ inline void check_devices(const Options& o) {
              o.grad_accum, o.devices, less > 0 ? (std::to_string(less) + " or ").c_str() : "", more);
     }
     const bool is_chosen = o.has("--memory") && o.batch > 0;  // how many micro-batches a step has
-    if ((o.zero == "2" || o.zero == "3") && o.own_micro_batches() > o.micro_batches_together() && !is_chosen)
+    const bool keeps_slices = o.zero == "2" || (o.zero == "3" && !o.trains_adapter());  // of gradients
+    if (keeps_slices && o.own_micro_batches() > o.micro_batches_together() && !is_chosen)
         fail(
             "--zero %s: each device keeps no gradients between its %d micro-batches: add --by-block, or give "
             "--grad-accum %d",
             o.zero.c_str(), o.own_micro_batches(), o.devices);
-    if ((o.zero == "2" || o.zero == "3") && o.gradients != "device")
+    if (keeps_slices && o.gradients != "device")
         fail("--zero %s: with --offload gradients=%s they are not on the device: give --zero 1",
              o.zero.c_str(), o.gradients.c_str());
-    if (o.zero == "3" && o.trains_adapter())
-        fail(
-            "--zero 3: divides weights that are trained, and a frozen model's stay whole: give --zero 1 or "
-            "2");
+    if (o.zero == "3" && o.trains_adapter()) check_divided_base(o);
     if (o.zero == "3" && o.weights != "device")
         fail("--zero 3: with --offload weights=%s the blocks' weights are not on the devices: give --zero 1",
              o.weights.c_str());

@@ -237,8 +237,13 @@ inline void declare_training_options(CLI::App& app, Options& o) {
         .add("--zero", o.zero, "auto|0|1|2|3",
              "What each of several devices keeps: 0: a copy of everything; 1: its slice of the optimizer's "
              "state; 2: also of the gradients, with one micro-batch a device or --by-block; 3: also of the "
-             "blocks' weights. auto: 1, or what --memory, --batch auto or --seq-len auto choose.")
+             "blocks' weights, frozen ones too. auto: 1, or what --memory, --batch auto or --seq-len auto "
+             "choose.")
         ->check(one_of({"auto", "0", "1", "2", "3"}));
+    group
+        .add("--patience", o.patience, "SECONDS",
+             "Ends the run if in a step one of several devices waits longer for another.")
+        ->transform(whole(1, 1e6));
     group
         .add("--machines", o.machines, "M",
              "For --plan: how many machines the devices are in. A run knows where its ranks are.")

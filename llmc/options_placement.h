@@ -27,10 +27,12 @@ struct PlacementOption {
 };
 
 // True if the host's cores can do the updates: the state is not on the device, neither gradients nor trained
-// weights are on a disk, and it is the run's only device.
+// weights are on a disk. With several devices, which exchange these, both are on the device.
 inline bool host_can_update(const Options& o) {
-    return o.devices == 1 && o.state != "device" && o.gradients != "disk" &&
-           (o.weights != "disk" || o.trains_adapter());
+    const auto may_be = [&](const std::string& placement) {
+        return placement == "device" || (o.devices == 1 && placement != "disk");
+    };
+    return o.state != "device" && may_be(o.gradients) && (may_be(o.weights) || o.trains_adapter());
 }
 
 // Sets a field to a placement. Returns what is wrong with it, or "".

@@ -83,9 +83,10 @@ std::vector<MemoryReport::Buffer> buffers_of(const State<T>& model, const Quanti
     };
     add_state("", model);
     const auto add_quantized = [&](const char* name, const QuantizedWeights* q) {
-        if (q) add(name, "weights", {static_cast<int64_t>(q->bytes())}, "byte", q->bytes());
+        const size_t bytes = q ? q->bytes_on_device() : 0;
+        if (bytes > 0) add(name, "weights", {static_cast<int64_t>(bytes)}, "byte", bytes);
     };
-    if (quantized && !quantized->is_streamed()) add_quantized("quantized_weights", quantized);
+    add_quantized("quantized_weights", quantized);
     const size_t disks =
         (quantized && quantized->placement() == Placement::Disk ? 1 : 0) + (offloaded_embeddings ? 1 : 0);
     if (const size_t bytes = kHostIsDevice ? disks * DiskQueue::kStagingBytes : 0; bytes > 0)
@@ -130,20 +131,26 @@ inline PhaseTimes phases_of(const Plans& plans, int micro_batches, const Rates& 
     return phases;
 }
 
-// What a rank sends to the others in a step, and how long that takes.
-inline RanksReport report_ranks(const Options& o, const Plan& last, const Plan& update,
+// What a rank sends to the others in a step of `micro_batches` passes, and how long that takes.
+inline RanksReport report_ranks(const Options& o, const Plans& plans, int micro_batches,
                                 const PhaseTimes& phases, const Rates& rates) {
     RanksReport r;
     r.devices = o.devices;
     r.on_a_machine = rates.ranks.on_a_machine;
     r.zero = o.slices_weights() ? "3" : o.slices_gradients() ? "2" : o.slices_state() ? "1" : "0";
-    for (const Plan* plan : {&last, &update})
-        for (const Transfer& t : plan->transfers)
+    const auto add = [&](const Plan& plan, int times) {
+        for (const Transfer& t : plan.transfers)
             for (size_t i = 0; i < std::size(kExchanged); i++) {
                 const bool is_gathered = t.of == Transfer::StreamedBlock;  // a block's weights
                 const std::string_view content = is_gathered ? "weights" : t.content;
-                if (!t.waits && t.route == Route::ToRanks && content == kExchanged[i]) r.sent[i] += t.bytes;
+                if (!t.waits && t.route == Route::ToRanks && content == kExchanged[i])
+                    r.sent[i] += times * t.bytes;
             }
+    };
+    if (micro_batches > 1) add(plans.train, 1);
+    if (micro_batches > 2) add(without_exchanges(plans.add), micro_batches - 2);
+    add(micro_batches > 1 ? plans.add : plans.train, 1);
+    add(plans.update, 1);
     r.links = rates.ranks;
     r.link_rate = rates.transfers[static_cast<size_t>(Route::ToRanks)];
     for (const PhaseTime& p : phases) {
@@ -191,8 +198,9 @@ MemoryReport make_report(const Options& o, const Plans& plans, const InputBytes&
           std::pair{"merging", &plans.merge}, std::pair{"exporting", &plans.exported},
           std::pair{"loading", &plans.load}, std::pair{"a soft prompt's begin", &plans.first_prompt}})
         if (!plan->takes.empty()) r.others.emplace_back(name, plan);
-    r.phases = phases_of(plans, o.own_micro_batches() / o.micro_batches_together(), rates);
-    r.ranks = report_ranks(o, *r.last, plans.update, r.phases, rates);
+    const int passes = o.own_micro_batches() / o.micro_batches_together();
+    r.phases = phases_of(plans, passes, rates);
+    r.ranks = report_ranks(o, plans, passes, r.phases, rates);
     for (const Plan* plan : {r.train, r.update}) add_costs(r.operations, plan->work, rates);
     r.update_seconds = seconds_of(plans.update.work, rates);
     const double adds_seconds = seconds_of(without_exchanges(plans.add).work, rates);

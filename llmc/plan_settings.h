@@ -232,10 +232,11 @@ inline std::vector<Options> ways_to_share(const Options& o) {
         way.zero = zero, way.by_block = by_block;
     };
     add("1", o.by_block);
+    const bool has_files = !parse_new_model(o.model) && o.save_base.empty() && o.merge.empty();
     if (o.gradients == "device" && !o.update_in_backward) {
         add("2", o.by_block);
         if (may_go_by_block(o)) add("2", true);
-        if (o.weights == "device" && !o.trains_adapter()) {
+        if (o.weights == "device" && (has_files || !o.trains_adapter())) {
             add("3", o.by_block);
             if (may_go_by_block(o)) add("3", true);
         }

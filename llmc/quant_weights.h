@@ -18,6 +18,7 @@
 #include "llmc/offload_blocks.h"
 #include "llmc/quant_formats.h"
 #include "llmc/quant_nf4_files.h"
+#include "llmc/slices.h"
 
 // ---- the format of each matrix
 //
@@ -103,8 +104,8 @@ inline void check_stored(const std::vector<StoredAs>& stored, const ModelConfig&
 // model's other tensors are in a State whose layout lacks these matrices.
 //
 // The matrices are on the device, or in host memory or on disk (offload_blocks.h), from where they are
-// streamed block by block. Streamed matrices may also be the floats of a model's folder, in the files' own
-// format.
+// streamed block by block; or each of several devices has a slice of every block (ranks_blocks.h). Streamed
+// matrices may also be the floats of a model's folder, in the files' own format.
 
 // The field with the matrix that the head multiplies by.
 inline Field head_field(const ModelConfig& c) { return c.tied ? Field::TokenEmbedding : Field::HeadWeight; }
@@ -158,13 +159,37 @@ class QuantizedWeights {
         return n;
     }
     Placement placement() const { return placement_; }
-    bool is_streamed() const { return placement_ != Placement::Device; }
+    // Leaves each of several ranks its slice of every block; call it before allocate().
+    void divide(int rank, int ranks) {
+        constexpr int64_t kStretch = 4096;  // bytes
+        slices_ = {rank, ranks, kStretch};
+        own_starts_ = {0};
+        for (const size_t bytes : streamed_bytes()) {
+            const int64_t own = slices_.own(static_cast<int64_t>(bytes)).count;
+            own_starts_.push_back(own_starts_.back() +
+                                  static_cast<size_t>(ceil_div(own, kStretch) * kStretch));
+        }
+    }
+    bool is_divided() const { return slices_.ranks > 1; }
+    // True if a block is fetched into a buffer when it is used.
+    bool is_streamed() const { return placement_ != Placement::Device || is_divided(); }
+    // The bytes that they take on the device: of divided ones, those of the rank's own slices.
+    size_t bytes_on_device() const {
+        if (placement_ != Placement::Device) return 0;
+        return is_divided() ? own_starts_.back() : bytes_;
+    }
+    DividedBytes divided_block(int number) const {
+        const auto l = static_cast<size_t>(number);
+        return {static_cast<int64_t>(blocks_[l + 1] - blocks_[l]), slices_,
+                memory_.data() ? memory_.data() + own_starts_[l] : nullptr};
+    }
     // are_floats: they are floats as in the files. by_outputs: they are stored (out, in).
     bool are_floats() const { return floats_; }
     bool by_outputs() const { return by_outputs_; }
     // Allocates their memory; on disk they need none.
     void allocate() {
-        if (placement_ == Placement::Device) memory_ = DeviceBuffer(bytes_, "the quantized weights");
+        if (placement_ == Placement::Device)
+            memory_ = DeviceBuffer(bytes_on_device(), "the quantized weights");
         if (placement_ == Placement::Host) host_ = std::make_unique<PinnedBuffer>(bytes_);
     }
 
@@ -173,7 +198,7 @@ class QuantizedWeights {
         const char* const all = host_ ? host_->data() : memory_.data();
         return {all ? all + start_of(number) : nullptr, start_of(number + 1) - start_of(number)};
     }
-    // The size of each transfer.
+    // The size of each transfer: of a whole block.
     std::vector<size_t> streamed_bytes() const {
         std::vector<size_t> bytes;
         for (size_t i = 0; i + 1 < blocks_.size(); i++) bytes.push_back(blocks_[i + 1] - blocks_[i]);
@@ -206,9 +231,10 @@ class QuantizedWeights {
         load_each([&](Matrix& m, unsigned char* to) {
             if (floats_) {
                 const SafetensorsEntry& entry = find_floats(files, config, m, used);
-                const auto bytes = static_cast<size_t>(bytes_in_file(m));
-                entry.read(0, bytes, to);
-                return check_blocks_finite(*m.format, to, bytes, entry.name, files.folder());
+                const Slice own = own_bytes_of(m);
+                const auto bytes = static_cast<size_t>(own.count);
+                entry.read(static_cast<uint64_t>(own.first), bytes, to + own.first);
+                return check_blocks_finite(*m.format, to + own.first, bytes, entry.name, files.folder());
             }
             if (Nf4File::has(files, m.name))
                 read_nf4(files, m, to, used);
@@ -298,7 +324,26 @@ class QuantizedWeights {
         used.insert(&entry);
         return entry;
     }
-    // Calls fill(matrix, to) to write each matrix's bytes to host memory, and stores them.
+    // The part of a matrix that this rank has: the bytes that are in its slice of the block.
+    Slice own_bytes_of(const Matrix& m) const {
+        const int64_t all = quantized_bytes(view(m, nullptr));
+        if (!is_divided()) return {0, all};
+        const DividedBytes block = divided_block(m.module.layer);
+        const int64_t start = static_cast<int64_t>(m.offset - start_of(m.module.layer));
+        const Slice own = slices_.own(block.all);
+        const int64_t first = std::clamp<int64_t>(own.first - start, 0, all),
+                      end = std::clamp<int64_t>(own.first + own.count - start, 0, all);
+        return {first, end - first};
+    }
+    // Where that part is on the device.
+    char* own_address_of(const Matrix& m, const Slice& part) const {
+        if (!is_divided()) return memory_.data() + m.offset;
+        const DividedBytes block = divided_block(m.module.layer);
+        return block.own + static_cast<int64_t>(m.offset - start_of(m.module.layer)) + part.first -
+               slices_.own(block.all).first;
+    }
+    // Calls fill(matrix, to) to write each matrix's bytes to host memory, and stores those that this rank
+    // has; fill() may leave out others.
     template <class Fill>
     void load_each(Fill&& fill) {
         std::vector<unsigned char> bytes;
@@ -306,10 +351,12 @@ class QuantizedWeights {
             const auto size = static_cast<size_t>(quantized_bytes(view(m, nullptr)));
             bytes.assign(size + kQuantizedAlignment, 0);
             fill(m, align(bytes.data()));
+            const Slice own = own_bytes_of(m);
             if (host_)
                 memcpy(host_->data() + m.offset, align(bytes.data()), size);
-            else
-                copy_to_device(memory_.data() + m.offset, align(bytes.data()), size, {});
+            else if (own.count > 0)
+                copy_to_device(own_address_of(m, own), align(bytes.data()) + own.first,
+                               static_cast<size_t>(own.count), {});
         }
     }
     static unsigned char* align(unsigned char* p) {
@@ -382,7 +429,9 @@ class QuantizedWeights {
     bool floats_ = false, by_outputs_ = true;
     std::vector<Matrix> matrices_;
     size_t bytes_ = 0;
-    std::vector<size_t> blocks_;  // where each transfer begins among all bytes, and the end of the last
+    std::vector<size_t> blocks_;      // where each transfer begins among all bytes, and the end of the last
+    Slices slices_;                   // of divided blocks
+    std::vector<size_t> own_starts_;  // where this rank's slice of each block begins in memory_, and its end
     DeviceBuffer memory_;
     std::unique_ptr<PinnedBuffer> host_;
 };

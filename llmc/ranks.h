@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -94,6 +95,13 @@ class RankEngine {
         std::vector<char> all(static_cast<size_t>(rank.count));
         gather("", 1, all.data(), rank.count);
     }
+    // Ranks send each other signs of life. If none comes from a rank for this long, it is lost, and on_lost()
+    // is called with a line that names it, by another thread than the caller's. A rank that is slow, or waits
+    // for a disk, is not lost.
+    virtual void set_patience(double seconds) = 0;
+    std::function<void(const std::string& line)> on_lost;
+    // Says where this rank is, for that line.
+    virtual void set_where(const std::string& where) = 0;
     // Starts an exchange, which goes on beside the computation, after those that were started before.
     // finish(n) waits for the n-th exchange that was started, from 0, and for all before it.
     virtual void start(std::span<const Part> send, std::span<const Part> receive) = 0;

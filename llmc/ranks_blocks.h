@@ -1,60 +1,83 @@
-// ranks_blocks.h - the weights of blocks that are divided among the ranks (--zero 3). A block is fetched like
-// one from a disk (offload_blocks.h): while the blocks before it compute, its slices are gathered from all
-// ranks into a buffer.
+// ranks_blocks.h - the weights of blocks that are divided among the ranks (--zero 3): blocks that are
+// trained, or the matrices of a frozen model's. A block is fetched like one from a disk (offload_blocks.h):
+// while the blocks before it compute, its slices are gathered from all ranks into a buffer.
 #pragma once
 
 #include <cassert>
+#include <functional>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "llmc/offload_blocks.h"
+#include "llmc/quant_weights.h"
 #include "llmc/ranks_transfers.h"
+#include "llmc/slices.h"
 #include "llmc/state.h"
 #include "llmc/work.h"
 
-// The bytes of each block in its buffer, and those that a rank sends when all gather it.
-inline std::vector<BlockBytes> gathered_block_bytes(const State<floatX>& state) {
-    std::vector<BlockBytes> all;
-    for (int l = 0; l < state.layout.config().layers; l++) {
-        const Unit& u = state.layout.units()[static_cast<size_t>(Layout::block_unit(l))];
-        const auto bytes = [](int64_t elements) { return static_cast<size_t>(elements) * sizeof(floatX); };
-        const auto others = static_cast<size_t>(state.options.slices.ranks - 1);
-        all.emplace_back(StoredPieces::buffer_bytes(bytes(u.size)), others * bytes(state.own_slice(u).count));
-    }
-    return all;
+// The block `layer` of a State that has this rank's slices of the blocks' weights.
+template <class T>
+DividedBytes divided_block(const State<T>& state, int layer) {
+    const int unit = Layout::block_unit(layer);
+    const OwnWeights<T> own = own_slice_of_weights(state, unit);
+    const int64_t size = state.layout.units()[static_cast<size_t>(unit)].size;
+    return {size * static_cast<int64_t>(sizeof(T)), state.options.slices.in_bytes(sizeof(T)),
+            reinterpret_cast<char*>(own.slice)};
 }
+
+// The blocks of a model: of a frozen one its matrices, if they are not null; else those of its State.
+class DividedBlocks {
+  public:
+    DividedBlocks(const State<floatX>& state, const QuantizedWeights* matrices)
+        : state_(state), matrices_(matrices) {}
+
+    DividedBytes block(int layer) const {
+        return matrices_ ? matrices_->divided_block(layer) : divided_block(state_, layer);
+    }
+    // The bytes of each block in its buffer, and those that a rank sends when all gather it.
+    std::vector<BlockBytes> bytes() const {
+        std::vector<BlockBytes> all;
+        for (int l = 0; l < state_.layout.config().layers; l++) {
+            const DividedBytes b = block(l);
+            const auto others = static_cast<size_t>(b.slices.ranks - 1), size = static_cast<size_t>(b.all);
+            all.emplace_back(matrices_ ? size : StoredPieces::buffer_bytes(size), others * b.own_bytes());
+        }
+        return all;
+    }
+    // Where a block begins in its buffer: where Weights looks for it.
+    char* in_buffer(char* buffer) const { return matrices_ ? buffer : aligned_buffer(buffer); }
+
+  private:
+    const State<floatX>& state_;
+    const QuantizedWeights* const matrices_;
+};
 
 class GatheredBlocks : public PieceSource {
   public:
-    // The State has this rank's slices of the blocks' weights.
-    GatheredBlocks(const State<floatX>& state, RankTransfers& transfers)
-        : state_(state), transfers_(transfers) {}
+    GatheredBlocks(const DividedBlocks& blocks, RankTransfers& transfers)
+        : blocks_(blocks), transfers_(transfers) {}
 
-    // Gathers a block into the buffer. Nothing is stored: updates change the State's slices, and the next
+    // Gathers a block into the buffer. Nothing is stored: updates change the rank's own slices, and the next
     // gather brings them.
     size_t start(char* buffer, [[maybe_unused]] std::optional<int> to_store, std::optional<int> layer,
                  Stream stream) override {
         assert(!to_store && layer);
-        const int unit = Layout::block_unit(*layer);
-        const int64_t size = state_.layout.units()[static_cast<size_t>(unit)].size;
-        const Slices& slices = state_.options.slices;
-        const OwnWeights<floatX> own = own_slice_of_weights(state_, unit);
-        auto* const block = reinterpret_cast<floatX*>(aligned_buffer(buffer));
-        const auto part = [](floatX* at, const Slice& s) {
-            return Part{at, static_cast<size_t>(s.count) * sizeof(floatX)};
-        };
-        std::vector<Part> send, receive;
-        for (int rank = 0; rank < slices.ranks; rank++) {
-            const Slice theirs = slices.of(size, rank);
-            send.push_back(part(own.slice, own.elements));
-            receive.push_back(part(block + theirs.first, theirs));
+        const DividedBytes b = blocks_.block(*layer);
+        char* const at = blocks_.in_buffer(buffer);
+        const Part own = {b.own, b.own_bytes()};
+        const std::vector<Part> send(static_cast<size_t>(b.slices.ranks), own);
+        std::vector<Part> receive;
+        for (int rank = 0; rank < b.slices.ranks; rank++) {
+            const Slice theirs = b.slices.of(b.all, rank);
+            receive.push_back({at + theirs.first, static_cast<size_t>(theirs.count)});
         }
-        count_moved(Route::ToRanks, static_cast<size_t>(slices.ranks - 1) * send[0].bytes);
+        count_moved(Route::ToRanks, static_cast<size_t>(b.slices.ranks - 1) * own.bytes);
         return transfers_.start(send, receive, stream);
     }
     void finish(size_t number, Stream stream) override { transfers_.finish(number, stream); }
 
   private:
-    const State<floatX>& state_;
+    const DividedBlocks blocks_;
     RankTransfers& transfers_;
 };

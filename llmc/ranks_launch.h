@@ -14,11 +14,14 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "llmc/error.h"
 #include "llmc/ranks.h"
+#include "llmc/ranks_page.h"
 #include "llmc/signals.h"
 
 // Ranks write to the launching process's stdout and stderr themselves, so that MPI's launcher can neither
@@ -72,16 +75,27 @@ inline void on_exit_code(int, siginfo_t* info, void*) {
 
 inline volatile std::sig_atomic_t stopped_by = 0, stopped_again_by = 0;  // signals that asked to stop
 
+// Sends a signal to the ranks that have begun; else to MPI's launcher, from which OpenMPI's ranks get it.
+inline void signal_ranks(int signal) {
+    bool has_ranks = false;
+    for (int r = 0; run_page && r < static_cast<int>(std::size(run_page->ranks)); r++)
+        if (const pid_t rank = run_page->ranks[r]; rank > 0) {
+            kill(rank, signal);
+            has_ranks = true;
+        }
+    if (!has_ranks) kill(mpirun_pid, signal);
+}
+
 // The first Ctrl-C or SIGTERM stops the ranks after their micro-batch, so that they can save; the second
 // ends them.
 inline void pass_on_signal(int signal) {
     const int before = errno;
     if (mpirun_pid == 0 && signal != SIGUSR1) _exit(128 + signal);
     if (mpirun_pid > 0 && signal == SIGUSR1) {
-        kill(mpirun_pid, SIGUSR1);
+        signal_ranks(SIGUSR1);
     } else if (mpirun_pid > 0 && !stopped_by) {
         stopped_by = signal;
-        kill(mpirun_pid, kStopRanks);
+        signal_ranks(kStopRanks);
     } else if (mpirun_pid > 0) {
         stopped_again_by = signal;
         kill(mpirun_pid, SIGTERM);
@@ -89,10 +103,33 @@ inline void pass_on_signal(int signal) {
     errno = before;
 }
 
+struct EndedRank {
+    int rank = -1, signal = 0;
+};
+// The rank that a signal has ended, in the words of OpenMPI's launcher ("rank 2 with PID 0 on node a exited
+// on signal 9") or MPICH's ("PID 123 RUNNING AT a", "EXIT CODE: 9").
+inline std::optional<EndedRank> ended_rank(const std::string& said) {
+    EndedRank ended;
+    if (const size_t at = said.find("exited on signal"); at != said.npos) {
+        if (const size_t name = said.rfind("rank ", at); name != said.npos)
+            sscanf(said.c_str() + name, "rank %d", &ended.rank);
+        sscanf(said.c_str() + at, "exited on signal %d", &ended.signal);
+        return ended;
+    }
+    const size_t pid = said.find("PID "), code = said.find("EXIT CODE: ");
+    int process = 0;
+    if (pid == said.npos || code == said.npos || sscanf(said.c_str() + pid, "PID %d", &process) != 1 ||
+        sscanf(said.c_str() + code, "EXIT CODE: %d", &ended.signal) != 1 || ended.signal >= NSIG)
+        return std::nullopt;
+    for (int r = 0; run_page && r < static_cast<int>(std::size(run_page->ranks)); r++)
+        if (run_page->ranks[r] == process) ended.rank = r;
+    return ended;
+}
+
 // What MPI's launcher said about a rank that ended without a message of its own, in one line.
 inline std::string why_ranks_ended(const std::string& said) {
-    const size_t at = said.find("exited on signal");
-    if (at == said.npos) {
+    const std::optional<EndedRank> ended = ended_rank(said);
+    if (!ended) {
         for (size_t begin = 0; begin < said.size();) {
             const size_t end = std::min(said.find('\n', begin), said.size());
             const std::string line = said.substr(begin, end - begin);
@@ -101,12 +138,9 @@ inline std::string why_ranks_ended(const std::string& said) {
         }
         return "the ranks ended without saying why";
     }
-    int rank = -1, signal = 0;
-    if (const size_t name = said.rfind("rank ", at); name != said.npos)
-        sscanf(said.c_str() + name, "rank %d", &rank);
-    sscanf(said.c_str() + at, "exited on signal %d", &signal);
-    return format("rank %d was ended by signal %d (%s), so the others were stopped", rank, signal,
-                  strsignal(signal));
+    const std::string where = run_page ? run_page->where : "";
+    return format("rank %d (host %s) was ended by signal %d (%s)%s%s", ended->rank, host_name().c_str(),
+                  ended->signal, strsignal(ended->signal), where.empty() ? "" : " ", where.c_str());
 }
 
 // In the child process: becomes MPI's launcher, which starts this program again as the ranks.
@@ -150,6 +184,7 @@ inline void handle_launcher_signals() {
 inline int launch_ranks(int count, char** argv) {
     const RankLauncher launcher = rank_launcher(count);
     setenv(kParentVariable, std::to_string(getpid()).c_str(), 1);
+    make_run_page();
     int output[2];
     if (pipe2(output, O_CLOEXEC) != 0) fail("--devices: no pipe: %s", strerror(errno));
     handle_launcher_signals();

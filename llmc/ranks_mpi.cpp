@@ -8,9 +8,14 @@
 #define OMPI_SKIP_MPICXX 1
 #define MPICH_SKIP_MPICXX 1
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <mpi.h>
+#include <sched.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <csignal>
@@ -18,6 +23,7 @@
 #include <deque>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 namespace {
 
@@ -27,97 +33,265 @@ constexpr const char* kLibraries[] = {"libmpi.so.40", "libmpi.so"};
 constexpr const char* kLibraries[] = {"libmpich.so.12", "libmpi.so.12", "libmpich.so", "libmpi.so"};
 #endif
 
+// MPI's functions that are used here, and its handles.
+struct Mpi {
+    void* const library = load();
+    decltype(&MPI_Init_thread) const init = function<decltype(&MPI_Init_thread)>("MPI_Init_thread");
+    decltype(&MPI_Isend) const isend = function<decltype(&MPI_Isend)>("MPI_Isend");
+    decltype(&MPI_Irecv) const irecv = function<decltype(&MPI_Irecv)>("MPI_Irecv");
+    decltype(&MPI_Test) const test = function<decltype(&MPI_Test)>("MPI_Test");
+    decltype(&MPI_Testall) const test_all = function<decltype(&MPI_Testall)>("MPI_Testall");
+    decltype(&MPI_Wait) const wait = function<decltype(&MPI_Wait)>("MPI_Wait");
+    decltype(&MPI_Cancel) const cancel = function<decltype(&MPI_Cancel)>("MPI_Cancel");
+    decltype(&MPI_Abort) const abort = function<decltype(&MPI_Abort)>("MPI_Abort");
+    decltype(&MPI_Finalize) const finalize = function<decltype(&MPI_Finalize)>("MPI_Finalize");
+#ifdef OPEN_MPI  // its handles are addresses in the library
+    MPI_Comm const world = reinterpret_cast<MPI_Comm>(dlsym(library, "ompi_mpi_comm_world"));
+    MPI_Datatype const byte = reinterpret_cast<MPI_Datatype>(dlsym(library, "ompi_mpi_byte"));
+    MPI_Request const no_request = reinterpret_cast<MPI_Request>(dlsym(library, "ompi_request_null"));
+    MPI_Info const no_info = reinterpret_cast<MPI_Info>(dlsym(library, "ompi_mpi_info_null"));
+#else
+    MPI_Comm const world = MPI_COMM_WORLD;
+    MPI_Datatype const byte = MPI_BYTE;
+    MPI_Request const no_request = MPI_REQUEST_NULL;
+    MPI_Info const no_info = MPI_INFO_NULL;
+#endif
+
+    template <class Function>
+    Function function(const char* name) const {
+        const auto found = reinterpret_cast<Function>(dlsym(library, name));
+        if (!found) fail("--devices: MPI lacks %s: %s", name, dlerror());
+        return found;
+    }
+
+  private:
+    static void* load() {
+        for (const char* name : kLibraries)
+            if (void* const library = dlopen(name, RTLD_NOW | RTLD_GLOBAL)) return library;
+        fail("--devices: MPI cannot be loaded: %s", dlerror());
+    }
+};
+
+using Clock = std::chrono::steady_clock;
+
+// Signs of life, which each rank sends to all others while it runs, whether it computes, waits or saves. A
+// rank from which none comes for `patience` seconds is lost: it was stopped, or the network to it was cut.
+class SignsOfLife {
+  public:
+    SignsOfLife(const Mpi& mpi, const Rank& rank) : mpi_(mpi), rank_(rank) {}
+
+    static constexpr std::chrono::milliseconds kTick{20};
+
+    // Begins to receive them. `hosts` has the names of all ranks' hosts.
+    void begin(std::vector<std::string> hosts) {
+        hosts_ = std::move(hosts);
+        peers_.resize(hosts_.size());
+        for_each_peer([&](Peer& p, int r) {
+            p.sent = mpi_.no_request;
+            receive(p, r);
+        });
+    }
+    // Sends them ten times in the time after which a rank is lost, but at most ten times a second, and
+    // receives those of others. Call it at least every kTick; returns true if a rank is lost. A gap between
+    // two calls counts as a second of silence at most: if it is longer, this process itself was stopped.
+    bool exchange(double patience) {
+        const auto now = Clock::now();
+        if (now - looked_ < kTick) return false;
+        const double gap = std::chrono::duration<double>(now - looked_).count();
+        looked_ = now;
+        unsent_ += gap;
+        const bool is_time = unsent_ >= std::max(0.1, patience / 10);
+        if (is_time) unsent_ = 0;
+        bool lost = false;
+        for_each_peer([&](Peer& p, int r) {
+            p.silent += std::min(gap, 1.0);
+            while (!p.has_ended && is_complete(p.received)) {
+                p.silent = 0;
+                p.has_ended = p.sign == kEnds;
+                if (!p.has_ended) receive(p, r);
+            }
+            if (p.has_ended) return;
+            if (is_time && is_complete(p.sent)) send(p, r, &kAlive);
+            p.is_lost = p.silent > patience;
+            lost |= p.is_lost;
+        });
+        return lost;
+    }
+    // The lost ranks, as "rank 2 (host b)".
+    std::string lost_ranks() {
+        std::string all;
+        for_each_peer([&](const Peer& p, int r) {
+            if (p.is_lost)
+                all += format("%srank %d (host %s)", all.empty() ? "" : ", ", r,
+                              hosts_[static_cast<size_t>(r)].c_str());
+        });
+        return all;
+    }
+    // True if this rank is the first of those that go on.
+    bool is_first_alive() {
+        bool is_first = true;
+        for_each_peer(
+            [&](const Peer& p, int r) { is_first &= r > rank_.number || p.is_lost || p.has_ended; });
+        return is_first;
+    }
+    // Tells the others that no more will come.
+    void end() {
+        for_each_peer([&](Peer& p, int r) {
+            mpi_.wait(&p.sent, MPI_STATUS_IGNORE);
+            send(p, r, &kEnds);
+            mpi_.wait(&p.sent, MPI_STATUS_IGNORE);
+            if (p.has_ended) return;
+            mpi_.cancel(&p.received);
+            mpi_.wait(&p.received, MPI_STATUS_IGNORE);
+        });
+    }
+
+  private:
+    // Another rank: a sign that is received from it, and one that is sent to it; and for how many seconds
+    // none has come.
+    struct Peer {
+        MPI_Request received, sent;
+        char sign = 0;
+        double silent = 0;
+        bool has_ended = false, is_lost = false;
+    };
+    static constexpr int kTag = 1;
+    static constexpr char kAlive = 'a', kEnds = 'e';
+
+    // Calls f(peer, its number) for each other rank.
+    template <class F>
+    void for_each_peer(F&& f) {
+        for (int r = 0; r < static_cast<int>(peers_.size()); r++)
+            if (r != rank_.number) f(peers_[static_cast<size_t>(r)], r);
+    }
+    void receive(Peer& p, int r) { mpi_.irecv(&p.sign, 1, mpi_.byte, r, kTag, mpi_.world, &p.received); }
+    void send(Peer& p, int r, const char* sign) {
+        mpi_.isend(sign, 1, mpi_.byte, r, kTag, mpi_.world, &p.sent);
+    }
+    bool is_complete(MPI_Request& request) const {
+        int complete = 0;
+        mpi_.test(&request, &complete, MPI_STATUS_IGNORE);
+        return complete;
+    }
+
+    const Mpi& mpi_;
+    const Rank rank_;
+    std::vector<std::string> hosts_;
+    std::vector<Peer> peers_;                  // by rank
+    Clock::time_point looked_ = Clock::now();  // for signs
+    double unsent_ = 0;                        // seconds since signs were sent
+};
+
 class MpiEngine : public RankEngine {
   public:
-    explicit MpiEngine(const Rank& rank) : rank_(rank) {
-        for (const char* name : kLibraries)
-            if (!library_) library_ = dlopen(name, RTLD_NOW | RTLD_GLOBAL);
-        if (!library_) fail("--devices: MPI cannot be loaded: %s", dlerror());
-        const auto init = function<decltype(&MPI_Init_thread)>("MPI_Init_thread");
-        isend_ = function<decltype(&MPI_Isend)>("MPI_Isend");
-        irecv_ = function<decltype(&MPI_Irecv)>("MPI_Irecv");
-        wait_all_ = function<decltype(&MPI_Waitall)>("MPI_Waitall");
-        abort_ = function<decltype(&MPI_Abort)>("MPI_Abort");
-        finalize_ = function<decltype(&MPI_Finalize)>("MPI_Finalize");
-#ifdef OPEN_MPI  // its handles are addresses in the library
-        world_ = reinterpret_cast<MPI_Comm>(dlsym(library_, "ompi_mpi_comm_world"));
-        byte_ = reinterpret_cast<MPI_Datatype>(dlsym(library_, "ompi_mpi_byte"));
-#else
-        world_ = MPI_COMM_WORLD;
-        byte_ = MPI_BYTE;
-#endif
-        int threads = MPI_THREAD_SINGLE;  // two threads call MPI, never at the same time
-        if (init(nullptr, nullptr, MPI_THREAD_SERIALIZED, &threads) != MPI_SUCCESS)
+    explicit MpiEngine(const Rank& rank) : rank_(rank), signs_(mpi_, rank) {
+        int threads = MPI_THREAD_SINGLE;  // the worker calls MPI, and the main thread only while it does not
+        if (mpi_.init(nullptr, nullptr, MPI_THREAD_SERIALIZED, &threads) != MPI_SUCCESS)
             fail("--devices: MPI does not start");
         if (threads < MPI_THREAD_SERIALIZED) fail("--devices: this MPI is for programs of one thread");
-        int number = -1, count = 0;
-        function<decltype(&MPI_Comm_rank)>("MPI_Comm_rank")(world_, &number);
-        function<decltype(&MPI_Comm_size)>("MPI_Comm_size")(world_, &count);
-        MPI_Comm here;
-        function<decltype(&MPI_Comm_split_type)>("MPI_Comm_split_type")(world_, MPI_COMM_TYPE_SHARED, 0,
-                                                                        info_null(), &here);
-        function<decltype(&MPI_Comm_size)>("MPI_Comm_size")(here, &on_this_machine_);
-        if (number != rank.number || count != rank.count)
-            fail(
-                "--devices: MPI calls this rank %d of %d, and the environment %d of %d: was this built with "
-                "another MPI than the one that started it?",
-                number, count, rank.number, rank.count);
+        check_numbers();
+        signs_.begin(gather_hosts());
+        start_worker();
     }
     MpiEngine(const MpiEngine&) = delete;
     ~MpiEngine() override {
-        if (worker_.joinable()) {
-            change([this] { ends_ = true; });
-            worker_.join();
-        }
-        finalize_();
+        change([this] { ends_ = true; });
+        worker_.join();
+        mpi_.finalize();
     }
 
     void exchange(std::span<const Part> send, std::span<const Part> receive) override {
-        if (started_ > 0) finish(started_ - 1);  // so that the worker is not in a call of MPI
-        move(send, receive);
+        enqueue(send, receive, false);
+        wait_until([this] { return waiting_.empty(); });
     }
     void start(std::span<const Part> send, std::span<const Part> receive) override {
-        if (!worker_.joinable()) start_worker();
-        change([&] { waiting_.push_back({{send.begin(), send.end()}, {receive.begin(), receive.end()}}); });
         times_[started_++ % times_.size()].began = Clock::now();
+        enqueue(send, receive, true);
     }
     void finish(size_t number) override {
-        std::unique_lock lock(mutex_);
-        changed_.wait(lock, [&] { return done_ > number; });
+        wait_until([&] { return done_ > number; });
+    }
+    void set_patience(double seconds) override { patience_ = seconds; }
+    void set_where(const std::string& where) override {
+        change([&] { where_ = where; });
     }
     double seconds_of(size_t number) const override {
         const Times& t = times_[number % times_.size()];
         return std::chrono::duration<double>(t.ended - t.began).count();
     }
-    void end_all(int code) override { abort_(world_, code); }
+    void end_all(int code) override {
+        alarm(10);  // in case that MPI waits for ranks that cannot be reached
+        const int nowhere = open("/dev/null", O_WRONLY | O_CLOEXEC);
+        dup2(nowhere, STDERR_FILENO);  // the error was reported; MPICH says that there was one
+        mpi_.abort(mpi_.world, code);
+    }
     int on_this_machine() const override { return on_this_machine_; }
 
   private:
+    // Fails if MPI does not see the ranks that the environment says.
+    void check_numbers() {
+        int number = -1, count = 0;
+        const auto size = mpi_.function<decltype(&MPI_Comm_size)>("MPI_Comm_size");
+        mpi_.function<decltype(&MPI_Comm_rank)>("MPI_Comm_rank")(mpi_.world, &number);
+        size(mpi_.world, &count);
+        MPI_Comm here;
+        mpi_.function<decltype(&MPI_Comm_split_type)>("MPI_Comm_split_type")(mpi_.world, MPI_COMM_TYPE_SHARED,
+                                                                             0, mpi_.no_info, &here);
+        size(here, &on_this_machine_);
+        if (number != rank_.number || count != rank_.count)
+            fail(
+                "--devices: MPI calls this rank %d of %d, and the environment %d of %d: was this built with "
+                "another MPI than the one that started it?",
+                number, count, rank_.number, rank_.count);
+    }
+    std::vector<std::string> gather_hosts() {
+        using Name = std::array<char, 64>;
+        Name own = {};
+        host_name().copy(own.data(), own.size() - 1);
+        std::vector<Name> all(static_cast<size_t>(rank_.count));
+        const std::vector<Part> send(all.size(), {own.data(), own.size()});
+        std::vector<Part> receive;
+        for (Name& name : all) receive.push_back({name.data(), name.size()});
+        move(send, receive);
+        std::vector<std::string> hosts;
+        for (const Name& name : all) hosts.emplace_back(name.data());
+        return hosts;
+    }
+
     void move(std::span<const Part> send, std::span<const Part> receive) {
         requests_.clear();
         const auto call = [&](auto function, const Part& part, int peer) {
-            if (part.bytes == 0) return;
-            if (part.bytes > kMostBytes) bug("ranks exchange %zu bytes at a time", part.bytes);
-            function(part.at, static_cast<int>(part.bytes), byte_, peer, 0, world_,
-                     &requests_.emplace_back());
+            for (size_t first = 0; first < part.bytes; first += kMostBytes) {
+                const auto bytes = static_cast<int>(std::min(part.bytes - first, kMostBytes));
+                function(static_cast<char*>(part.at) + first, bytes, mpi_.byte, peer, 0, mpi_.world,
+                         &requests_.emplace_back());
+            }
         };
         for (int peer = 0; peer < rank_.count; peer++)
-            if (peer != rank_.number) call(irecv_, receive[static_cast<size_t>(peer)], peer);
+            if (peer != rank_.number) call(mpi_.irecv, receive[static_cast<size_t>(peer)], peer);
         for (int peer = 0; peer < rank_.count; peer++)
-            if (peer != rank_.number) call(isend_, send[static_cast<size_t>(peer)], peer);
+            if (peer != rank_.number) call(mpi_.isend, send[static_cast<size_t>(peer)], peer);
         const auto own = static_cast<size_t>(rank_.number);
         if (send[own].bytes > 0 && send[own].at != receive[own].at)
             std::memcpy(receive[own].at, send[own].at, send[own].bytes);
-        wait_all_(static_cast<int>(requests_.size()), requests_.data(), MPI_STATUSES_IGNORE);
+        for (int done = 0; !done;) {
+            mpi_.test_all(static_cast<int>(requests_.size()), requests_.data(), &done, MPI_STATUSES_IGNORE);
+            if (done) break;
+            if (signs_.exchange(patience_)) lose();
+            sched_yield();
+        }
     }
-    // MPI moves bytes only while a thread is inside one of its calls, so a worker thread stays in one while
-    // the main thread computes.
-    template <class Change>
-    void change(Change&& change) {
+    // Ranks are lost. The first of those that go on says so; the others give it time to end them.
+    void lose() {
+        if (!signs_.is_first_alive()) sleep(3);
         const std::lock_guard lock(mutex_);
-        change();
-        changed_.notify_all();
+        if (on_lost)
+            on_lost(format("no sign of life from %s for %.0f s (--patience), %s", signs_.lost_ranks().c_str(),
+                           patience_.load(), where_.c_str()));
     }
+
+    // MPI moves bytes only while a thread is inside one of its calls, so a worker thread makes all of them,
+    // while the main thread computes or waits.
     void start_worker() {
         sigset_t all, before;  // only the main thread handles signals
         sigfillset(&all);
@@ -127,58 +301,59 @@ class MpiEngine : public RankEngine {
     }
     void work() {
         std::unique_lock lock(mutex_);
-        for (;;) {
-            changed_.wait(lock, [this] { return ends_ || !waiting_.empty(); });
-            if (ends_) return;
-            const Parts parts = std::move(waiting_.front());
-            waiting_.pop_front();
+        while (!ends_) {
+            const Parts* const parts = waiting_.empty() ? nullptr : &waiting_.front();
             lock.unlock();
-            move(parts.send, parts.receive);
+            if (parts) move(parts->send, parts->receive);
+            if (signs_.exchange(patience_)) lose();
             lock.lock();
-            times_[done_++ % times_.size()].ended = Clock::now();
-            changed_.notify_all();
+            if (parts) {
+                if (parts->is_numbered) times_[done_++ % times_.size()].ended = Clock::now();
+                waiting_.pop_front();
+                changed_.notify_all();
+            }
+            changed_.wait_for(lock, SignsOfLife::kTick, [this] { return ends_ || !waiting_.empty(); });
         }
+        signs_.end();
     }
-    template <class Function>
-    Function function(const char* name) const {
-        const auto found = reinterpret_cast<Function>(dlsym(library_, name));
-        if (!found) fail("--devices: MPI lacks %s: %s", name, dlerror());
-        return found;
+    template <class Change>
+    void change(Change&& change) {
+        const std::lock_guard lock(mutex_);
+        change();
+        changed_.notify_all();
     }
-
-    MPI_Info info_null() const {
-#ifdef OPEN_MPI
-        return reinterpret_cast<MPI_Info>(dlsym(library_, "ompi_mpi_info_null"));
-#else
-        return MPI_INFO_NULL;
-#endif
+    void enqueue(std::span<const Part> send, std::span<const Part> receive, bool is_numbered) {
+        change([&] {
+            waiting_.push_back({{send.begin(), send.end()}, {receive.begin(), receive.end()}, is_numbered});
+        });
+    }
+    template <class Condition>
+    void wait_until(Condition&& condition) {
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, condition);
     }
 
     const Rank rank_;
+    const Mpi mpi_;
+    SignsOfLife signs_;
     int on_this_machine_ = 1;
-    void* library_ = nullptr;
-    MPI_Comm world_;
-    MPI_Datatype byte_;
-    std::vector<MPI_Request> requests_;
+    std::vector<MPI_Request> requests_;  // of the latest exchange
+    std::atomic<double> patience_ = 600;
     std::mutex mutex_;
     std::condition_variable changed_;
+    std::string where_ = "before the first step";  // this rank is, for messages
     struct Parts {
         std::vector<Part> send, receive;
+        bool is_numbered;  // start() has started it
     };
-    std::deque<Parts> waiting_;  // exchanges that were started and not begun
+    std::deque<Parts> waiting_;  // exchanges that are not complete
     size_t started_ = 0, done_ = 0;
     bool ends_ = false;
-    using Clock = std::chrono::steady_clock;
     struct Times {
         Clock::time_point began, ended;
     };
     std::array<Times, 256> times_ = {};  // of the latest exchanges, by their numbers
     std::thread worker_;
-    decltype(&MPI_Isend) isend_;
-    decltype(&MPI_Irecv) irecv_;
-    decltype(&MPI_Waitall) wait_all_;
-    decltype(&MPI_Abort) abort_;
-    decltype(&MPI_Finalize) finalize_;
 };
 
 }  // namespace

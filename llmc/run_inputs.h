@@ -56,9 +56,10 @@ class RunInputs {
 
     // The matrices of the model that are stored in formats of their own: in those of its files, or in those
     // of --base, in a build with weights of type T. Nothing if there are none. `weights` is their
-    // placement, a name of kPlacementNames.
+    // placement, a name of kPlacementNames. `outside_state`: there always are some, like those that are
+    // streamed.
     template <class T>
-    std::optional<QuantizedWeights> quantized_weights(const std::string& weights) const;
+    std::optional<QuantizedWeights> quantized_weights(const std::string& weights, bool outside_state) const;
     // True if --memory may place the blocks of a frozen model in `placement` instead of where --offload
     // weights= says: if check_placements() would accept that. Matrices that this run quantizes itself cannot
     // be on disk.
@@ -337,7 +338,8 @@ inline ModelConfig RunInputs::choose_config() const {
 }
 
 template <class T>
-std::optional<QuantizedWeights> RunInputs::quantized_weights(const std::string& weights) const {
+std::optional<QuantizedWeights> RunInputs::quantized_weights(const std::string& weights,
+                                                             bool outside_state) const {
     const bool trained = o_.steps > 0 && !adapter;
     const Placement placement = trained ? Placement::Device : named<Placement>(kPlacementNames, weights);
     if (gguf)
@@ -349,7 +351,7 @@ std::optional<QuantizedWeights> RunInputs::quantized_weights(const std::string& 
         return QuantizedWeights(config, placement, false, [&](const LinearModule& m, const std::string&) {
             return stored_format<T>(formats, config, m);
         });
-    if (!config.has_nf4 && placement == Placement::Device) return std::nullopt;
+    if (!config.has_nf4 && placement == Placement::Device && !outside_state) return std::nullopt;
     if (!config.has_nf4 && o_.plan && !has_weights(model))  // most published models are in bf16
         return QuantizedWeights(config, placement, true,
                                 [](const LinearModule&, const std::string&) { return &kStoredBf16; });

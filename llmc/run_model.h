@@ -58,7 +58,7 @@ StateOptions state_options(const Options& o) {
     s.updated = named<Placement>(kPlacementNames, o.state);
     if (o.slices_state()) s.slices.rank = o.rank.number, s.slices.ranks = o.devices;
     s.slices_gradients = o.slices_gradients();
-    s.slices_blocks = o.slices_weights();
+    s.slices_blocks = o.slices_weights() && !o.trains_adapter();
     return s;
 }
 
@@ -81,7 +81,7 @@ class RunModel {
     // Allocates nothing yet. The options may change until allocate(); call choose() after a change.
     RunModel(const Options& o, RunInputs& in)
         : whole(in.config),
-          quantized(in.quantized_weights<floatX>(o.weights)),
+          quantized(frozen_matrices(o, in)),
           quantized_head(in.quantized_head()),
           embeddings(in.offloaded_embeddings(o.embeddings)),
           state(layout_without(in.config, quantized.has_value(), fields_outside(in.config)),
@@ -244,6 +244,12 @@ class RunModel {
     }
 
   private:
+    static std::optional<QuantizedWeights> frozen_matrices(const Options& o, const RunInputs& in) {
+        const bool divided = o.slices_weights() && in.adapter;
+        auto matrices = in.quantized_weights<floatX>(o.weights, divided);
+        if (divided) matrices->divide(o.rank.number, o.devices);
+        return matrices;
+    }
     // A frozen model's State has only weights.
     static StateOptions state_options_of_model(const Options& o, const RunInputs& in) {
         if (in.adapter) return {.training = false};

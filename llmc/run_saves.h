@@ -26,6 +26,11 @@ class RunSaves {
     bool has(int64_t step) const { return saved_step_ == step; }
     // True if the state after `step` steps is the best one so far, by its validation loss, and must be saved.
     bool wants_best(int64_t step) const { return is_best(step) && !has(step); }
+    // The save that --resume auto would continue from, for messages.
+    std::string last() const {
+        if (saved_step_ >= 0) return o_.out + "/" + step_name(saved_step_);
+        return in_.resumed.empty() ? "none" : in_.resumed;
+    }
     // What --resume must name to continue from the save that was made last: the folder of saves, or the save
     // itself where the folder shows another one.
     const std::string& latest() const { return latest_; }

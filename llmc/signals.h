@@ -66,8 +66,19 @@ inline void stop_on_signals(bool saves) {
         for (int signal : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) handle_signal(signal, on_interrupt);
         return;
     }
-    // A rank that --devices started is asked to stop by another signal. SIGTERM comes from MPI's launcher
-    // when another rank has died, and ends this one at once.
+    // A rank that --devices started is asked to stop by another signal. Those that somebody sends to this
+    // rank alone stop all ranks too; but from MPI's launcher they mean that another rank has died, and end
+    // this one at once.
     handle_signal(SIGPIPE, on_interrupt);
     handle_signal(kStopRanks, [](int) { on_interrupt(SIGINT); });
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+        struct sigaction action = {}, before = {};
+        action.sa_flags = SA_RESTART | SA_SIGINFO;
+        action.sa_sigaction = [](int number, siginfo_t* info, void*) {
+            if (info->si_pid == getppid()) _exit(128 + number);
+            on_interrupt(number);
+        };
+        sigaction(signal, &action, &before);
+        if (before.sa_handler == SIG_IGN) sigaction(signal, &before, nullptr);
+    }
 }

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 
 #include "llmc/state_formats.h"
@@ -36,4 +37,15 @@ struct Slices {
         return {first, std::min(size - first, length(size))};
     }
     Slice own(int64_t size) const { return ranks == 1 ? Slice{0, size} : of(size, rank); }
+    // The same slices, counted in bytes of elements that have `width` bytes each.
+    Slices in_bytes(size_t width) const { return {rank, ranks, stretch * static_cast<int64_t>(width)}; }
+};
+
+// Bytes that are divided among the ranks, such as a block's weights: how many there are in all, where the
+// slices are, and the address of this rank's slice, or null before it is allocated.
+struct DividedBytes {
+    int64_t all;
+    Slices slices;
+    char* own;
+    size_t own_bytes() const { return static_cast<size_t>(slices.own(all).count); }
 };

@@ -124,8 +124,8 @@ class Updates {
             if (!gradients_.streams_blocks() && exchange_.is_alone())
                 complete_sums(unit, gradients_.of(unit).data());
         compute_norm_and_loss();
-        const bool weights_come =
-            weights_.streams_trained_blocks() && !o_.slices_weights() && !places_.updates_on_host();
+        const bool weights_come = weights_.streams_trained_blocks() && !trained_.options.slices_blocks &&
+                                  !places_.updates_on_host();
         fetch_state(units);
         if (weights_come) weights_.expect_blocks();
         if (!gradients_stay_with_host()) gradients_.expect_update();
@@ -157,10 +157,14 @@ class Updates {
     void fetch_state(const std::vector<int>& units) {
         if (!places_.updates_on_host()) ring_.take(trained_, units, o_.state_buffers);
     }
-    // Waits for updates under way, and frees their memory.
+    // Waits for updates under way, frees their memory, and gathers weights that the host has updated.
     void finish() {
         ring_.release();
         on_host_.release();
+        for (const int unit : std::exchange(ungathered_, {})) {
+            Range range("update", unit);
+            exchange_.gather_slices(weights_.to_update(unit), size_of(unit), "weights");
+        }
     }
 
     // A unit's gradients of the step are complete on this rank: sums them over the ranks, and computes the
@@ -231,15 +235,26 @@ class Updates {
         const Unit& u = trained_.layout.units()[static_cast<size_t>(unit)];
         if (u.size == 0) return;
         const TensorF norm = metrics_.norms().rows_at(norm_of_each() ? unit : 0, 1);
-        if (places_.updates_on_host()) {
-            floatX* const on_device = trained_.template data<floatX>(StatePart::Weights, u.offset);
-            return on_host_.update(trained_, unit, places_.weights_of(unit, on_device),
-                                   places_.gradients_of(unit, gradients, gradients_stay_with_host()), norm);
-        }
+        if (places_.updates_on_host()) return update_on_host(unit, u, gradients, norm);
         floatX* const weights = weights_.to_update(unit);
         update_own(unit, u, weights, gradients, norm);
-        const bool stay_in_slices = o_.slices_weights() && trained_.layout.is_block(unit);
-        if (o_.slices_state() && !stay_in_slices) exchange_.gather_slices(weights, u.size, "weights");
+        if (gathers_weights(unit)) exchange_.gather_slices(weights, u.size, "weights");
+    }
+    // True if ranks send each other a unit's weights when they are updated.
+    bool gathers_weights(int unit) const {
+        const bool stay_in_slices = trained_.options.slices_blocks && trained_.layout.is_block(unit);
+        return o_.slices_state() && !stay_in_slices;
+    }
+    // The host's cores update the elements whose state this rank has. The weights are back, and can be
+    // gathered, when all updates are complete (finish()).
+    void update_on_host(int unit, const Unit& u, const floatX* gradients, const TensorF& norm) {
+        floatX* const on_device = trained_.options.slices_blocks
+                                      ? weights_.to_update(unit)
+                                      : trained_.template data<floatX>(StatePart::Weights, u.offset);
+        if (const floatX* const kept = kept_slice(unit)) gradients = kept - trained_.own_slice(u).first;
+        on_host_.update(trained_, unit, places_.weights_of(unit, on_device),
+                        places_.gradients_of(unit, gradients, gradients_stay_with_host()), norm);
+        if (gathers_weights(unit)) ungathered_.push_back(unit);
     }
     // Updates the elements whose state this rank has.
     void update_own(int unit, const Unit& u, floatX* weights, const floatX* gradients, const TensorF& norm) {
@@ -267,6 +282,7 @@ class Updates {
     Exchange& exchange_;
     StateRing ring_;
     HostUpdates<floatX> on_host_;
+    std::vector<int> ungathered_;  // units that the host updates, and whose weights ranks then gather
     DeviceBuffer memory_;
     UpdateFactors* factors_ = nullptr;  // on the device: of the current step
     bool may_be_last_ = true;           // of the current backward pass

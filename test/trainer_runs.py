@@ -136,10 +136,19 @@ def wait_for_line(process, pattern):
 
 
 def ranks_of(process):
-    """The ranks' processes: children of the child of the process that was started."""
-    def children(pid):
-        return [int(p) for p in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return [rank for launcher in children(process.pid) for rank in children(launcher)]
+    """The ranks' processes: they run the program of the process that was started, below MPI's launcher."""
+    program = pathlib.Path(f"/proc/{process.pid}/exe").readlink()
+
+    def below(pid):
+        for child in map(int, pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if pid != process.pid and pathlib.Path(f"/proc/{child}/exe").readlink() == program:
+                    yield child
+                else:
+                    yield from below(child)
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return list(below(process.pid))
+    return []
 
 
 def wait_for_end(ranks):

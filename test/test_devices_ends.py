@@ -1,0 +1,191 @@
+"""How a run on several devices ends before its time: ranks that are killed, stopped or slow, signals to any of them, a full disk.
+Whatever happens, all ranks end, with one line and one exit code, and leave nothing behind; and the last save is good."""
+
+import contextlib
+import os
+import pathlib
+import random
+import re
+import signal
+import time
+
+import pytest
+from trainer_runs import (make, random_tokens, ranks_of, read_log, running, saved_bytes, small_disk, wait_for_end, wait_for_line,
+                          write_shard)
+
+USUALLY = "fp32"
+LONG = ("--model", "model", "--data", "data.bin", "--batch", 2, "--seq-len", 24, "--schedule", "constant", "--warmup", 1, "--lr", "1e-2",
+        "--steps", 10**6, "--print-every", 1, "--sample", "tokens=0", "--save-every", 5, "--log", "log",
+        "--out", "out", "--devices", 3)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make(tmp_path / "model", "--family", "llama", "--layers", 2, "--heads", 4, "--channels", 64, "--positions", 64, "--vocab", 256,
+         "--kv-heads", 2)
+    write_shard(tmp_path / "data.bin", random_tokens(256, 4000))
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(request):
+    for name in ("train", "train_fp32"):
+        if name in request.fixturenames and request.getfixturevalue(name).device != "cpu":
+            pytest.skip("several GPUs are not trained on yet")
+
+
+@contextlib.contextmanager
+def ranks_running(train, *options, cwd):
+    """A run and the processes of its ranks. At the end all must be gone, with the shared memory that they had."""
+    shared = set()
+    with running(train, *LONG, *options, cwd=cwd, text=True, stderr=-1) as process:
+        ranks = []
+
+        def find_ranks():
+            while len(ranks) < 3 and process.poll() is None:
+                ranks[:] = ranks_of(process)
+            for rank in ranks:
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                    shared.update(re.findall(r"(/dev/shm/\S+)", pathlib.Path(f"/proc/{rank}/maps").read_text()))
+            return ranks
+        process.find_ranks = find_ranks
+        yield process
+        process.communicate(timeout=60)
+    wait_for_end(ranks)
+    assert not [path for path in shared if pathlib.Path(path).exists()]
+
+
+def ends(process, code, within=5):
+    """What a run prints that must now end with this exit code."""
+    began = time.monotonic()
+    out, error = process.communicate(timeout=60)
+    assert time.monotonic() - began < within and process.returncode == code, (process.returncode, error)
+    return out, error
+
+
+# ---- ranks that are lost
+
+@pytest.mark.parametrize("killed", [0, 2])
+def test_a_rank_that_is_killed_ends_all(train_fp32, folder, killed):
+    with ranks_running(train_fp32, cwd=folder) as process:
+        wait_for_line(process, r"^step +12/")
+        os.kill(process.find_ranks()[killed], signal.SIGKILL)
+        error = ends(process, 2)[1]
+    assert re.fullmatch(rf"train: --devices 3: rank {killed} \(host \S+\) was ended by signal 9 \(Killed\) in step \d+; the last save: "
+                        r"out/step-000000\d+\n", error), error
+    train_fp32("--resume", "out", "--steps", 40, "--devices", 3, cwd=folder)
+
+
+@pytest.mark.parametrize("moments", [10, pytest.param(50, marks=pytest.mark.more)])
+def test_ranks_that_are_killed_at_random_moments(train_fp32, folder, moments):
+    """Some while they start, some in a step, many in a save, as each step is saved. --resume auto always goes on, and the end is
+    that of an unbroken run."""
+    chance = random.Random(moments)
+    steps = 0
+    for _ in range(moments):
+        with ranks_running(train_fp32, "--save-every", 1, "--resume", "auto", cwd=folder) as process:
+            if chance.random() < 0.8:
+                wait_for_line(process, r"^step +\d+/")
+            time.sleep(chance.uniform(0, 0.3))
+            ranks = process.find_ranks()
+            os.kill(chance.choice(ranks), signal.SIGKILL)
+            error = ends(process, 2)[1].splitlines()
+        assert len([line for line in error if line.startswith("train: ")]) == 1, error
+        saves = sorted((folder / "out").glob("step-????????"))
+        if saves:
+            step = int(saves[-1].name[5:])
+            assert step >= steps, "a save was lost"
+            steps = step
+    train_fp32(*LONG, "--resume", "auto", "--steps", steps + 3, cwd=folder)
+    train_fp32(*LONG, "--steps", steps + 3, "--out", "whole", "--log", "whole.log", cwd=folder)
+    assert saved_bytes(folder / "out" / "latest") == saved_bytes(folder / "whole" / "latest")
+    assert {line["step"]: line["loss"] for line in read_log(folder / "log")} == \
+        {line["step"]: line["loss"] for line in read_log(folder / "whole.log")}
+
+
+def test_the_launching_process_is_killed(train_fp32, folder):
+    """Its ranks do not stay behind."""
+    with ranks_running(train_fp32, cwd=folder) as process:
+        wait_for_line(process, r"^step +3/")
+        process.find_ranks()
+        process.kill()
+
+
+@pytest.mark.parametrize("stopped, says", [(0, 1), (2, 0)])
+def test_a_rank_that_does_not_answer(train_fp32, folder, stopped, says):
+    """As if its machine hung, or its network were cut. One of the others says so after --patience."""
+    with ranks_running(train_fp32, "--patience", 2, cwd=folder) as process:
+        wait_for_line(process, r"^step +12/")
+        os.kill(process.find_ranks()[stopped], signal.SIGSTOP)
+        error = ends(process, 2, within=9)[1]
+    who = r"rank 1 \(host \S+\): " if says else ""
+    assert re.fullmatch(rf"train: {who}no sign of life from rank {stopped} \(host \S+\) for 2 s \(--patience\), in step \d+; "
+                        r"the last save: out/step-\d+\n", error), error
+    train_fp32("--resume", "auto", *LONG, "--steps", 40, cwd=folder)
+
+
+def test_a_slow_rank_is_waited_for(train_fp32, folder):
+    """One that is stopped for less than --patience, several times."""
+    with ranks_running(train_fp32, "--patience", 5, "--steps", 60, cwd=folder) as process:
+        wait_for_line(process, r"^step +2/")
+        rank = process.find_ranks()[1]
+        for _ in range(3):
+            os.kill(rank, signal.SIGSTOP)
+            time.sleep(2.5)
+            os.kill(rank, signal.SIGCONT)
+            wait_for_line(process, r"^step ")
+        assert ends(process, 0, within=30)[1] == ""
+    train_fp32(*LONG, "--steps", 60, "--out", "whole", cwd=folder)
+    assert saved_bytes(folder / "out" / "latest") == saved_bytes(folder / "whole" / "latest")
+
+
+def test_a_rank_that_does_something_else_is_waited_for(train_fp32, folder):
+    """The first rank samples for longer than --patience."""
+    train_fp32(*LONG, "--patience", 1, "--steps", 2, "--sample", "every=1,tokens=4000", cwd=folder)
+
+
+# ---- signals
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda s: s.name)
+@pytest.mark.parametrize("to", ["the launching process", "rank 0", "rank 2"])
+def test_a_signal_stops_all_after_the_same_micro_batch(train_fp32, folder, sent, to):
+    """All stop, with one save, wherever it is sent."""
+    with ranks_running(train_fp32, "--save-every", 0, cwd=folder) as process:
+        wait_for_line(process, r"^step +7/")
+        ranks = process.find_ranks()
+        os.kill(ranks[int(to[-1])] if to.startswith("rank") else process.pid, sent)
+        out, error = ends(process, 128 + sent)
+    step = int(re.search(r"interrupted after step (\d+)", out)[1])
+    assert [f.name for f in (folder / "out").glob("step-*")] == [f"step-{step:08}"] and error.count("\n") <= 1, error
+    train_fp32("--resume", "out", "--steps", step + 2, "--devices", 3, cwd=folder)
+
+
+def test_a_signal_asks_for_a_save(train_fp32, folder):
+    with ranks_running(train_fp32, "--save-every", 0, cwd=folder) as process:
+        wait_for_line(process, r"^step +3/")
+        process.send_signal(signal.SIGUSR1)
+        wait_for_line(process, r"^saved step \d+ in out")
+        wait_for_line(process, r"^step +\d+/")
+        process.send_signal(signal.SIGTERM)
+
+
+def test_two_signals_end_at_once(train_fp32, folder):
+    slow = ("--seq-len", 60, "--batch", 64, "--grad-accum", 300)
+    with ranks_running(train_fp32, *slow, cwd=folder) as process:
+        wait_for_line(process, "^data: ")
+        time.sleep(0.5)
+        process.find_ranks()
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+        assert process.returncode in (130, 2)
+
+
+# ---- the disk
+
+def test_a_full_disk_ends_all(train_fp32, folder, tmp_path):
+    """Only the first rank writes, and says so."""
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        error = train_fp32(*LONG, "--steps", 4, "--out", disk / "out", "--devices", 2, cwd=folder, code=2).stderr
+    assert error.count(b"\n") == 1 and b"rank" not in error

@@ -179,6 +179,14 @@ class Chat {
         return parts;
     }
 
+    // The conversation so far, which must not be empty, up to where the assistant's next answer begins.
+    std::string prompt(const std::vector<Message>& messages) const {
+        std::string text;
+        for (const std::vector<Piece>& part : render(messages, "the conversation"))
+            for (const Piece& piece : part) text += piece.text;
+        return text + with_marks(format_->assistant.before);
+    }
+
   private:
     static std::string trimmed(const std::string& text) {
         constexpr const char* kSpaces = " \t\n\v\f\r";

@@ -100,8 +100,9 @@ inline void refuse_other_formats(const nlohmann::json& object, const std::string
             fail("%s: %s", where.c_str(), other.said);
 }
 
-// Reads the messages of a conversation. At least one must be the assistant's.
-inline std::vector<Message> read_messages(const nlohmann::json& list, const std::string& where) {
+// Reads the messages of a conversation. `answered`: at least one must be the assistant's.
+inline std::vector<Message> read_messages(const nlohmann::json& list, const std::string& where,
+                                          bool answered = true) {
     if (!list.is_array() || list.empty()) fail("%s: \"messages\" is not a list of messages", where.c_str());
     std::vector<Message> messages;
     bool answers = false;
@@ -129,7 +130,7 @@ inline std::vector<Message> read_messages(const nlohmann::json& list, const std:
         answers |= assistant;
         messages.push_back(message);
     }
-    if (!answers) fail("%s: none of the messages is the assistant's", where.c_str());
+    if (answered && !answers) fail("%s: none of the messages is the assistant's", where.c_str());
     return messages;
 }
 

@@ -160,6 +160,7 @@ class ExampleEncoder {
                     where.c_str());
             if (!chat_)
                 chat_.emplace(options_.chat_format, options_.chat_template, options_.model, tokenizer_);
+            if (question_.empty()) question_ = question_of(example.messages);
             for (const std::vector<Piece>& part : chat_->render(example.messages, where))
                 append(part, where, most);
         } else {
@@ -174,6 +175,8 @@ class ExampleEncoder {
 
     // The token that ends an answer in the conversations so far; -1 if there were none.
     int end_of_answer() const { return chat_ ? chat_->end_of_answer() : -1; }
+    // The first conversation up to its first answer, for samples; empty if there was none.
+    const std::vector<Message>& question() const { return question_; }
 
   private:
     // A token as it is stored: marked if it has no loss.
@@ -181,6 +184,11 @@ class ExampleEncoder {
         const bool has_loss =
             learnt == Learnt::Always || (learnt == Learnt::WithPrompts && options_.loss_on_all);
         return has_loss ? token : without_loss(token);
+    }
+
+    static std::vector<Message> question_of(const std::vector<Message>& messages) {
+        const auto answer = std::ranges::find(messages, "assistant", &Message::role);
+        return {messages.begin(), answer};
     }
 
     static constexpr size_t kPart = 256 << 10;  // a longer text is encoded in parts of this many bytes
@@ -260,14 +268,16 @@ class ExampleEncoder {
     const ExampleOptions options_;
     TextEncoder encoder_;
     std::optional<Chat> chat_;  // made at the first conversation
+    std::vector<Message> question_;
     std::vector<int32_t> tokens_;
 };
 
 // Turns the examples in the files into tokens, at most seq_len + 1 for each (Dataset::tokenize_examples), and
 // reports progress on stderr if it takes a while. Fails naming the line if it is not an example. Returns the
-// token that ends an answer in conversations, or -1.
+// token that ends an answer in conversations, or -1, and sets `question` to the first of them up to its first
+// answer.
 inline int tokenize_examples(Dataset& lines, const Tokenizer& tokenizer, const ExampleOptions& options,
-                             int seq_len) {
+                             int seq_len, std::vector<Message>& question) {
     TokenizingLines progress(stderr, lines.stream_name(0), lines.file_bytes());
     ExampleEncoder encoder(tokenizer, options);
     size_t most_bytes = 0;
@@ -294,6 +304,7 @@ inline int tokenize_examples(Dataset& lines, const Tokenizer& tokenizer, const E
     });
     lines.reading_took(most_bytes);
     progress.finish(lines.token_count());
+    question = encoder.question();
     return encoder.end_of_answer();
 }
 

@@ -139,7 +139,7 @@ class Gpt {
     TensorX forward_only(const Tensor<int>& tokens, const Rows& rows, KvCache* cache);
     // The logits (1, V) of the last row of x (.., C), the last block's output; and of all rows.
     TensorX last_logits(const TensorX& x) { return logits_of(x.rows_at(x.rows() - 1, 1)); }
-    TensorX logits_of(const TensorX& x);
+    TensorX logits_of(const TensorX& x, const Rows& rows = {});
     int64_t prompt_len() const { return embedding_and_head_.prompt_len(); }
 
     // Its parts, which are connected to what is outside the arena (OffloadedMemory::connect()).
@@ -170,7 +170,7 @@ class Gpt {
     void backward_blocks(std::vector<MicroBatch>& micro_batches, bool adds);
     TensorX head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, TensorF& loss,
                           const Head<floatX>& gradients);
-    HeadActivations forward_head(const TensorX& x);
+    HeadActivations forward_head(const TensorX& x, const Rows& rows = {});
 
     // A block.
     TensorX forward_block(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv = nullptr);
@@ -643,9 +643,9 @@ TensorX Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, T
     return residual;
 }
 
-HeadActivations Gpt::forward_head(const TensorX& x) {
+HeadActivations Gpt::forward_head(const TensorX& x, const Rows& rows) {
     HeadActivations a{norm_.forward(kLastNorm, x, weights_.head.norm), {}};
-    a.logits = embedding_and_head_.logits(a.norm.out);
+    a.logits = embedding_and_head_.logits(a.norm.out, rows);
     return a;
 }
 
@@ -777,9 +777,9 @@ TensorX Gpt::forward_only(const Tensor<int>& tokens, const Rows& rows, KvCache* 
     return residual;
 }
 
-TensorX Gpt::logits_of(const TensorX& x) {
+TensorX Gpt::logits_of(const TensorX& x, const Rows& rows) {
     embedding_and_head_.prefetch_head();
-    HeadActivations a = forward_head(x);
+    HeadActivations a = forward_head(x, rows);
     embedding_and_head_.release_head();
     return std::move(a.logits);
 }

@@ -277,7 +277,7 @@ class ExampleEncoder {
 // token that ends an answer in conversations, or -1, and sets `question` to the first of them up to its first
 // answer.
 inline int tokenize_examples(Dataset& lines, const Tokenizer& tokenizer, const ExampleOptions& options,
-                             int seq_len, std::vector<Message>& question) {
+                             int seq_len, std::vector<Message>* question = nullptr) {
     TokenizingLines progress(stderr, lines.stream_name(0), lines.file_bytes());
     ExampleEncoder encoder(tokenizer, options);
     size_t most_bytes = 0;
@@ -304,7 +304,7 @@ inline int tokenize_examples(Dataset& lines, const Tokenizer& tokenizer, const E
     });
     lines.reading_took(most_bytes);
     progress.finish(lines.token_count());
-    question = encoder.question();
+    if (question) *question = encoder.question();
     return encoder.end_of_answer();
 }
 

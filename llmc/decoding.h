@@ -6,7 +6,7 @@
 // The functions are templates, so that any model can be used that has
 //     TensorX forward_only(const Tensor<int>& tokens, const Rows&, KvCache*)   the last block's output
 //     TensorX last_logits(const TensorX& x)                                    (1, V), of the last row of x
-//     TensorX logits_of(const TensorX& x)                                      (rows, V), of all rows
+//     TensorX logits_of(const TensorX& x, const Rows&)                         (rows, V), of all rows
 //     int64_t prompt_len()                                                     vectors of a soft prompt
 #pragma once
 
@@ -201,8 +201,9 @@ class Decoding {
         documents.positions = tokens_on_device(arena_, stream_, positions);
         Rows rows;
         rows.documents = &documents;
+        rows.alone = true;
         const TensorX x = model_.forward_only(inputs, rows, &together);
-        const TensorX logits = model_.logits_of(x);
+        const TensorX logits = model_.logits_of(x, rows);
         if (arena_.rehearsing()) return false;
         bool all_go_on = true;
         for (Slot& slot : slots_) {

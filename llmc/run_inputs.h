@@ -490,7 +490,7 @@ inline void RunInputs::tokenize_lines(Dataset& lines) {
                                     model_of_tokenizer(),
                                     tokenizer_folder.empty() && parse_new_model(o_.model)};
     std::vector<Message> first;
-    const int end = tokenize_examples(lines, *tokenizer, options, o_.seq_len, first);
+    const int end = tokenize_examples(lines, *tokenizer, options, o_.seq_len, &first);
     if (end < 0) return;
     stop_at(end);
     if (&lines != data.get() || o_.steps == 0 || o_.raw_prompt) return;

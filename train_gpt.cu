@@ -138,8 +138,9 @@ class Gpt {
     // The last block's output for `tokens` (B, T), without backward. With a cache the tokens follow those
     // that it has.
     TensorX forward_only(const Tensor<int>& tokens, const Rows& rows, KvCache* cache);
-    // The logits (1, V) of the last row of x (.., C), the last block's output.
-    TensorX last_logits(const TensorX& x);
+    // The logits (1, V) of the last row of x (.., C), the last block's output; and of all rows.
+    TensorX last_logits(const TensorX& x) { return logits_of(x.rows_at(x.rows() - 1, 1)); }
+    TensorX logits_of(const TensorX& x, const Rows& rows = {});
     int64_t prompt_len() const { return embedding_and_head_.prompt_len(); }
 
     // Its parts, which are connected to what is outside the arena (OffloadedMemory::connect()).
@@ -170,7 +171,7 @@ class Gpt {
     void backward_blocks(std::vector<MicroBatch>& micro_batches, bool continues_step);
     TensorX head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, TensorF& loss,
                           const Head<floatX>& gradients);
-    HeadActivations forward_head(const TensorX& x);
+    HeadActivations forward_head(const TensorX& x, const Rows& rows = {});
 
     // A block.
     TensorX forward_block(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv = nullptr);
@@ -664,9 +665,9 @@ TensorX Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, T
     return residual;
 }
 
-HeadActivations Gpt::forward_head(const TensorX& x) {
+HeadActivations Gpt::forward_head(const TensorX& x, const Rows& rows) {
     HeadActivations a{norm_.forward(kLastNorm, x, weights_.head.norm), {}};
-    a.logits = embedding_and_head_.logits(a.norm.out);
+    a.logits = embedding_and_head_.logits(a.norm.out, rows);
     return a;
 }
 
@@ -798,9 +799,9 @@ TensorX Gpt::forward_only(const Tensor<int>& tokens, const Rows& rows, KvCache* 
     return residual;
 }
 
-TensorX Gpt::last_logits(const TensorX& x) {
+TensorX Gpt::logits_of(const TensorX& x, const Rows& rows) {
     embedding_and_head_.prefetch_head();
-    HeadActivations a = forward_head(x.rows_at(x.rows() - 1, 1));
+    HeadActivations a = forward_head(x, rows);
     embedding_and_head_.release_head();
     return std::move(a.logits);
 }
@@ -1030,6 +1031,13 @@ void Trainer::prepare() {
     if (trains()) {
         remark_no_validation(in_, o_.seq_len);
         print_plan();
+    }
+    // By default as many prompts are answered at a time as fit.
+    while (!o_.prompts.empty() && !o_.has("--batch") && o_.batch > 1 &&
+           still_to_take(report_) > memory_of_rank(o_.rank).bytes) {
+        o_.batch /= 2;
+        plans_.sample = Plan();
+        rehearse();
     }
     require_memory(report_, memory_of_rank(o_.rank), trains());
     PeakRate peak = {};

@@ -59,15 +59,17 @@ class AttentionLayer {
     }
 
     // Computes a.out and, for backward, a.lse. Without `kv`, each sequence of a.qkv attends to itself. With
-    // it, rows of one sequence attend to themselves, after they were appended to kv, and to the rows before.
+    // it, rows of one sequence attend to themselves, after they were appended to kv, and to the rows before;
+    // or each row to those of a sequence of its own.
     void forward(int layer, AttentionActivations& a, const Rows& rows, bool for_backward, KvRows* kv) {
         const int64_t B = a.qkv.shape().dims[0], T = a.qkv.shape().dims[1];
-        if (kv) keys_.append(a.qkv, *kv);
+        if (kv && kv->each.empty()) keys_.append(a.qkv, *kv);
         a.out = arena_.take<floatX>("attention", {B, T, config_.query_width()});
         if (for_backward) a.lse = arena_.take<float>("attention_lse", {B, config_.heads, T});
         const auto forward = [&](const AttentionInput<floatX>& in) {
             attention_forward(a.out.data(), a.lse.data(), in, stream_);
         };
+        if (kv && !kv->each.empty()) return forward_each(layer, a, *kv);
         // For backward the same rows attend again, so their first keys are prefetched.
         const int64_t next_row = kv ? kv->rows_before + (for_backward ? 0 : T) : 0;
         keys_.for_each_piece(a.qkv, layer, rows, kv, false, next_row, forward);
@@ -95,6 +97,17 @@ class AttentionLayer {
     }
 
   private:
+    // Forward of rows that each go on another sequence.
+    void forward_each(int layer, AttentionActivations& a, KvRows& kv) {
+        int64_t number = 0;
+        for (KvRows& sequence : kv.each) {
+            const TensorX row = a.qkv.rows_at(number, 1).view({1, 1, config_.qkv_width()});
+            keys_.append(row, sequence);
+            attention_forward(a.out.at(number++ * config_.query_width()), static_cast<float*>(nullptr),
+                              keys_.input(row, layer, {}, &sequence), stream_);
+        }
+    }
+
     bool rotates() const { return family_.position == PositionKind::Rotary; }
     float rotary_scale() const { return static_cast<float>(attention_factor(config_.rope)); }
     float epsilon() const { return static_cast<float>(config_.norm_epsilon); }

@@ -23,6 +23,16 @@ struct Message {
     bool counts = true;  // false: none of it has a loss, because its "weight" is 0 or its "train" is false
 
     const std::string& role() const { return object["role"].get_ref<const std::string&>(); }
+    // The content if it is a text, or the texts of a list; else "".
+    std::string text() const {
+        const auto content = object.find("content");
+        if (content == object.end()) return "";
+        if (content->is_string()) return content->get<std::string>();
+        std::string all;
+        if (content->is_array())
+            for (const nlohmann::ordered_json& part : *content) all += part.value("text", "");
+        return all;
+    }
     // About the size of its text.
     size_t bytes() const {
         const auto content = object.find("content");
@@ -130,8 +140,9 @@ inline bool says_something(const nlohmann::ordered_json& message) {
     return false;
 }
 
-// Reads the messages of a conversation. At least one must be the assistant's.
-inline std::vector<Message> read_messages(const nlohmann::ordered_json& list, const std::string& where) {
+// Reads the messages of a conversation. `answered`: at least one must be the assistant's.
+inline std::vector<Message> read_messages(const nlohmann::ordered_json& list, const std::string& where,
+                                          bool answered = true) {
     // Roles that chat templates know; another one is probably a misspelling.
     static constexpr const char* kRoles[] = {
         "system",  "developer",   "user",        "assistant", "tool",      "tools",        "function",
@@ -156,7 +167,7 @@ inline std::vector<Message> read_messages(const nlohmann::ordered_json& list, co
         answers |= assistant;
         messages.push_back({item, message_counts(item, place)});
     }
-    if (!answers) fail("%s: none of the messages is the assistant's", where.c_str());
+    if (answered && !answers) fail("%s: none of the messages is the assistant's", where.c_str());
     return messages;
 }
 

@@ -154,6 +154,7 @@ class ExampleEncoder {
         tokens_.clear();
         if (example.is_text) return encode_text(example.text(), where, put);
         if (!example.conversation.messages.empty()) {
+            if (question_.empty()) question_ = question_of(example.conversation.messages);
             const Chat& used = chat(where);
             append_chat(naming(where, [&] { return used.render(example.conversation); }), where, most);
         } else {
@@ -168,6 +169,8 @@ class ExampleEncoder {
 
     // The chat template, if there were conversations so far; else null.
     const Chat* chat() const { return chat_ ? &*chat_ : nullptr; }
+    // The first conversation up to its first answer, for samples; empty if there was none.
+    const std::vector<Message>& question() const { return question_; }
 
   private:
     // Reads the chat template at the first conversation.
@@ -186,6 +189,11 @@ class ExampleEncoder {
         const bool has_loss =
             learnt == Learnt::Always || (learnt == Learnt::WithPrompts && options_.chat.loss_on == "all");
         return has_loss ? token : without_loss(token);
+    }
+
+    static std::vector<Message> question_of(const std::vector<Message>& messages) {
+        const auto answer = std::ranges::find(messages, "assistant", &Message::role);
+        return {messages.begin(), answer};
     }
 
     static constexpr size_t kPart = 256 << 10;  // a longer text is encoded in parts of this many bytes
@@ -310,6 +318,7 @@ class ExampleEncoder {
     const ExampleOptions options_;
     TextEncoder encoder_;
     std::optional<Chat> chat_;  // made at the first conversation
+    std::vector<Message> question_;
     std::vector<int32_t> tokens_;
 };
 
@@ -320,7 +329,8 @@ struct ChatUsed {
     std::string description;  // empty if there were no conversations
     std::string own_source;   // Chat::own_source()
     int end_of_answer = -1;
-    bool guesses = false;  // Chat::guesses()
+    bool guesses = false;           // Chat::guesses()
+    std::vector<Message> question;  // the first one up to its first answer, for samples
 };
 inline ChatUsed tokenize_examples(Dataset& lines, const Tokenizer& tokenizer, const ExampleOptions& options,
                                   int seq_len) {
@@ -352,7 +362,8 @@ inline ChatUsed tokenize_examples(Dataset& lines, const Tokenizer& tokenizer, co
     progress.finish(lines.token_count());
     const Chat* const chat = encoder.chat();
     if (!chat) return {};
-    return {chat->description(), chat->own_source(), chat->end_of_answer(), chat->guesses()};
+    return {chat->description(), chat->own_source(), chat->end_of_answer(), chat->guesses(),
+            encoder.question()};
 }
 
 // ---- the vocabulary of a new model

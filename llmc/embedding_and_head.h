@@ -116,8 +116,9 @@ class EmbeddingAndHead {
     void release_head() { streamed_.release(); }
     // The logits (rows, padded vocabulary) of x (rows, C), the last norm's output. If the head is processed
     // in slices, the padding's columns are not written.
-    TensorX logits(const TensorX& x) {
-        if (!comes_in_slices()) return linear_forward(arena_, stream_, "logits", x, weights_.head.logits, {});
+    TensorX logits(const TensorX& x, const Rows& rows) {
+        if (!comes_in_slices())
+            return linear_forward(arena_, stream_, "logits", x, weights_.head.logits, rows);
         TensorX logits = arena_.take<floatX>("logits", {x.rows(), config_.padded_vocabulary()});
         if (x.rows() == 1) {
             const auto multiply = [&](int64_t first, const QuantizedView& slice) {

@@ -48,7 +48,10 @@ inline TensorX linear_forward(Arena& arena, Stream stream, const char* name, con
             quantized_matvec(out.at(first), x.data(), matrix, w.bias ? w.bias.at(first) : nullptr, stream);
     } else {
         matmul(arena, stream, out, x, weight_of(arena, stream, w),
-               {.transpose_b = w.by_outputs, .bias = w.bias ? &w.bias : nullptr, .gelu = gelu && !finishes});
+               {.transpose_b = w.by_outputs,
+                .bias = w.bias ? &w.bias : nullptr,
+                .gelu = gelu && !finishes,
+                .rows_alone = rows.alone});
     }
     if (w.adapter) add_lora(arena, stream, out, x, w.adapter, rows);
     if (gelu && finishes) gelu_forward(out, out, stream);

@@ -21,6 +21,9 @@ struct MatmulOptions {
     // (N) += the sums of b's columns: a bias's gradient, beside its weight's. Without `accumulate` it must be
     // zero before, as the product may overwrite it. b must not be transposed.
     Tensor<T>* bias_gradient = nullptr;
+    // The rows are few and of different texts (decoding.h). On a CPU, each then has the bits of a product
+    // with this row alone.
+    bool rows_alone = false;
 };
 
 // Computes out (M, N) = a (M, K) b (K, N) with the options. Leading dimensions of a tensor count as rows.

@@ -246,9 +246,12 @@ void onednn_matmul(const OnednnProduct& p, Out* c, const In* a, const In* b, con
     onednn_matmul(o, p, c, a, b, bias, scratch);
 }
 
-// ---- one row, in the fast build
+// ---- one row, or a few, in the fast build
 //
-// Each weight is read once, so memory is the limit. It is fastest to read the matrix from its first byte to
+// As in decoding: one row of one text, or one of each of several. Each weight is read once for all rows, and
+// a row's result has the same bits for any number of rows.
+//
+// Memory is the limit. It is fastest to read the matrix from its first byte to
 // its last, a few rows side by side; strips of columns were measured at half the rate. So if a row of the
 // matrix has all outputs, a worker adds up whole rows for a part of the inputs, and the parts are added
 // afterwards, in order. The row x and all sums are fp32; results do not depend on the number of workers.
@@ -282,6 +285,49 @@ float dot(const float* x, const T* y, int64_t n) {
     return sum;
 }
 
+// A run as one value, which g++ keeps in a register also in an array.
+using MatvecValue = float __attribute__((vector_size(kMatvecRun * sizeof(float))));
+
+template <class T>
+MatvecValue load_value(const T* p) {
+    const MatvecRun run = load_widened(p);
+    MatvecValue value;
+    memcpy(&value, &run, sizeof value);
+    return value;
+}
+
+// sums[r] = dot() of row r of x (kRows, n) with y (n), with the same bits.
+template <int kRows, class T>
+void dots(float (&sums)[kRows], const float* x, const T* y, int64_t n) {
+    MatvecValue even[kRows] = {}, odd[kRows] = {};
+    const auto add = [&](MatvecValue(&to)[kRows], int64_t at) SIMT_INLINE {
+        const MatvecValue b = load_value(y + at);
+        for (int r = 0; r < kRows; r++) to[r] += load_value(x + r * n + at) * b;
+    };
+    int64_t c = 0;
+    for (; c + 2 * kMatvecRun <= n; c += 2 * kMatvecRun) add(even, c), add(odd, c + kMatvecRun);
+    if (c + kMatvecRun <= n) add(even, c), c += kMatvecRun;
+    for (int r = 0; r < kRows; r++) {
+        even[r] += odd[r];
+        float run[kMatvecRun];
+        memcpy(run, &even[r], sizeof run);
+        sums[r] = sum_of(run);
+        for (int64_t rest = c; rest < n; rest++) sums[r] += x[r * n + rest] * to_float(y[rest]);
+    }
+}
+
+// Calls use(first row, a constant of how many) for groups of the rows of x (rows, n) that fit into a core's
+// first cache.
+template <class Use>
+void for_each_row_group(int64_t rows, int64_t n, Use&& use) {
+    constexpr int64_t kCached = 24 << 10;
+    int64_t row = 0;
+    if (8 * n * static_cast<int64_t>(sizeof(float)) <= kCached)
+        for (; row + 8 <= rows; row += 8) use(row, std::integral_constant<int, 8>());
+    for (; row + 4 <= rows; row += 4) use(row, std::integral_constant<int, 4>());
+    for (; row < rows; row++) use(row, std::integral_constant<int, 1>());
+}
+
 // sums (n) += x (kRows) times kRows rows of n. A sum stays in a register for all these rows: one row at a
 // time, loading and storing the sums would take longer than reading the matrix.
 template <int kRows, class T>
@@ -301,19 +347,19 @@ void add_rows_times(float* sums, const T* x, const T* rows, int64_t n) {
         for (int r = 0; r < kRows; r++) sums[c] += factors[r] * to_float(rows[r * n + c]);
 }
 
-// out (n) = x (k) times `weights`, which are stored (n, k) if by_outputs and (k, n) otherwise; plus bias (n)
-// unless null; then GELU if asked.
+// out (rows, n) = x (rows, k) times `weights`, which are stored (n, k) if by_outputs and (k, n) otherwise;
+// plus bias (n) unless null; then GELU if asked.
 template <class T, class Out>
 struct Matvec {
     Out* out;
     const T *x, *weights, *bias;
-    int64_t n, k;
+    int64_t rows, n, k;
     bool by_outputs, gelu;
 
-    SIMT_DEVICE void finish(int64_t j, float sum) const {
+    SIMT_DEVICE void finish(int64_t row, int64_t j, float sum) const {
         if (bias) sum += to_float(bias[j]);
         if (gelu) sum = 0.5f * sum * (1.f + gelu_tanh(sum));
-        out[j] = from_float<Out>(sum);
+        out[row * n + j] = from_float<Out>(sum);
     }
 };
 
@@ -326,29 +372,43 @@ template <class T, class Out>
 __global__ void matvec_by_outputs_kernel(Matvec<T, Out> p) {
     const int64_t first = blockIdx.x * kMatvecOutputs, end = std::min(first + kMatvecOutputs, p.n);
     DYNAMIC_SHARED(float, x);
-    for (int64_t l = 0; l < p.k; l++) x[l] = to_float(p.x[l]);
-    for (int64_t j = first; j < end; j++) p.finish(j, dot(x, p.weights + j * p.k, p.k));
+    for (int64_t l = 0; l < p.rows * p.k; l++) x[l] = to_float(p.x[l]);
+    for_each_row_group(p.rows, p.k, [&]<int kRows>(int64_t row, std::integral_constant<int, kRows>) {
+        float sums[kRows];
+        for (int64_t j = first; j < end; j++) {
+            if constexpr (kRows == 1)
+                sums[0] = dot(x + row * p.k, p.weights + j * p.k, p.k);
+            else
+                dots(sums, x + row * p.k, p.weights + j * p.k, p.k);
+            for (int r = 0; r < kRows; r++) p.finish(row + r, j, sums[r]);
+        }
+    });
 }
 
-// parts (blocks, n): each block's inputs times their rows of weights.
+// parts (blocks, rows, n): each block's inputs times their rows of weights.
 template <class T, class Out>
 __global__ void matvec_by_inputs_kernel(float* parts, Matvec<T, Out> p) {
     const int64_t first = blockIdx.x * kMatvecInputs, end = std::min(first + kMatvecInputs, p.k);
-    float* const sums = parts + blockIdx.x * p.n;
-    std::fill(sums, sums + p.n, 0.f);
+    float* const sums = parts + blockIdx.x * p.rows * p.n;
+    std::fill(sums, sums + p.rows * p.n, 0.f);
     int64_t l = first;
     for (; l + kMatvecRows <= end; l += kMatvecRows)
-        add_rows_times<kMatvecRows>(sums, p.x + l, p.weights + l * p.n, p.n);
-    for (; l < end; l++) add_rows_times<1>(sums, p.x + l, p.weights + l * p.n, p.n);
+        for (int64_t row = 0; row < p.rows; row++)
+            add_rows_times<kMatvecRows>(sums + row * p.n, p.x + row * p.k + l, p.weights + l * p.n, p.n);
+    for (; l < end; l++)
+        for (int64_t row = 0; row < p.rows; row++)
+            add_rows_times<1>(sums + row * p.n, p.x + row * p.k + l, p.weights + l * p.n, p.n);
 }
 
 template <class T, class Out>
 __global__ void matvec_add_parts_kernel(const float* parts, int count, Matvec<T, Out> p) {
     const int64_t first = blockIdx.x * kMatvecColumns, columns = std::min(kMatvecColumns, p.n - first);
-    float sums[kMatvecColumns] = {};
-    for (int i = 0; i < count; i++)
-        for (int64_t c = 0; c < columns; c++) sums[c] += parts[i * p.n + first + c];
-    for (int64_t c = 0; c < columns; c++) p.finish(first + c, sums[c]);
+    for (int64_t row = 0; row < p.rows; row++) {
+        float sums[kMatvecColumns] = {};
+        for (int i = 0; i < count; i++)
+            for (int64_t c = 0; c < columns; c++) sums[c] += parts[(i * p.rows + row) * p.n + first + c];
+        for (int64_t c = 0; c < columns; c++) p.finish(row, first + c, sums[c]);
+    }
 }
 
 // Computes the product. Scratch comes from the arena.
@@ -356,12 +416,12 @@ template <class T, class Out>
 void matvec_on_cpu(Arena& arena, const Matvec<T, Out>& p, Stream stream) {
     const auto blocks = [](int64_t n, int64_t size) { return static_cast<unsigned>(ceil_div(n, size)); };
     if (p.by_outputs) {
-        launch<matvec_by_outputs_kernel<T, Out>>(blocks(p.n, kMatvecOutputs), 1,
-                                                 static_cast<size_t>(p.k) * sizeof(float), stream, p);
+        launch<matvec_by_outputs_kernel<T, Out>>(
+            blocks(p.n, kMatvecOutputs), 1, static_cast<size_t>(p.rows * p.k) * sizeof(float), stream, p);
         return;
     }
     const unsigned count = blocks(p.k, kMatvecInputs);
-    const Tensor<float> parts = arena.take<float>("matvec_parts", {count, p.n});
+    const Tensor<float> parts = arena.take<float>("matvec_parts", {count, p.rows * p.n});
     launch<matvec_by_inputs_kernel<T, Out>>(count, 1, 0, stream, parts.data(), p);
     launch<matvec_add_parts_kernel<T, Out>>(blocks(p.n, kMatvecColumns), 1, 0, stream, parts.data(),
                                             static_cast<int>(count), p);

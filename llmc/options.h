@@ -18,6 +18,7 @@
 #include "llmc/device.h"
 #include "llmc/file.h"
 #include "llmc/ranks.h"
+#include "llmc/sample_token.h"
 
 constexpr int64_t kMostTokens = 1 << 30;  // in a micro-batch
 
@@ -89,9 +90,10 @@ struct Options {
     int eval_batches = 8;
     int64_t sample_every = 0;
     int sample_tokens = 200;
-    std::string prompt;
-    double temperature = 0.8;
-    int top_k = 50;
+    std::string prompt, prompts;  // prompts: a file
+    bool chat = false, raw_prompt = false;
+    Sampling sampling;
+    std::vector<std::string> stops;  // texts at which an answer ends
     std::string out;
     std::string export_file, export_type, export_part = "model";
     int64_t save_every = 0;
@@ -138,6 +140,8 @@ struct Options {
     FILE* notes() const { return steps > 0 ? stdout : stderr; }
     // The number of micro-batches that go through the model together.
     int micro_batches_together() const { return by_block ? own_micro_batches() : 1; }
+    // True if the run only answers: in a conversation, or a file of prompts.
+    bool only_answers() const { return chat || !prompts.empty(); }
     bool trains_adapter() const { return train != "all" || !adapter.empty(); }
 };
 

@@ -51,6 +51,27 @@ inline void check_calibration(const Options& o) {
                  o.spelled(name).c_str());
 }
 
+// A conversation, and a file of prompts, only need a model: fails on options for more than that.
+inline void check_answers(const Options& o) {
+    if (o.raw_prompt && !o.has("--prompt") && o.prompts.empty())
+        fail("--raw-prompt: is for a prompt: add --prompt TEXT, or --prompts FILE");
+    if (!o.only_answers()) return;
+    const std::string self = o.chat ? "--chat" : "--prompts " + o.prompts;
+    if (o.chat && o.raw_prompt) fail("--raw-prompt: --chat writes a conversation in the model's chat format");
+    if (o.chat && !o.prompts.empty()) fail("--chat: answers you, and --prompts %s a file", o.prompts.c_str());
+    for (const char* name :
+         {"--data", "--val-data", "--prompt", "--sample.every", "--out", "--save-every", "--merge",
+          "--save-base", "--log", "--loss-by-position", "--eval-every", "--timeline", "--bench", "--memory"})
+        if (o.has(name) && !o.saved.contains(name))
+            fail("%s: only answers: leave %s out", self.c_str(), o.spelled(name).c_str());
+    if (o.steps > 0) fail("%s: trains nothing: leave --steps %s out", self.c_str(), o.first("--steps"));
+    if (o.batch == 0) fail("--batch auto is a training's; %s takes a number", self.c_str());
+    if (o.sample_tokens == 0) fail("%s: --sample tokens=0 leaves nothing to answer", self.c_str());
+    if (parse_new_model(o.model) && o.resume.empty())
+        fail("%s: --model %s is a new one, which knows nothing: give the folder of a trained model",
+             self.c_str(), o.model.c_str());
+}
+
 // Fails on options of adapters that this run does not use.
 inline void check_adapter_options(const Options& o) {
     for (const char* name : {"--lora-rank", "--lora-alpha", "--lora-targets", "--lora-dropout"}) {
@@ -233,9 +254,9 @@ inline void check_update_in_backward(const Options& o) {
 }
 
 inline void check_names(const Options& o) {
-    for (const char* name :
-         {"--out", "--resume", "--log", "--timeline", "--advanced.algorithms", "--adapter", "--merge",
-          "--export", "--save-base", "--rope-scaling", "--loss-by-position", "--rates", "--calibrate"})
+    for (const char* name : {"--out", "--resume", "--log", "--timeline", "--advanced.algorithms", "--adapter",
+                             "--merge", "--export", "--save-base", "--rope-scaling", "--loss-by-position",
+                             "--rates", "--calibrate", "--prompts"})
         if (o.has(name) && !*o.first(name))
             fail("%s is empty where the name of a file or folder is needed", setting_name(name).c_str());
 }
@@ -244,6 +265,7 @@ inline void check_names(const Options& o) {
 inline void check_options(const Options& o) {
     check_adapter_options(o);
     check_context(o);
+    check_answers(o);
     check_names(o);
     check_length(o);
     check_bench_options(o);

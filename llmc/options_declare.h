@@ -501,16 +501,40 @@ inline std::string set_bench(Options& o, const std::string& text) {
 
 inline void declare_output_options(CLI::App& app, Options& o) {
     OptionGroup sampling(app, "Sampling"), saving(app, "Saving");
-    sampling.add("--prompt", o.prompt, "TEXT", "Text that a sample continues.");
+    sampling.add(
+        "--prompt", o.prompt, "TEXT",
+        "What a sample answers, as a user's message, if the model is of chats; else what it continues.");
+    sampling.add_flag("--chat", o.chat, "Opens a conversation in the terminal.");
+    sampling.add("--prompts", o.prompts, "FILE",
+                 "Answers the prompts of JSON lines, --batch of them at a time, in JSON lines on stdout.");
+    sampling.add_flag("--raw-prompt", o.raw_prompt, "Continues prompts as they are, without a chat format.");
     sampling.add_keyed("--sample", "When and how text is generated.");
     sampling.add("--sample.every", o.sample_every, "N", "Steps between samples; 0: only one at the end.")
         ->transform(whole(0, 1e12));
     sampling.add("--sample.tokens", o.sample_tokens, "N", "Tokens of a sample; 0: no samples.")
         ->transform(whole(0, kMostCount));
-    sampling.add("--sample.temperature", o.temperature, "X", "0 always takes the likeliest token.")
+    sampling.add("--sample.temperature", o.sampling.temperature, "X", "0 always takes the likeliest token.")
         ->check(between(0.0, 1e3));
-    sampling.add("--sample.top-k", o.top_k, "N", "Samples among the N likeliest tokens; 0: among all.")
+    sampling
+        .add("--sample.top-k", o.sampling.top_k, "N", "Samples among the N likeliest tokens; 0: among all.")
         ->transform(whole(0, kMostCount));
+    sampling
+        .add("--sample.top-p", o.sampling.top_p, "P",
+             "Samples among the likeliest tokens that together have a probability of P.")
+        ->check(between(0.0, 1.0));
+    sampling
+        .add("--sample.min-p", o.sampling.min_p, "P",
+             "Leaves out tokens with less than P times the likeliest one's probability.")
+        ->check(between(0.0, 1.0));
+    sampling
+        .add("--sample.repetition-penalty", o.sampling.repetition_penalty, "X",
+             "Makes tokens that the text has already less likely, if above 1, as in transformers.")
+        ->check(between(1e-3, 1e3));
+    sampling
+        .add("--sample.stop", o.stops, "TEXT",
+             "Ends the text before these characters; may be given several times. In double quotes it may "
+             "have commas and \\n.")
+        ->allow_extra_args(false);
     saving.add("--out", o.out, "DIR", "Folder for saves, in Hugging Face's format.");
     saving.add(
         "--export", o.export_file, "FILE[,KEY=VALUE,...]",

@@ -30,8 +30,8 @@ inline const std::set<std::string> kUsualOptions = {
     "--schedule",  "--clip",       "--weight-decay", "--optimizer", "--train",      "--base",
     "--lora-rank", "--lora-alpha", "--lora-targets", "--adapter",   "--merge",      "--memory",
     "--plan",      "--recompute",  "--offload",      "--log",       "--eval-every", "--prompt",
-    "--sample",    "--out",        "--save-every",   "--resume",    "--threads",    "--config",
-    "--help",      "--version"};
+    "--sample",    "--chat",       "--prompts",      "--out",       "--save-every", "--resume",
+    "--threads",   "--config",     "--help",         "--version"};
 
 constexpr const char* kHelpExamples = R"(Examples:
   ./train --data book.txt --steps 500 --out out/book

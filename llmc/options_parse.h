@@ -194,6 +194,7 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
     CLI::App app;
     declare_options(app, o);
     set_given(app, o, argc, argv);
+    if (o.only_answers() && !o.has("--steps")) o.steps = 0, o.given["--steps"] = {"0"};
     const bool automatic = o.resume == "auto";
     if (automatic) resume_what_is_there(o);
     if (!o.resume.empty()) set_saved(app, o, saved(o.resume), automatic);

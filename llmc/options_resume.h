@@ -53,12 +53,14 @@ inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& val
     for (const PlacementOption& p : kPlacements)
         if (name == p.setting() && p.of_training_only && o.steps == 0) return o.trains_adapter();
     // A run that only generates needs no data, and must not touch the training's outputs.
-    if (among({"--data", "--val-data", "--loss-on", "--chat-format", "--chat-date", "--log",
-               "--loss-by-position", "--out", "--save-every", "--keep-best", "--early-stopping",
-               "--eval-every", "--merge", "--export", "--export.type", "--export.part"}))
+    if (among({"--data", "--val-data", "--loss-on", "--log", "--loss-by-position", "--out", "--save-every",
+               "--keep-best", "--early-stopping", "--eval-every", "--merge", "--export", "--export.type",
+               "--export.part"}))
         return o.steps > 0;
+    if (among({"--prompt", "--raw-prompt", "--sample.every"}) && o.only_answers()) return false;
     // A prompt asks for a sample.
-    if (among({"--sample.tokens"})) return !o.has("--prompt") || values != nlohmann::json::array({"0"});
+    if (among({"--sample.tokens"}))
+        return !(o.has("--prompt") || o.only_answers()) || values != nlohmann::json::array({"0"});
     return true;
 }
 

@@ -14,6 +14,7 @@
 #include <map>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -77,6 +78,14 @@ inline constexpr Alias kAliases[] = {
     {"--max-new-tokens", "--sample.tokens"},
     {"--temperature", "--sample.temperature"},
     {"--top-k", "--sample.top-k"},
+    {"--top-p", "--sample.top-p"},
+    {"--min-p", "--sample.min-p"},
+    {"--repetition-penalty", "--sample.repetition-penalty"},
+    {"--repeat-penalty", "--sample.repetition-penalty"},
+    {"--stop", "--sample.stop"},
+    {"--stop-strings", "--sample.stop"},
+    {"--interactive", "--chat"},
+    {"--prompt-file", "--prompts"},
     {"--output-dir", "--out"},
     {"--save-steps", "--save-every"},
     {"--save-total-limit", "--keep"},
@@ -144,7 +153,6 @@ inline constexpr Hint kHints[] = {
     {"--completion-only-loss", "that is the default; --loss-on all learns all"},
     {"--report-to", "write --log FILE"},
     {"--logging-dir", "write --log FILE"},
-    {"--top-p", "there is none; --sample top-k=N samples among the N likeliest tokens"},
     {"--do-train", "leave it out: --steps N trains"},
     {"--do-eval", "leave it out: --val-data FILE and --eval-every N validate"},
     {"--overwrite-output-dir", "leave it out: another run's saves stay in --out"},
@@ -277,9 +285,15 @@ class WordReader {
         return {static_cast<size_t>(std::max(0, fewest)), static_cast<size_t>(std::max(0, most))};
     }
 
-    // Sets a setting; a value that it had is kept in replaced().
+    // Sets a setting; a value that it had is kept in replaced(). Stop strings are added to those before.
     void set(const std::string& setting, const std::vector<std::string>& words) {
         std::vector<std::string>& now = settings_[setting];
+        if (setting == "--sample.stop") {
+            if (std::ranges::find(words, "") != words.end())
+                fail("--sample stop: an empty text would end every answer at once");
+            now.insert(now.end(), words.begin(), words.end());
+            return;
+        }
         if (!now.empty()) replaced_.emplace_back(setting, now);
         now = words;
         for (const ValueHint& hint : kValueHints)
@@ -309,13 +323,37 @@ class WordReader {
         before->second[0] += "," + words[0];
     }
 
-    // Adds the parts of "key=value,key=value".
+    // Reads a value in double quotes, which may have commas, \n, \t and, after a backslash, any character.
+    // The text begins behind the first quote; it is cut to what comes behind the last one.
+    static std::string take_quoted(const std::string& written, std::string_view& text) {
+        std::string value;
+        for (size_t i = 0; i < text.size(); i++) {
+            if (text[i] == '"') {
+                text.remove_prefix(i + 1);
+                return value;
+            }
+            const bool escaped = text[i] == '\\' && i + 1 < text.size();
+            const char c = text[escaped ? ++i : i];
+            value += !escaped ? c : c == 'n' ? '\n' : c == 't' ? '\t' : c;
+        }
+        fail("%s: a value begins with a double quote and does not end with one", written.c_str());
+    }
+
+    // Adds the parts of "key=value,key=value". A value may be in double quotes.
     void add_keys(const KeyedOption& keyed, const std::string& written, const std::string& text) {
         for (size_t start = 0; start <= text.size();) {
             const size_t end = std::min(text.find(',', start), text.size());
             const std::string part = text.substr(start, end - start);
-            start = end + 1;
             const size_t equals = part.find('=');
+            if (equals != part.npos && part.substr(equals + 1).starts_with('"')) {
+                std::string_view rest = std::string_view(text).substr(start + equals + 2);
+                set(find_key(keyed, written, part.substr(0, equals)), {take_quoted(written, rest)});
+                if (!rest.empty() && rest[0] != ',')
+                    fail("%s: a comma is needed behind a value in double quotes", written.c_str());
+                start = text.size() - rest.size() + 1;
+                continue;
+            }
+            start = end + 1;
             if (equals != part.npos) {
                 set(find_key(keyed, written, part.substr(0, equals)), {part.substr(equals + 1)});
                 continue;

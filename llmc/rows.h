@@ -41,6 +41,7 @@ struct Rows {
     int64_t first = 0;  // the number of the first row in the micro-batch
     const Documents* documents = &kWholeSequences;
     DropoutOptions dropout = {};
+    bool alone = false;  // each is of another text (decoding.h): see MatmulOptions::rows_alone
 
     // These rows without the first `row` of them.
     Rows from(int64_t row) const {

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -47,6 +48,12 @@ inline std::unique_ptr<Dataset> open_data(const std::vector<std::string>& files,
     return std::make_unique<Dataset>(expand_files(files, option), option);
 }
 
+// A line of --prompts: the object, which the answer is added to, and the tokens of the prompt.
+struct FilePrompt {
+    nlohmann::ordered_json line;
+    std::vector<int> tokens;
+};
+
 class RunInputs {
   public:
     // `resumed_save` is the save of --resume, held until it is loaded. Options that follow from the inputs
@@ -82,17 +89,23 @@ class RunInputs {
     // True if the run samples. It does not if it only initializes, or if the prompt leaves no position for a
     // further token.
     bool samples() const;
-    // The tokens that a sample starts from: the prompt; without one, the token that begins a text or the one
-    // that ends a text; without these, a line end.
+    // The tokens that a sample starts from: the question, in a chat; else the prompt; without one, the token
+    // that begins a text or the one that ends a text; without these, a line end.
     const std::vector<int>& first_tokens() const;
+    // The tokens of a conversation up to where the next answer begins. Only with a `chat`.
+    std::vector<int> conversation_tokens(const std::vector<Message>& messages) const {
+        return naming("the conversation", [&] { return tokenizer->encode(chat->prompt(messages)); });
+    }
     // The number of positions that a sample uses: as many as it has tokens. During training no more than the
     // trained length, but at least one after the prompt.
     int sample_window() const;
     // True if a sample may need more positions than sample_window().
     bool sample_slides() const;
-    // True if a sample stops at this token. The model's files, or else the tokenizer, name these tokens. In a
-    // model of bytes every token is text.
+    // True if a sample stops at this token. The model's files, or else the tokenizer, name these tokens; an
+    // answer in a chat also ends at the tokenizer's and at the format's. In a model of bytes every token is
+    // text.
     bool ends_text(int token) const;
+    bool ends_text_by_files(int token) const;
     // The memory of what was read. Small amounts are left out: the process's part of a plan covers them.
     InputBytes bytes() const;
     // The longest sequences, in tokens, that the model can be trained on.
@@ -159,7 +172,12 @@ class RunInputs {
     ModelConfig config;
     std::string tokenizer_folder;  // where the tokenizer was found, for saves; may be empty
     std::optional<Tokenizer> tokenizer;
-    ChatUsed chat;                             // what wrote the conversations of the data, if there are any
+    ChatUsed chat_used;  // what wrote the conversations of the data, if there are any
+    // The format in which prompts are written and samples are drawn: that of the conversations that are
+    // trained on; without training the model's own. Absent if texts are continued as they are.
+    std::optional<Chat> chat;
+    std::vector<Message> question;             // what a sample answers, in a chat
+    std::vector<FilePrompt> prompts;           // those of --prompts
     std::vector<int> first_prompt;             // the tokens whose embeddings a new soft prompt starts from
     AdapterConfig adapter;                     // the adapter that is trained or used, if any
     GgufKeys exported_tokenizer;               // for --export
@@ -204,6 +222,16 @@ class RunInputs {
     void tokenize_lines(Dataset& lines);
     TokenizerSource tokenizer_source() const;
     void stop_at(int token);
+    std::vector<int> prompt_tokens(const std::string& text, const std::string& name) const;
+    void open_prompts();
+    // What the tokenizer and the chat template are of.
+    const std::string& model_of_tokenizer() const {
+        return tokenizer_folder.empty() ? model : tokenizer_folder;
+    }
+    void open_chat();
+    void open_own_chat();
+    void choose_sampling();
+    int end_of_answer_ = -1;  // in the chat
     void open_validation();
     void check_example_options() const;
     void check_data() const;
@@ -232,6 +260,9 @@ inline RunInputs::RunInputs(Options& o, std::optional<HeldSave> resumed_save)
     if (o.dropout > 0 && !config.family->drops)
         fail("--dropout %g: a %s has none", o.dropout, config.family->name);
     if (held_save && o.steps > 0) progress = read_progress(resumed);
+    choose_sampling();
+    if (o.steps == 0) open_own_chat();
+    if (!o.prompts.empty()) open_prompts();
     choose_length();
     check_chunks();
     check_example_options();
@@ -480,12 +511,22 @@ inline void RunInputs::tokenize_lines(Dataset& lines) {
     if (!tokenizer) check_bytes(lines, config.vocabulary);
     if (adapter.prompt_tokens > 0) lines.keep_apart();  // a soft prompt comes before each sequence
     const ChatUsed used = tokenize_examples(lines, *tokenizer, example_options(), o_.seq_len);
-    if (!used.description.empty()) chat = used;
+    if (used.description.empty()) return;
+    chat_used = used;
     if (used.end_of_answer >= 0) stop_at(used.end_of_answer);
+    if (&lines != data.get() || o_.steps == 0 || o_.raw_prompt) return;
+    question = o_.prompt.empty() ? used.question : std::vector<Message>{said("user", o_.prompt)};
+    open_chat();
+    try {
+        conversation_tokens(question);
+    } catch (const UserError&) {  // a template that cannot ask for an answer: samples continue texts
+        chat.reset();
+        question.clear();
+    }
 }
 
 inline ExampleOptions RunInputs::example_options() const {
-    const std::string folder = tokenizer_folder.empty() ? model : tokenizer_folder;
+    const std::string& folder = model_of_tokenizer();
     ExampleOptions options{{o_.loss_on, o_.chat_format, o_.chat_date}, {}, folder, false};
     options.is_new_model = tokenizer_folder.empty() && parse_new_model(o_.model);
     if (gguf)
@@ -493,6 +534,55 @@ inline ExampleOptions RunInputs::example_options() const {
     else if (!options.is_new_model)
         options.templates = chat_templates_of(folder, *tokenizer);
     return options;
+}
+
+inline void RunInputs::open_chat() {
+    ExampleOptions options = example_options();
+    chat.emplace(options.chat, options.templates, options.model, *tokenizer);
+    end_of_answer_ = chat->end_of_answer();
+    first_tokens_.clear();
+}
+
+// For a run that answers and trains nothing: opens the model's chat format. A model without a chat template
+// has one if it ends its texts as answers end there.
+inline void RunInputs::open_own_chat() {
+    if (o_.raw_prompt || (o_.prompt.empty() && !o_.only_answers())) return;
+    if (!tokenizer || tokenizer_folder.empty()) {
+        if (o_.chat)
+            fail("--chat: %s has no tokenizer with the special tokens of a chat format", o_.model.c_str());
+        return;
+    }
+    question = {said("user", o_.prompt)};
+    if (o_.chat || o_.has("--chat-format") || !example_options().templates.sources.empty())
+        return open_chat();
+    try {
+        open_chat();
+    } catch (const UserError&) {
+        return;
+    }
+    if (!ends_text_by_files(end_of_answer_)) chat.reset();
+}
+
+// Takes from generation_config.json how tokens are drawn, where options do not say it. Sampling without a
+// temperature has one of 1 in transformers, and none at all if it says so.
+inline void RunInputs::choose_sampling() {
+    if (!config.generation.is_object()) return;
+    const ConfigReader file(config.generation, model + "/generation_config.json");
+    const auto read = [&](const char* key, const char* option, double low, double high, auto& value) {
+        if (!file.has(key) || o_.has(option)) return;
+        const nlohmann::json& number = file.json()[key];
+        if (!number.is_number() || number < low || number > high)
+            file.refuse(key, format("a number from %g to %g", low, high));
+        value = number.get<std::remove_reference_t<decltype(value)>>();
+    };
+    Sampling& s = o_.sampling;
+    const bool samples = file.truth("do_sample", false);
+    if (!o_.has("--sample.temperature") && file.has("do_sample")) s.temperature = samples ? 1 : 0;
+    if (samples || !file.has("do_sample")) read("temperature", "--sample.temperature", 0, 1e3, s.temperature);
+    read("top_k", "--sample.top-k", 0, kMostVocabulary, s.top_k);
+    read("top_p", "--sample.top-p", 0, 1, s.top_p);
+    read("min_p", "--sample.min-p", 0, 1, s.min_p);
+    read("repetition_penalty", "--sample.repetition-penalty", 1e-3, 1e3, s.repetition_penalty);
 }
 
 // Makes generation stop at this token as well: a model that learns conversations ends its answers with it.
@@ -540,7 +630,7 @@ inline std::optional<Tokenizer> RunInputs::open_tokenizer() {
 // later. If the folder itself is gone, the run's own saves have the tokenizer.
 inline TokenizerSource RunInputs::saved_tokenizer() const {
     TokenizerSource source = tokenizer_source();
-    source.chat_template = chat.own_source;
+    source.chat_template = chat_used.own_source;
     return source;
 }
 
@@ -558,22 +648,53 @@ inline TokenizerSource RunInputs::tokenizer_source() const {
     return folder;
 }
 
+// The tokens of a text that is continued as it is. `name` is its name in messages.
+inline std::vector<int> RunInputs::prompt_tokens(const std::string& text, const std::string& name) const {
+    if (!tokenizer)
+        fail(
+            "%s: no tokenizer.json, vocab.json with merges.txt, or tokenizer.model in the model's folder or "
+            "beside the data to read it with",
+            name.c_str());
+    std::vector<int> tokens = naming(name, [&] { return tokenizer->encode(text, true); });
+    if (tokens.empty())
+        fail("%s: its tokenizer has no token for any of \"%s\"", name.c_str(), printable(text).c_str());
+    return tokens;
+}
+
+// Reads the lines of --prompts: objects with a "prompt", or with "messages" of a conversation.
+inline void RunInputs::open_prompts() {
+    for_each_line(FileReader(o_.prompts), [&](std::span<char> line, size_t, const std::string& place) {
+        const std::string where = "--prompts " + place;
+        FilePrompt p;
+        p.line = nlohmann::ordered_json::parse(line.begin(), line.end(), nullptr, false);
+        if (!p.line.is_object())
+            fail("%s: is no JSON object, such as {\"prompt\": \"Who are you?\"}", where.c_str());
+        if (p.line.contains("messages")) {
+            if (!chat)
+                fail("%s: has messages, and %s: --chat-format NAME gives one", where.c_str(),
+                     o_.raw_prompt ? "--raw-prompt leaves out the chat format"
+                                   : "the model has no chat format");
+            p.tokens = conversation_tokens(read_messages(p.line["messages"], where, false));
+        } else {
+            const std::string text = text_field(p.line, "prompt", where);
+            p.tokens = chat ? conversation_tokens({said("user", text)}) : prompt_tokens(text, where);
+        }
+        if (static_cast<int>(p.tokens.size()) >= sample_positions())
+            fail("%s: has %zu tokens, which leaves no room in the model's %d positions", where.c_str(),
+                 p.tokens.size(), sample_positions());
+        prompts.push_back(std::move(p));
+    });
+    if (prompts.empty()) fail("--prompts %s: has no prompt", o_.prompts.c_str());
+}
+
 inline const std::vector<int>& RunInputs::first_tokens() const {
     if (first_tokens_.empty()) first_tokens_ = choose_first_tokens();
     return first_tokens_;
 }
 
 inline std::vector<int> RunInputs::choose_first_tokens() const {
-    if (!o_.prompt.empty()) {
-        if (!tokenizer)
-            fail(
-                "--prompt: no tokenizer.json, vocab.json with merges.txt, or tokenizer.model in the model's "
-                "folder or beside the data to read it with");
-        auto tokens = naming("--prompt", [&] { return tokenizer->encode(o_.prompt, true); });
-        if (tokens.empty())
-            fail("--prompt: its tokenizer has no token for any of \"%s\"", printable(o_.prompt).c_str());
-        return tokens;
-    }
+    if (chat) return conversation_tokens(question);
+    if (!o_.prompt.empty()) return prompt_tokens(o_.prompt, "--prompt");
     if (tokenizer && tokenizer->begin_of_text() >= 0) return {tokenizer->begin_of_text()};
     if (tokenizer && tokenizer->end_of_text() >= 0) return {tokenizer->end_of_text()};
     if (config.vocabulary == 256) return {'\n'};
@@ -584,12 +705,18 @@ inline std::vector<int> RunInputs::choose_first_tokens() const {
 
 inline bool RunInputs::ends_text(int token) const {
     if (tokenizer && tokenizer_folder.empty()) return false;
+    if (chat && (token == end_of_answer_ || token == tokenizer->end_of_text())) return true;
+    return ends_text_by_files(token);
+}
+
+inline bool RunInputs::ends_text_by_files(int token) const {
     const std::vector<int>& stops = config.stops;
     if (stops.empty()) return tokenizer && token == tokenizer->end_of_text();
     return std::find(stops.begin(), stops.end(), token) != stops.end();
 }
 
 inline bool RunInputs::samples() const {
+    if (o_.only_answers()) return true;
     if (o_.sample_tokens == 0 || (o_.steps == 0 && o_.prompt.empty())) return false;
     const int prompt = static_cast<int>(first_tokens().size());
     if (prompt >= sample_positions() && !o_.prompt.empty())
@@ -599,7 +726,10 @@ inline bool RunInputs::samples() const {
 }
 
 inline int RunInputs::sample_window() const {
-    const int64_t prompt = static_cast<int64_t>(first_tokens().size()), all = prompt + o_.sample_tokens;
+    if (o_.chat) return o_.has("--seq-len") ? std::min(o_.seq_len, sample_positions()) : sample_positions();
+    int64_t prompt = prompts.empty() ? static_cast<int64_t>(first_tokens().size()) : 0;
+    for (const FilePrompt& p : prompts) prompt = std::max(prompt, static_cast<int64_t>(p.tokens.size()));
+    const int64_t all = prompt + o_.sample_tokens;
     const int64_t trained = std::max<int64_t>(o_.seq_len, prompt + 1);
     return static_cast<int>(
         std::min<int64_t>(sample_positions(), o_.steps > 0 ? std::min(all, trained) : all));

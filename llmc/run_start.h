@@ -30,8 +30,8 @@ inline void print_data(const Options& o, const RunInputs& in, const Batches& bat
     const SequenceLoader& training = *batches.training();
     const uint64_t epoch = training.sequences_per_epoch();
     const Dataset& data = *in.data;
-    if (!in.chat.description.empty()) printf("chats: written by %s\n", in.chat.description.c_str());
-    if (in.chat.guesses)
+    if (!in.chat_used.description.empty()) printf("chats: written by %s\n", in.chat_used.description.c_str());
+    if (in.chat_used.guesses)
         fprintf(
             stderr,
             "the chat template asks for an answer in another way than it writes one: what is learnt begins "

@@ -28,6 +28,9 @@
 struct KvCache {
     std::vector<TensorX> layers;  // (positions, 2 kv_width()) each
     int length = 0;               // positions that are filled
+    // For rows that each go on another sequence: these sequences, and how long each is. The cache has no
+    // layers of its own then.
+    std::vector<std::pair<const KvCache*, int>> each;
 
     struct KvRows rows_of(int layer) const;
 };
@@ -43,10 +46,17 @@ struct KvRows {
     int begin = 0;
     TensorF dk_sums = {}, dv_sums = {};  // backward: sums of the gradients, (.., kv_width())
     int64_t chunk_rows = 0;              // rows of a chunk
+    std::vector<KvRows> each = {};       // of rows that each go on another sequence: of each row
 };
 
 // The keys and values of a layer, for rows that follow them.
 inline KvRows KvCache::rows_of(int layer) const {
+    KvRows of_each;
+    for (const auto& [sequence, rows_before] : each) {
+        of_each.each.push_back(sequence->rows_of(layer));
+        of_each.each.back().rows_before = rows_before;
+    }
+    if (!each.empty()) return of_each;
     const TensorX& all = layers[static_cast<size_t>(layer)];
     return {.all = all.view(), .rows = all.rows(), .rows_before = length};
 }

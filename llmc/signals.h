@@ -48,6 +48,23 @@ inline void handle_signal(int signal, void (*handler)(int)) {
     if (std::signal(signal, handler) == SIG_IGN) std::signal(signal, SIG_IGN);
 }
 
+// In a conversation: whether an answer is being written, and whether Ctrl-C has asked to stop it.
+inline volatile std::sig_atomic_t is_answering = 0, stop_answer = 0;
+
+// From here on, Ctrl-C stops an answer; where none is written, it stops the run, as other signals do, and
+// they also end a read() that waits for input.
+inline void signals_of_conversation() {
+    when_interrupted = "";
+    struct sigaction action = {};
+    action.sa_handler = [](int signal) {
+        if (is_answering && signal == SIGINT)
+            stop_answer = 1;
+        else
+            interrupted = signal;
+    };
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP}) sigaction(signal, &action, nullptr);
+}
+
 // For the whole program: a write beyond ulimit -f fails like any other write instead of killing the process,
 // and SIGUSR1, with which schedulers warn, is remembered until there is something to save.
 inline void prepare_signals() {

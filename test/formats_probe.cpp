@@ -17,6 +17,8 @@
 // render DATE                      lines of JSON, each with a chat template and its variables, to lines with
 // what the
 //                                  template writes of them on this date
+// kept TEMPERATURE TOP_K TOP_P MIN_P PENALTY   the probability (fp64) of each token to be drawn; the input is
+//                                  the number of tokens in the text, these (int32), and logits (fp32)
 // time FORMAT ROWS COLUMNS         gigabytes a second of memcpy, dequantizing to fp32 and bf16, a matvec
 // A mistake of the user's is reported in one line, with exit code 2, as by the trainer.
 
@@ -32,6 +34,7 @@
 #include "llmc/gguf_model.h"
 #include "llmc/quant_formats.h"
 #include "llmc/quant_nf4_files.h"
+#include "llmc/sample_token.h"
 #include "llmc/tokenizer_gguf.h"
 
 namespace {
@@ -135,6 +138,27 @@ void gguf_tensor(const Arguments& a) {
     part.read_rows(0, shape[0], bytes.data());
     dequantize(out.data(), QuantizedView{format, bytes.data(), shape[0], columns}, kStream);
     write_output(out);
+}
+
+void kept(const Arguments& a) {
+    Bytes input = read_input();
+    const auto* const numbers = reinterpret_cast<const int*>(input.data());
+    const std::vector<int> text(numbers + 1, numbers + 1 + numbers[0]);
+    const auto* const first = reinterpret_cast<const float*>(numbers + 1 + numbers[0]);
+    const auto* const end = reinterpret_cast<const float*>(input.data() + input.size());
+    std::vector<float> logits(first, end);
+    const auto value = [&](size_t i) { return std::strtod(a[i].c_str(), nullptr); };
+    penalize_repetition(logits, text, value(4));
+    const Sampling sampling = {.temperature = value(0),
+                               .top_k = static_cast<int>(number(a[1])),
+                               .top_p = value(2),
+                               .min_p = value(3)};
+    std::vector<double> probabilities(logits.size());
+    double total = 0;
+    for (const Candidate& c : candidates(logits, sampling))
+        total += probabilities[static_cast<size_t>(c.token)] = c.weight;
+    for (double& p : probabilities) p /= total;
+    write_output(probabilities);
 }
 
 void tokens(const std::string& path, const std::string& command) {
@@ -244,6 +268,7 @@ void run(const std::string& command, const Arguments& a) {
     if (command == "tokenizer") return write_gguf_tokenizer(GgufFile(a[0]), 128, a[1]);
     if (command == "tensor") return gguf_tensor(a);
     if (command == "tokens" || command == "text" || command == "ends") return tokens(a[0], command);
+    if (command == "kept") return kept(a);
     if (command == "time") return time(a);
     if (command == "render") return render(chat_date(a[0]));
     fail("%s: no command", command.c_str());

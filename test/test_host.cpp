@@ -202,14 +202,17 @@ TEST(Error, ExitCodes) {
     EXPECT_EQ(ends_with([] { throw std::runtime_error("CUDA"); }), End(1, "train: this is a bug: CUDA\n"));
 }
 
-TEST(Sampler, ZeroTemperatureIsTheLikeliest) { EXPECT_EQ(sample_token({0.f, 3.f, 3.f, 1.f}, 0, 0, 0.99), 1); }
+TEST(Sampler, ZeroTemperatureIsTheLikeliest) {
+    EXPECT_EQ(sample_token({0.f, 3.f, 3.f, 1.f}, {.temperature = 0, .top_k = 0}, 0.99), 1);
+}
 
 TEST(Sampler, DrawsWithSoftmaxProbabilities) {
     const std::vector<float> logits = {1.f, 0.f, -1.f, 2.f};
     std::vector<double> count(4);
     const int draws = 100000;
     for (int i = 0; i < draws; i++)
-        count[static_cast<size_t>(sample_token(logits, 0.5, 0, (i + 0.5) / draws))]++;
+        count[static_cast<size_t>(
+            sample_token(logits, {.temperature = 0.5, .top_k = 0}, (i + 0.5) / draws))]++;
     double total = 0;
     for (float x : logits) total += std::exp(x / 0.5);
     for (size_t v = 0; v < 4; v++) EXPECT_NEAR(count[v] / draws, std::exp(logits[v] / 0.5) / total, 1e-4);
@@ -217,7 +220,8 @@ TEST(Sampler, DrawsWithSoftmaxProbabilities) {
 
 TEST(Sampler, TopKDrawsNothingElse) {
     std::set<int> seen;
-    for (int i = 0; i < 1000; i++) seen.insert(sample_token({1.f, 0.f, -1.f, 2.f}, 5.0, 2, i / 1000.0));
+    for (int i = 0; i < 1000; i++)
+        seen.insert(sample_token({1.f, 0.f, -1.f, 2.f}, {.temperature = 5, .top_k = 2}, i / 1000.0));
     EXPECT_EQ(seen, (std::set<int>{0, 3}));
 }
 

@@ -63,6 +63,7 @@ def run_recipe(folder, title):
     commands = "\n".join(blocks(section(title), "sh"))
     assert commands
     ran = subprocess.run(["bash", "-euo", "pipefail", "-c", commands], cwd=folder, capture_output=True, timeout=1800,
+                         stdin=subprocess.DEVNULL,
                          env=ENVIRONMENT | {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"})
     said = (ran.stdout + ran.stderr).decode(errors="replace")
     assert ran.returncode == 0, said

@@ -1,0 +1,226 @@
+// decoding.h - continues several texts at a time. Each has a KV cache in a slot of its own. A new text is
+// processed in pieces of fixed sizes, so that one dry run plans texts of any length; then all texts go on
+// together, a row of a batch for each. When one ends, the next one takes its slot. A text that begins as the
+// one before it in the slot, as a conversation does, keeps what is in the cache.
+//
+// The functions are templates, so that any model can be used that has
+//     TensorX forward_only(const Tensor<int>& tokens, const Rows&, KvCache*)   the last block's output
+//     TensorX last_logits(const TensorX& x)                                    (1, V), of the last row of x
+//     TensorX logits_of(const TensorX& x, const Rows&)                         (rows, V), of all rows
+//     int64_t prompt_len()                                                     vectors of a soft prompt
+#pragma once
+
+#include <algorithm>
+#include <climits>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "llmc/arena.h"
+#include "llmc/drawn_text.h"
+#include "llmc/embedding_and_head.h"
+#include "llmc/model_config.h"
+#include "llmc/sequence_keys.h"
+#include "llmc/tensor.h"
+
+// Runs `tokens`, which follow those in the cache, and adds them to it. Returns the last block's output.
+template <class Model>
+TensorX append_tokens(Arena& arena, Stream stream, Model& model, const std::vector<int>& tokens,
+                      KvCache& cache) {
+    const Tensor<int> inputs = tokens_on_device(arena, stream, tokens);
+    TensorX x = model.forward_only(inputs, {}, &cache);
+    cache.length += static_cast<int>(x.rows());
+    return x;
+}
+
+// Where texts come from, and who chooses their tokens. This one has none, for a dry run.
+struct NoTexts {
+    // The tokens of the next text for a slot; nothing if there are no more.
+    std::optional<std::vector<int>> begin_text(int) { return std::nullopt; }
+    // The token after these logits (V) in a slot; negative if the text ends here.
+    int next_token(int, std::vector<float>) { return -1; }
+};
+
+template <class Model>
+class Decoding {
+  public:
+    // `texts` at a time, each of at most `positions` tokens: its begin and what is drawn.
+    Decoding(Arena& arena, const Stream& stream, const ModelConfig& config, Model& model, int texts,
+             int positions)
+        : arena_(arena),
+          stream_(stream),
+          config_(config),
+          model_(model),
+          slots_(static_cast<size_t>(texts)),
+          rows_(model.prompt_len() + positions) {}
+
+    // Continues all texts until there are no more of them. Runs inside the arena.
+    template <class Texts>
+    void run(Texts& texts) {
+        Range range("generate");
+        take_caches();
+        arena_.repeat(INT_MAX, [&] {
+            if (!begin_texts(texts) && !arena_.rehearsing()) return false;
+            auto slot = slots_.begin();
+            arena_.repeat(static_cast<int>(slots_.size()), [&] {
+                process_pieces(*slot++, texts);
+                return true;
+            });
+            arena_.repeat(INT_MAX, [&] {
+                if (!arena_.rehearsing() && std::ranges::none_of(slots_, &Slot::goes_on)) return false;
+                return slots_.size() == 1 ? step_alone(texts) : step_together(texts);
+            });
+            return true;
+        });
+    }
+
+  private:
+    struct Slot {
+        KvCache cache;
+        std::vector<int> tokens;   // in the cache
+        std::vector<int> pending;  // those that follow; empty if the text has ended
+        bool goes_on() const { return !pending.empty(); }
+    };
+
+    // Rows of a piece, the largest first. What is left of a text is filled up to the smallest one.
+    static constexpr int kSmallestPiece = 8;
+    static constexpr int kPieces[] = {512, 256, 128, 64, 32, 16, kSmallestPiece};
+
+    int number_of(const Slot& slot) const { return static_cast<int>(&slot - slots_.data()); }
+    int prompt_len() const { return static_cast<int>(model_.prompt_len()); }
+
+    // Takes the caches, and puts a soft prompt's keys and values into each.
+    void take_caches() {
+        const auto texts = static_cast<int64_t>(slots_.size());
+        for (int l = 0; l < config_.layers; l++)
+            caches_.push_back(arena_.take<floatX>("kv_cache", {texts * rows_, 2 * config_.kv_width()}));
+        for (Slot& slot : slots_)
+            for (const TensorX& all : caches_)
+                slot.cache.layers.push_back(all.rows_at(number_of(slot) * rows_, rows_));
+        if (prompt_len() == 0) return;
+        for (Slot& slot : slots_) {
+            append_tokens(arena_, stream_, model_, {0}, slot.cache);  // the token's row is overwritten
+            slot.cache.length = prompt_len();
+        }
+    }
+
+    // Gives each free slot its next text. Returns false if all texts have ended.
+    template <class Texts>
+    bool begin_texts(Texts& texts) {
+        for (Slot& slot : slots_) {
+            if (slot.goes_on()) continue;
+            const std::optional<std::vector<int>> text = texts.begin_text(number_of(slot));
+            if (!text) continue;
+            // The last token is processed in any case: the next one follows from its logits.
+            const auto kept =
+                std::mismatch(slot.tokens.begin(), slot.tokens.end(), text->begin(), text->end() - 1).second;
+            slot.pending.assign(kept, text->end());
+            slot.tokens.assign(text->begin(), kept);
+            slot.cache.length = prompt_len() + static_cast<int>(slot.tokens.size());
+        }
+        return std::ranges::any_of(slots_, &Slot::goes_on);
+    }
+
+    // Moves `count` pending tokens, which were processed, to those in the cache.
+    static void processed(Slot& slot, size_t count) {
+        const auto end = slot.pending.begin() + static_cast<std::ptrdiff_t>(count);
+        slot.tokens.insert(slot.tokens.end(), slot.pending.begin(), end);
+        slot.pending.erase(slot.pending.begin(), end);
+    }
+    // If all tokens of the text are processed, chooses the next one by row `row` of the logits.
+    template <class Texts>
+    void choose(Slot& slot, const TensorX& logits, int64_t row, Texts& texts) {
+        if (arena_.rehearsing() || slot.goes_on()) return;
+        const int token =
+            texts.next_token(number_of(slot), logits_on_host(logits, row, config_.vocabulary, stream_));
+        if (token >= 0) slot.pending = {token};
+    }
+
+    // Processes a text that begins, piece by piece. What finds no room for the smallest piece stays pending:
+    // steps process it token by token.
+    template <class Texts>
+    void process_pieces(Slot& slot, Texts& texts) {
+        size_t left = slot.pending.size() > 1 ? slot.pending.size() : 0;
+        for (const int rows : kPieces) {
+            if (rows > rows_ - prompt_len()) continue;
+            const size_t least = rows == kSmallestPiece ? 1 : static_cast<size_t>(rows);
+            arena_.repeat(INT_MAX, [&] {
+                if (arena_.rehearsing())
+                    slot.cache.length = static_cast<int>(rows_) - rows;
+                else if (left < least || slot.cache.length + rows > rows_)
+                    return false;
+                left -= process_piece(slot, rows, texts);
+                return true;
+            });
+        }
+    }
+    // Processes as many pending tokens as a piece of `rows` has, or all that there are. Returns how many.
+    template <class Texts>
+    size_t process_piece(Slot& slot, int rows, Texts& texts) {
+        std::vector<int> tokens(slot.pending);
+        const size_t count = std::min(tokens.size(), static_cast<size_t>(rows));
+        tokens.resize(static_cast<size_t>(rows));  // the keys of those behind the text will be overwritten
+        const int before = slot.cache.length;
+        const TensorX x = append_tokens(arena_, stream_, model_, tokens, slot.cache);
+        const TensorX logits = model_.last_logits(x.rows_at(0, arena_.rehearsing() ? rows : int64_t(count)));
+        slot.cache.length = before + static_cast<int>(count);
+        processed(slot, count);
+        choose(slot, logits, 0, texts);
+        return count;
+    }
+
+    // Continues a single text by a token. Returns whether it goes on.
+    template <class Texts>
+    bool step_alone(Texts& texts) {
+        Slot& slot = slots_[0];
+        if (arena_.rehearsing()) slot.cache.length = static_cast<int>(rows_) - 1;
+        const int token = slot.goes_on() ? slot.pending[0] : 0;
+        const TensorX x = append_tokens(arena_, stream_, model_, {token}, slot.cache);
+        const TensorX logits = model_.last_logits(x);
+        if (arena_.rehearsing()) return false;
+        processed(slot, 1);
+        choose(slot, logits, 0, texts);
+        return slot.goes_on();
+    }
+
+    // Continues all texts by a token. The row of a free slot is computed too, and not used. Returns false if
+    // a text has ended, whose slot is then free for another one.
+    template <class Texts>
+    bool step_together(Texts& texts) {
+        std::vector<int> tokens, positions;
+        KvCache together;
+        together.length = 1;  // these tokens follow others
+        for (Slot& slot : slots_) {
+            if (arena_.rehearsing()) slot.cache.length = static_cast<int>(rows_) - 1;
+            tokens.push_back(slot.goes_on() ? slot.pending[0] : 0);
+            positions.push_back(std::min(slot.cache.length, static_cast<int>(rows_) - 1));
+            together.each.push_back({&slot.cache, positions.back()});
+        }
+        const Tensor<int> inputs = tokens_on_device(arena_, stream_, tokens);
+        Documents documents;
+        documents.positions = tokens_on_device(arena_, stream_, positions);
+        Rows rows;
+        rows.documents = &documents;
+        rows.alone = true;
+        const TensorX x = model_.forward_only(inputs, rows, &together);
+        const TensorX logits = model_.logits_of(x, rows);
+        if (arena_.rehearsing()) return false;
+        bool all_go_on = true;
+        for (Slot& slot : slots_) {
+            if (!slot.goes_on()) continue;
+            slot.cache.length++;
+            processed(slot, 1);
+            choose(slot, logits, number_of(slot), texts);
+            all_go_on = all_go_on && slot.goes_on();
+        }
+        return all_go_on;
+    }
+
+    Arena& arena_;
+    const Stream& stream_;
+    const ModelConfig& config_;
+    Model& model_;
+    std::vector<TensorX> caches_;  // of each layer: (texts * rows_, 2 kv_width())
+    std::vector<Slot> slots_;
+    int64_t rows_;  // of a slot in a cache
+};

@@ -1,0 +1,101 @@
+// drawn_text.h - a text that a model continues token by token: which token comes next, what can be shown of
+// it so far, and where it ends.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "llmc/device.h"
+#include "llmc/error.h"
+#include "llmc/random.h"
+#include "llmc/run_inputs.h"
+#include "llmc/sample_text.h"
+#include "llmc/sample_token.h"
+#include "llmc/tensor.h"
+
+constexpr uint64_t kSampleStream = uint64_t{1} << 62;  // the part of random_bits()' counters that sampling
+                                                       // uses
+
+// Row `row` of logits (rows, V or more), which are on the device.
+inline std::vector<float> logits_on_host(const TensorX& logits, int64_t row, int vocabulary, Stream stream) {
+    std::vector<floatX> narrow(static_cast<size_t>(vocabulary));
+    copy_to_host(narrow.data(), logits.at(row * logits.columns()), narrow.size() * sizeof(floatX), stream);
+    std::vector<float> wide(narrow.size());
+    for (size_t v = 0; v < wide.size(); v++) wide[v] = to_float(narrow[v]);
+    return wide;
+}
+
+class DrawnText {
+  public:
+    // Continues `prompt` by at most `most` tokens. Token i uses random number (number, i). `begins`: the
+    // tokens that are drawn begin a text. Without a tokenizer, tokens are written as numbers. explain() is
+    // called before a logit that is not finite is reported; it fails if it knows the reason.
+    DrawnText(const Options& o, const RunInputs& in, std::vector<int> prompt, int64_t number, int most,
+              bool begins, std::function<void()> explain)
+        : o_(o),
+          in_(in),
+          tokens_(std::move(prompt)),
+          number_(number),
+          most_(most),
+          explain_(std::move(explain)),
+          stopped_(o.stops) {
+        if (in.tokenizer) decoder_.emplace(*in.tokenizer, begins);
+    }
+
+    // Draws the next token from the logits after the last one. Returns -1 if the text ends here.
+    int next(std::vector<float> logits) {
+        check_finite(logits);
+        penalize_repetition(logits, tokens_, o_.sampling.repetition_penalty);
+        const double uniform = random_uniform(o_.seed, kSampleStream, static_cast<uint64_t>(number_),
+                                              static_cast<uint64_t>(drawn_++));
+        const int token = sample_token(logits, o_.sampling, uniform);
+        tokens_.push_back(token);
+        ended_ = in_.ends_text(token);
+        if (!ended_) {
+            has_text_ = true;
+            text_ += stopped_.add(decoder_ ? decoder_->next(token) : std::to_string(token) + " ");
+            ended_ = stopped_.stopped();
+        }
+        ended_ = ended_ || drawn_ >= most_;
+        return ended_ ? -1 : token;
+    }
+    bool ended() const { return ended_; }
+    int drawn() const { return drawn_; }
+    // True if a token was drawn that does not end the text.
+    bool has_text() const { return has_text_; }
+    // The prompt and the tokens drawn so far.
+    const std::vector<int>& tokens() const { return tokens_; }
+    // What can be shown since the last call; at the end of the text, all of it.
+    std::string take() { return std::exchange(text_, {}); }
+    std::string take_all() {
+        if (!stopped_.stopped()) text_ += stopped_.finish();
+        return take();
+    }
+
+  private:
+    void check_finite(const std::vector<float>& logits) const {
+        for (const float logit : logits) {
+            if (std::isfinite(logit)) continue;
+            explain_();
+            const std::string step =
+                o_.steps > 0 ? format("step %lld: ", static_cast<long long>(number_)) : std::string();
+            fail("%sa logit of the sample is %g", step.c_str(), double{logit});
+        }
+    }
+
+    const Options& o_;
+    const RunInputs& in_;
+    std::vector<int> tokens_;
+    int64_t number_;
+    int most_, drawn_ = 0;
+    std::function<void()> explain_;
+    bool ended_ = false, has_text_ = false;
+    std::string text_;
+    StoppedText stopped_;
+    std::optional<Tokenizer::Decoder> decoder_;
+};

@@ -104,10 +104,11 @@ inline void pass_on_signal(int signal) {
 }
 
 struct EndedRank {
-    int rank = -1, signal = 0;
+    int rank = -1, signal = 0;  // -1: one of them
 };
 // The rank that a signal has ended, in the words of OpenMPI's launcher ("rank 2 with PID 0 on node a exited
-// on signal 9") or MPICH's ("PID 123 RUNNING AT a", "EXIT CODE: 9").
+// on signal 9"). MPICH's names one of those that have ended since then ("BAD TERMINATION ...", "EXIT CODE:
+// 9").
 inline std::optional<EndedRank> ended_rank(const std::string& said) {
     EndedRank ended;
     if (const size_t at = said.find("exited on signal"); at != said.npos) {
@@ -116,13 +117,10 @@ inline std::optional<EndedRank> ended_rank(const std::string& said) {
         sscanf(said.c_str() + at, "exited on signal %d", &ended.signal);
         return ended;
     }
-    const size_t pid = said.find("PID "), code = said.find("EXIT CODE: ");
-    int process = 0;
-    if (pid == said.npos || code == said.npos || sscanf(said.c_str() + pid, "PID %d", &process) != 1 ||
-        sscanf(said.c_str() + code, "EXIT CODE: %d", &ended.signal) != 1 || ended.signal >= NSIG)
+    const size_t code = said.find("EXIT CODE: ");
+    if (code == said.npos || sscanf(said.c_str() + code, "EXIT CODE: %d", &ended.signal) != 1 ||
+        ended.signal >= NSIG)
         return std::nullopt;
-    for (int r = 0; run_page && r < static_cast<int>(std::size(run_page->ranks)); r++)
-        if (run_page->ranks[r] == process) ended.rank = r;
     return ended;
 }
 
@@ -139,7 +137,8 @@ inline std::string why_ranks_ended(const std::string& said) {
         return "the ranks ended without saying why";
     }
     const std::string where = run_page ? run_page->where : "";
-    return format("rank %d (host %s) was ended by signal %d (%s)%s%s", ended->rank, host_name().c_str(),
+    const std::string who = ended->rank < 0 ? "a rank" : format("rank %d", ended->rank);
+    return format("%s (host %s) was ended by signal %d (%s)%s%s", who.c_str(), host_name().c_str(),
                   ended->signal, strsignal(ended->signal), where.empty() ? "" : " ", where.c_str());
 }
 

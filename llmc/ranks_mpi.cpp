@@ -92,8 +92,8 @@ class SignsOfLife {
         });
     }
     // Sends them ten times in the time after which a rank is lost, but at most ten times a second, and
-    // receives those of others. Call it at least every kTick; returns true if a rank is lost. A gap between
-    // two calls counts as a second of silence at most: if it is longer, this process itself was stopped.
+    // receives those of others. Call it at least every kTick; returns true if a rank is lost. A long gap
+    // between two calls counts as little silence: this process itself was stopped, or got no core.
     bool exchange(double patience) {
         const auto now = Clock::now();
         if (now - looked_ < kTick) return false;
@@ -104,14 +104,14 @@ class SignsOfLife {
         if (is_time) unsent_ = 0;
         bool lost = false;
         for_each_peer([&](Peer& p, int r) {
-            p.silent += std::min(gap, 1.0);
+            p.silent += std::min({gap, 1.0, patience / 10});
             while (!p.has_ended && is_complete(p.received)) {
                 p.silent = 0;
                 p.has_ended = p.sign == kEnds;
                 if (!p.has_ended) receive(p, r);
             }
             if (p.has_ended) return;
-            if (is_time && is_complete(p.sent)) send(p, r, &kAlive);
+            if (is_time && !ends_ && is_complete(p.sent)) send(p, r, &kAlive);
             p.is_lost = p.silent > patience;
             lost |= p.is_lost;
         });
@@ -134,16 +134,21 @@ class SignsOfLife {
             [&](const Peer& p, int r) { is_first &= r > rank_.number || p.is_lost || p.has_ended; });
         return is_first;
     }
-    // Tells the others that no more will come.
-    void end() {
+    // Tells the others that no more will come, and waits until all have said so: MPI must end with no message
+    // on its way. Returns true if a rank is lost.
+    bool end(double patience) {
+        ends_ = true;
         for_each_peer([&](Peer& p, int r) {
             mpi_.wait(&p.sent, MPI_STATUS_IGNORE);
             send(p, r, &kEnds);
-            mpi_.wait(&p.sent, MPI_STATUS_IGNORE);
-            if (p.has_ended) return;
-            mpi_.cancel(&p.received);
-            mpi_.wait(&p.received, MPI_STATUS_IGNORE);
         });
+        for (;;) {
+            bool all_ended = true;
+            for_each_peer([&](Peer& p, int) { all_ended &= p.has_ended && is_complete(p.sent); });
+            if (all_ended) return false;
+            if (exchange(patience)) return true;
+            usleep(1000);
+        }
     }
 
   private:
@@ -180,6 +185,7 @@ class SignsOfLife {
     std::vector<Peer> peers_;                  // by rank
     Clock::time_point looked_ = Clock::now();  // for signs
     double unsent_ = 0;                        // seconds since signs were sent
+    bool ends_ = false;                        // no more are sent
 };
 
 class MpiEngine : public RankEngine {
@@ -314,7 +320,8 @@ class MpiEngine : public RankEngine {
             }
             changed_.wait_for(lock, SignsOfLife::kTick, [this] { return ends_ || !waiting_.empty(); });
         }
-        signs_.end();
+        lock.unlock();
+        if (signs_.end(patience_)) lose();
     }
     template <class Change>
     void change(Change&& change) {

@@ -46,7 +46,7 @@ class ChatSession {
             if (line->starts_with('/') ? !obey(*line) : line->empty()) continue;
             if (line->starts_with('/')) break;
             messages_.push_back(said("user", *line));
-            std::vector<int> tokens = fitting_tokens();
+            std::vector<int> tokens = tokens_of_conversation();
             if (tokens.empty()) continue;
             const int room = window_ - static_cast<int>(tokens.size());
             const int most = o_.has("--sample.tokens") ? std::min(o_.sample_tokens, room) : room;
@@ -93,6 +93,16 @@ class ChatSession {
         if (!system_.empty()) messages_.push_back(said("system", system_));
     }
 
+    // fitting_tokens(). If the format has no such conversation, says so, and forgets the last message.
+    std::vector<int> tokens_of_conversation() {
+        try {
+            return fitting_tokens();
+        } catch (const UserError& error) {
+            fprintf(stderr, "%s\n", error.what());
+            messages_.pop_back();
+            return {};
+        }
+    }
     // The tokens of the conversation. If they leave no room for an answer, the oldest messages are forgotten;
     // if not even the last one fits, that is, and there are no tokens.
     std::vector<int> fitting_tokens() {

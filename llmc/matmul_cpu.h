@@ -296,11 +296,27 @@ MatvecValue load_value(const T* p) {
     return value;
 }
 
+// The sum of a value's elements, added in the order of sum_of(), but in registers.
+inline float sum_of_value(const MatvecValue& x) {
+    using Half = float __attribute__((vector_size(kMatvecRun / 2 * sizeof(float))));
+    using Quarter = float __attribute__((vector_size(kMatvecRun / 4 * sizeof(float))));
+    Half halves[2];
+    memcpy(halves, &x, sizeof x);
+    halves[0] += halves[1];
+    Quarter quarters[2];
+    memcpy(quarters, halves, sizeof halves[0]);
+    quarters[0] += quarters[1];
+    static_assert(kMatvecRun == 16);
+    return (quarters[0][0] + quarters[0][2]) + (quarters[0][1] + quarters[0][3]);
+}
+
 // sums[r] = dot() of row r of x (kRows, n) with y (n), with the same bits.
 template <int kRows, class T>
 void dots(float (&sums)[kRows], const float* x, const T* y, int64_t n) {
     MatvecValue even[kRows] = {}, odd[kRows] = {};
     const auto add = [&](MatvecValue(&to)[kRows], int64_t at) SIMT_INLINE {
+        constexpr int kAhead = 2048;  // bytes
+        __builtin_prefetch(reinterpret_cast<const char*>(y + at) + kAhead);
         const MatvecValue b = load_value(y + at);
         for (int r = 0; r < kRows; r++) to[r] += load_value(x + r * n + at) * b;
     };
@@ -309,9 +325,7 @@ void dots(float (&sums)[kRows], const float* x, const T* y, int64_t n) {
     if (c + kMatvecRun <= n) add(even, c), c += kMatvecRun;
     for (int r = 0; r < kRows; r++) {
         even[r] += odd[r];
-        float run[kMatvecRun];
-        memcpy(run, &even[r], sizeof run);
-        sums[r] = sum_of(run);
+        sums[r] = sum_of_value(even[r]);
         for (int64_t rest = c; rest < n; rest++) sums[r] += x[r * n + rest] * to_float(y[rest]);
     }
 }

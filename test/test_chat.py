@@ -341,7 +341,7 @@ def test_line_editing(train_fp32, work, terminal):
     run, master = in_terminal(train_fp32, work, *GREEDY, "--sample", "tokens=12")
     read_until(master, rb"> ")
     expected = answer(train_fp32, work, "Who art thou?", 12).lstrip(b" \n")
-    os.write(master, b"art thxou?" + 4 * left + b"\x7f" + home + b"Whoo " + 2 * left + delete + b"\r")
+    os.write(master, b"art thxou?" + 3 * left + b"\x7f" + home + b"Whoo " + 2 * left + delete + b"\r")
     assert expected + b"\n(12 tokens, " in read_until(master, rb"tokens/s\)").replace(b"\r\n", b"\n")
     os.write(master, b"/reset\r" + up + up + b"\r")  # the same question again
     assert expected + b"\n(12 tokens, " in read_until(master, rb"tokens/s\)").replace(b"\r\n", b"\n")
@@ -350,9 +350,10 @@ def test_line_editing(train_fp32, work, terminal):
     os.close(master)
 
 
-def test_interrupts(train_fp32, work, terminal):
+def test_interrupts(train_fp32, tmp_path, tokenizer, terminal):
     """Ctrl-C stops an answer, and at the prompt the program."""
-    run, master = in_terminal(train_fp32, work, "--temperature", 1)
+    make_chat(tmp_path / "model", tokenizer, *LLAMA, "--positions", 1 << 15)
+    run, master = in_terminal(train_fp32, tmp_path, *GREEDY)
     read_until(master, rb"> ")
     for _ in range(2):
         os.write(master, b"Who?\r")

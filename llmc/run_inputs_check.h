@@ -53,7 +53,7 @@ inline void RunInputs::check_has_data() const {
 inline void RunInputs::check_example_options() const {
     if (packs()) return;
     for (const char* name : {"--loss-on", "--chat-format", "--chat-date", "--show-example"})
-        if (o_.has(name) && !(chat && name == std::string_view("--chat-format")))
+        if (o_.has(name) && !(chat && std::string_view(name).starts_with("--chat-")))
             fail("%s %s is for examples in JSON (.jsonl, .ndjson, .json), and the data have none", name,
                  o_.first(name));
 }

@@ -276,20 +276,23 @@ class Evaluator {
             }
             items = std::move(chosen);
         }
-        if (items.empty()) {
-            const Inside inside(*this, scope_);
-            execute(s.otherwise);
-            return;
-        }
         const auto state = std::make_shared<LoopObject>();
         state->items = std::move(items);
         const Value variable = Value::object(Kind::Loop, state);
-        for (; state->index < state->items.size(); state->index++) {
+        size_t& at = state->index;
+        const size_t count = state->items.size();
+        bool completes = false;  // an iteration came to its end; if none did, Jinja writes the else part too
+        for (; at < count; at++) {
             const Inside inside(*this, scope_);
             assign(*scope_, "loop", variable);
-            assign(s.target, state->items[state->index]);
-            if (execute(s.body) == Flow::Break) break;
+            assign(s.target, state->items[at]);
+            const Flow flow = execute(s.body);
+            completes = completes || flow == Flow::On;
+            if (flow == Flow::Break) break;
         }
+        if (completes) return;
+        const Inside inside(*this, scope_);
+        execute(s.otherwise);
     }
 
     // ---- expressions

@@ -72,7 +72,7 @@ def main():
     parser.add_argument("--train", default="build/cpu-fp32/train", help="the trainer")
     parser.add_argument("--model", default="data/smollm2", help="folder of the model")
     parser.add_argument("--val-data", default="dev/data/tinyshakespeare.txt", help="text of the validation")
-    parser.add_argument("--eval-batches", type=int, default=16, help="size of the validation: 512 tokens each")
+    parser.add_argument("--eval-batches", type=int, default=4, help="size of the validation: 512 tokens each")
     options = parser.parse_args()
     loss = loss_of(options, options.model)
     print(f"| type | MiB | seconds | loss of the file | change | {TOKENS} greedy tokens in llama.cpp |\n|---|---:|---:|---:|---:|---|")

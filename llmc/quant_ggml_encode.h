@@ -16,6 +16,7 @@
 #include <cstring>
 
 #include "llmc/quant_formats.h"
+#include "llmc/safetensors.h"
 
 namespace ggml {
 
@@ -43,9 +44,11 @@ float sum_in_order(const std::array<float, N>& x) {
 inline uint16_t signed_half_bits(float x) {
     return static_cast<uint16_t>(half_bits(std::fabs(x)) | (std::signbit(x) ? 0x8000 : 0));
 }
-inline void put_half(unsigned char* to, float x) {
+// Writes x as fp16, and returns the value that was written.
+inline float put_half(unsigned char* to, float x) {
     const uint16_t bits = signed_half_bits(x);
     std::memcpy(to, &bits, 2);
+    return half_to_float(bits);
 }
 // The nearest integer, ties to even, between `low` and `high`.
 inline int nearest(float x, int low, int high) {
@@ -203,13 +206,13 @@ inline void quantize_q4_k_block(unsigned char* to, const float* x) {
         scales[j] = in_63(of_scales * parts[j].scale);
         minimums[j] = in_63(of_minimums * parts[j].minimum);
     }
-    put_half(to, largest_scale / 63);
-    put_half(to + 2, largest_minimum / 63);
+    const float of_scale = put_half(to, largest_scale / 63),
+                of_minimum = put_half(to + 2, largest_minimum / 63);
     put_scales(to + 4, scales, minimums);
     for (size_t j = 0; j < 8; j++) {
-        const float scale = half_at(to) * static_cast<float>(scales[j]);
+        const float scale = of_scale * static_cast<float>(scales[j]);
         if (scale == 0) continue;  // the numbers of the fit stay
-        const float minimum = product(half_at(to + 2), static_cast<float>(minimums[j]));
+        const float minimum = product(of_minimum, static_cast<float>(minimums[j]));
         for (size_t k = 0; k < 32; k++) parts[j].q[k] = nearest((x[32 * j + k] + minimum) / scale, 0, 15);
     }
     for (size_t j = 0; j < 8; j += 2)
@@ -271,11 +274,11 @@ inline void quantize_q6_k_block(unsigned char* to, const float* x) {
     std::memset(to, 0, Q6_K::kBlockBytes);
     if (std::fabs(largest) < kTiny) return;
     const float inverse = -128 / largest;
-    put_half(to + 208, 1 / inverse);
+    const float of_all = put_half(to + 208, 1 / inverse);
     for (size_t j = 0; j < 16; j++) {
         const int scale = std::min(127, static_cast<int>(std::nearbyint(inverse * scales[j])));
         to[192 + j] = static_cast<unsigned char>(static_cast<signed char>(scale));
-        const float all = half_at(to + 208) * static_cast<float>(static_cast<signed char>(scale));
+        const float all = of_all * static_cast<float>(static_cast<signed char>(scale));
         if (all == 0) continue;  // the numbers of the fit stay
         for (size_t k = 16 * j; k < 16 * j + 16; k++) q[k] = nearest(x[k] / all, -32, 31);
     }

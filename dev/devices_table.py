@@ -55,11 +55,12 @@ TABLES = [
            ("A100", "--devices 16 --machines 2 --network 100Gbit/s --grad-accum 256 --memory 80000MiB")],
           [""], ""),
     Table("Llama-3.1-70B, LoRA on bf16", "llama-3.1-70b", "--train lora --seq-len 4096 --batch 1 --grad-accum 8",
-          [("H100", "--devices 8")], ["--zero 3", "--zero 3 --prefetch 3"], ""),
+          [("H100", "--devices 8 --memory 80000MiB")], [""], ""),
     Table("Llama-3.1-70B, LoRA on NF4", "llama-3.1-70b", "--train lora --base nf4-double --seq-len 4096 --batch 1 --grad-accum 4",
-          [("4090", "--devices 4")], ["--zero 3 --recompute block"], ""),
-    Table("BLOOM-176B, a soft prompt", "bloom-176b", "--train prompt --soft-prompt 16 --seq-len 2032 --batch 1 --grad-accum 8",
-          [("A100", "--devices 8")], ["--zero 3 --recompute block"],
+          [("4090", "--devices 4 --memory 24000MiB")], [""], ""),
+    Table("BLOOM-176B, a soft prompt", "bloom-176b", "--train prompt --soft-prompt 16 --seq-len 2032",
+          [("A100", "--devices 8")], [f"--zero 3 --recompute block --batch {n} --grad-accum 8" for n in (1, 2)] +
+          ["--zero 3 --recompute block --batch 2 --grad-accum 16 --by-block"],
           "As a pipeline over 8 x A100-80, its author counts 57 GB a GPU."),
 ]
 

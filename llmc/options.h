@@ -103,7 +103,7 @@ struct Options {
     std::string resume;
     std::string attention = "auto";
     int threads = 0;
-    int patience = 600;  // seconds that a rank waits for others in a step
+    int patience = 600;  // seconds without a sign of life after which a rank is lost
     std::string graph = "on";
     std::string matmul_algorithms;
     bool tf32 = false;

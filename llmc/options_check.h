@@ -203,7 +203,7 @@ inline void check_devices(const Options& o) {
     if (o.devices == 1) {
         if (o.has("--zero") && o.zero != "auto")
             fail("--zero %s: is for several devices: add --devices N", o.zero.c_str());
-        for (const char* name : {"--machines", "--network", "--patience"})
+        for (const char* name : {"--machines", "--network", "--advanced.patience"})
             if (o.has(name)) fail("%s: is for several devices: add --devices N", o.spelled(name).c_str());
         return;
     }

@@ -241,10 +241,6 @@ inline void declare_training_options(CLI::App& app, Options& o) {
              "choose.")
         ->check(one_of({"auto", "0", "1", "2", "3"}));
     group
-        .add("--patience", o.patience, "SECONDS",
-             "Ends the run if in a step one of several devices waits longer for another.")
-        ->transform(whole(1, 1e6));
-    group
         .add("--machines", o.machines, "M",
              "For --plan: how many machines the devices are in. A run knows where its ranks are.")
         ->transform(whole(1, 4096));
@@ -594,6 +590,10 @@ inline void declare_advanced_options(CLI::App& app, Options& o) {
     advanced.add("--advanced.algorithms", o.matmul_algorithms, "FILE",
                  "On a GPU, a file of the fastest algorithm of each matrix product. Those that it lacks are "
                  "measured and added.");
+    advanced
+        .add("--advanced.patience", o.patience, "SECONDS",
+             "How long one of several devices may give no sign of life before the others end the run.")
+        ->transform(whole(1, 1e6));
     advanced
         .add_set("--advanced.clip", "model|block",
                  "Whether --clip goes by the norm of the whole gradient, or of each block's.",

@@ -292,8 +292,8 @@ class MpiEngine : public RankEngine {
         if (!signs_.is_first_alive()) sleep(3);
         const std::lock_guard lock(mutex_);
         if (on_lost)
-            on_lost(format("no sign of life from %s for %.0f s (--patience), %s", signs_.lost_ranks().c_str(),
-                           patience_.load(), where_.c_str()));
+            on_lost(format("no sign of life from %s for %.0f s (--advanced patience), %s",
+                           signs_.lost_ranks().c_str(), patience_.load(), where_.c_str()));
     }
 
     // MPI moves bytes only while a thread is inside one of its calls, so a worker thread makes all of them,

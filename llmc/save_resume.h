@@ -130,7 +130,8 @@ inline void remember_options(const Options& o, Progress& progress) {
     const std::string here = std::filesystem::current_path(none).string();
     auto given = o.given;
     // A save is the same whatever devices made it, and is resumed on any.
-    for (const char* of_machine : {"--devices", "--zero", "--network", "--patience"}) given.erase(of_machine);
+    for (const char* of_machine : {"--devices", "--zero", "--network", "--advanced.patience"})
+        given.erase(of_machine);
     progress.directory = o.directory.empty() ? here : o.directory;
     if (!std::filesystem::equivalent(progress.directory, ".", none))
         for (const char* option : kNameOptions)

@@ -330,7 +330,7 @@ def test_ranks_that_differ(train_fp32, work, tmp_path, change, said):
     (("--zero", "3", "--devices", 2, "--train", "lora", "--offload", "weights=disk"), "--zero 1"),
     (("--zero", "3", "--devices", 2, "--train", "lora", "--base", "nf4", "--save-base", "base"), "--save-base base"),
     (("--zero", "3", "--devices", 2, "--train", "lora", "--merge", "merged"), "merge on one device"),
-    (("--patience", 5), "add --devices N"),
+    (("--advanced", "patience=5"), "add --devices N"),
     (("--devices", 2, "--steps", 0), "--steps is 0"),
     (("--devices", 0), "0 is not"),
     (("--devices", 2, "--data", "none.bin"), "none.bin"),

@@ -115,20 +115,20 @@ def test_the_launching_process_is_killed(train_fp32, folder):
 
 @pytest.mark.parametrize("stopped, says", [(0, 1), (2, 0)])
 def test_a_rank_that_does_not_answer(train_fp32, folder, stopped, says):
-    """As if its machine hung, or its network were cut. One of the others says so after --patience."""
-    with ranks_running(train_fp32, "--patience", 2, cwd=folder) as process:
+    """As if its machine hung, or its network were cut. One of the others says so after that time."""
+    with ranks_running(train_fp32, "--advanced", "patience=2", cwd=folder) as process:
         wait_for_line(process, r"^step +12/")
         os.kill(process.find_ranks()[stopped], signal.SIGSTOP)
         error = ends(process, 2, within=9)[1]
     who = r"rank 1 \(host \S+\): " if says else ""
-    assert re.fullmatch(rf"train: {who}no sign of life from rank {stopped} \(host \S+\) for 2 s \(--patience\), in step \d+; "
+    assert re.fullmatch(rf"train: {who}no sign of life from rank {stopped} \(host \S+\) for 2 s \(--advanced patience\), in step \d+; "
                         r"the last save: out/step-\d+\n", error), error
     train_fp32("--resume", "auto", *LONG, "--steps", 40, cwd=folder)
 
 
 def test_a_slow_rank_is_waited_for(train_fp32, folder):
-    """One that is stopped for less than --patience, several times."""
-    with ranks_running(train_fp32, "--patience", 5, "--steps", 60, cwd=folder) as process:
+    """One that is stopped for less than that time, several times."""
+    with ranks_running(train_fp32, "--advanced", "patience=5", "--steps", 60, cwd=folder) as process:
         wait_for_line(process, r"^step +2/")
         rank = process.find_ranks()[1]
         for _ in range(3):
@@ -142,8 +142,8 @@ def test_a_slow_rank_is_waited_for(train_fp32, folder):
 
 
 def test_a_rank_that_does_something_else_is_waited_for(train_fp32, folder):
-    """The first rank samples for longer than --patience."""
-    train_fp32(*LONG, "--patience", 1, "--steps", 2, "--sample", "every=1,tokens=4000", cwd=folder)
+    """The first rank samples for longer than that time."""
+    train_fp32(*LONG, "--advanced", "patience=1", "--steps", 2, "--sample", "every=1,tokens=4000", cwd=folder)
 
 
 # ---- signals

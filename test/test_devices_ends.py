@@ -143,7 +143,7 @@ def test_a_slow_rank_is_waited_for(train_fp32, folder):
 
 def test_a_rank_that_does_something_else_is_waited_for(train_fp32, folder):
     """The first rank samples for longer than that time."""
-    train_fp32(*LONG, "--advanced", "patience=1", "--steps", 2, "--sample", "every=1,tokens=4000", cwd=folder)
+    train_fp32(*LONG, "--advanced", "patience=3", "--steps", 2, "--sample", "every=1,tokens=4000", cwd=folder)
 
 
 # ---- signals

@@ -84,7 +84,7 @@ class Decoding {
 
     // Rows of a piece, the largest first. What is left of a text is filled up to the smallest one.
     static constexpr int kSmallestPiece = 8;
-    static constexpr int kPieces[] = {512, 256, 128, 64, 32, 16, kSmallestPiece};
+    static constexpr int kPieces[7] = {512, 256, 128, 64, 32, 16, kSmallestPiece};
 
     int number_of(const Slot& slot) const { return static_cast<int>(&slot - slots_.data()); }
     int prompt_len() const { return static_cast<int>(model_.prompt_len()); }

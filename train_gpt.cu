@@ -372,7 +372,7 @@ void Trainer::train() {
         save_if_asked();
         if (!evaluated_) validate_and_sample_if_due();
         if (stopping() || metrics_.ends_early(o_.early_stopping)) break;
-        if (saves_.wants_best(step_) || (is_time(o_.save_every) && step_ > first_step_ && !saves_.has(step_)))
+        if (step_ > first_step_ && !saves_.has(step_) && (is_time(o_.save_every) || saves_.is_best(step_)))
             save();
         check_logs();
         say_where();
@@ -861,7 +861,7 @@ void Trainer::validate_and_log() {
     else
         printf("validation loss %.6f, perplexity %.4f: %llu sequences of %d tokens\n", *loss, std::exp(*loss),
                static_cast<unsigned long long>(batches_.validation_sequences()), o_.seq_len);
-    metrics_.compare_validation(step_, *loss);
+    metrics_.compare_validation(step_, *loss, is_time(o_.eval_every));
     metrics_.log().write({{"step", step_}, {"val_loss", *loss}});
     loss_by_position_.end(step_, *loss, stream_);
     validated_step_ = step_;

@@ -93,7 +93,7 @@ inline nlohmann::ordered_json messages_of_pair(const nlohmann::ordered_json& obj
     return messages;
 }
 
-// True if an example has the fields of a pair.
+// The pair whose fields an example has; null if there is none.
 inline const AskedAndAnswered* pair_of(const nlohmann::ordered_json& object) {
     const auto found = std::ranges::find_if(kAskedAndAnswered, [&](const AskedAndAnswered& pair) {
         return object.contains(pair.asked) && object.contains(pair.answered);
@@ -137,8 +137,7 @@ inline void rewrite_as_messages(nlohmann::ordered_json& object, const std::strin
     if (object.contains("chosen") && object.contains("rejected"))
         fail(
             R"(%s: is preference data ("chosen" and "rejected"), which is not trained on; to train on the )"
-            R"(chosen answers alone, rename "chosen" to "messages" if it is a list, and to "completion" after a )"
-            R"("prompt")",
+            R"(chosen answers alone, rename a list "chosen" to "messages", and a text "chosen" to "completion")",
             where.c_str());
     std::string names;
     for (const auto& [name, value] : object.items()) {

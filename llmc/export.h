@@ -226,11 +226,11 @@ class ModelExport {
             append_rope_divisors(writer);
             append_all(all, &writer, plan, read_state);
             writer.finish();
-        } catch (const UserError&) {
+            replace_file(temporary, o_.export_file);
+        } catch (...) {
             unlink(temporary.c_str());
             throw;
         }
-        replace_file(temporary, o_.export_file);
     }
     // Fails with a line that says how to export again. Without --out, what was trained is first saved beside
     // the file that --export names.

@@ -49,12 +49,14 @@ inline std::string hub_snapshot(const std::string& name) {
     folder.replace(folder.find('/'), 1, "--");
     folder = hub_cache() + "/" + folder;
     const std::string snapshots = folder + "/snapshots", main = folder + "/refs/main";
-    if (!std::filesystem::is_directory(snapshots)) return "";
+    std::error_code none;
+    if (!std::filesystem::is_directory(snapshots, none)) return "";
     if (file_exists(main)) {
         std::string commit = read_text(main);
         while (!commit.empty() && std::isspace(static_cast<unsigned char>(commit.back()))) commit.pop_back();
         const std::string snapshot = snapshots + "/" + commit;
-        if (!commit.empty() && commit.find('/') == commit.npos && std::filesystem::is_directory(snapshot))
+        if (!commit.empty() && commit.find('/') == commit.npos &&
+            std::filesystem::is_directory(snapshot, none))
             return snapshot;
     }
     const std::vector<std::string> all = list_folder(snapshots);
@@ -84,9 +86,11 @@ inline std::string lasting_name(const std::string& model) {
 // What an option like --model names: `text` itself, unless that is no file here and has the form of a name on
 // the hub. Then the model's folder in the cache, or its file if it has a single GGUF and no config.json.
 // Fails if the cache has no such model.
-inline std::string find_on_hub(const char* option, const std::string& text) {
-    if (std::filesystem::exists(text) || !is_hub_name(text)) return text;
+// A resumed run's model may have been removed: `resumes` returns its name then.
+inline std::string find_on_hub(const char* option, const std::string& text, bool resumes = false) {
+    if (!is_hub_name(text) || file_exists(text)) return text;
     const std::string folder = hub_snapshot(text);
+    if (folder.empty() && resumes) return text;
     if (folder.empty())
         fail(
             "%s %s: there is no such folder, and no such model in %s: `hf download %s` gets it if Hugging "

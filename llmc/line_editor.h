@@ -181,7 +181,8 @@ class LineReader {
             text += static_cast<char>(byte);
         }
         const int32_t code = first_character(text).code;
-        return code >= ' ' && code != 127 && !(code >= 0x80 && code < 0xa0) ? text : "";
+        const bool is_text = code >= ' ' && code != 127 && !(code >= 0x80 && code < 0xa0);
+        return is_text || code == '\t' ? text : "";
     }
 
     std::optional<std::string> edit(const std::string& prompt) {

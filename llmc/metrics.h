@@ -169,10 +169,11 @@ class Metrics {
     std::optional<double> first_loss;
     // The best validation, from the first one on. A resumed run takes it from the save.
     std::optional<BestValidation> best;
-    void compare_validation(int64_t step, double loss) {
+    // `counts`: a validation that was no better counts for ends_early().
+    void compare_validation(int64_t step, double loss, bool counts) {
         if (!best || loss < best->loss)
             best = {loss, step, 0};
-        else if (step != best->step)
+        else if (step != best->step && counts)
             best->worse_since++;
     }
     // True, and says so, if the last `most` validations were no better than the one before them. 0: never.

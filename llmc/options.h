@@ -113,8 +113,8 @@ struct Options {
     std::map<std::string, std::vector<std::string>> given;
     std::set<std::string> saved;  // those of them that came from the resumed save,
     std::string directory;        // and the folder that their relative names count from
-    std::vector<std::string>
-        changed;            // settings that differ from those of the resumed save, and what these were
+    // The settings that are not those of the resumed save, by name, as in "--lr 1e-4 (was 5e-5)".
+    std::map<std::string, std::string> changed;
     bool any_base = false;  // --base none: use the model as it is, whatever its adapter's base was
     bool has(const std::string& name) const { return given.count(name) > 0; }
     const char* first(const std::string& name) const { return given.at(name).at(0).c_str(); }
@@ -136,6 +136,14 @@ struct Options {
     // True if each rank also keeps only its slice of the blocks' weights (--zero 3): of a frozen model, of
     // the matrices of its blocks' linear layers. An adapter's gradients, which are small, stay whole there.
     bool slices_weights() const { return devices > 1 && zero == "3"; }
+    // True if a resumed run validates on other data or sequences than the run before, so that their losses do
+    // not compare.
+    bool validates_otherwise() const {
+        for (const char* name :
+             {"--val-data", "--data", "--seq-len", "--eval-batches", "--batch", "--grad-accum"})
+            if (changed.contains(name)) return true;
+        return false;
+    }
     // Where messages go: without training, stdout is for generated text.
     FILE* notes() const { return steps > 0 ? stdout : stderr; }
     // The number of micro-batches that go through the model together.

@@ -12,6 +12,8 @@
 
 // Fails if both --steps and --epochs say how long the training is.
 inline void check_length(const Options& o) {
+    if (o.has("--steps") && o.has("--epochs") && o.steps == 0)
+        fail("--epochs %s: nothing is trained without --data", o.first("--epochs"));
     if (o.has("--steps") && o.has("--epochs"))
         fail("--epochs %s and --steps %s both say how long to train: give one of them", o.first("--epochs"),
              o.first("--steps"));
@@ -59,9 +61,9 @@ inline void check_answers(const Options& o) {
     const std::string self = o.chat ? "--chat" : "--prompts " + o.prompts;
     if (o.chat && o.raw_prompt) fail("--raw-prompt: --chat writes a conversation in the model's chat format");
     if (o.chat && !o.prompts.empty()) fail("--chat: answers you, and --prompts %s a file", o.prompts.c_str());
-    for (const char* name :
-         {"--data", "--val-data", "--prompt", "--sample.every", "--out", "--save-every", "--merge",
-          "--save-base", "--log", "--loss-by-position", "--eval-every", "--timeline", "--bench", "--memory"})
+    for (const char* name : {"--data", "--val-data", "--prompt", "--sample.every", "--out", "--save-every",
+                             "--merge", "--export", "--epochs", "--save-base", "--log", "--loss-by-position",
+                             "--eval-every", "--timeline", "--bench", "--memory"})
         if (o.has(name) && !o.saved.contains(name))
             fail("%s: only answers: leave %s out", self.c_str(), o.spelled(name).c_str());
     if (o.steps > 0) fail("%s: trains nothing: leave --steps %s out", self.c_str(), o.first("--steps"));
@@ -190,6 +192,12 @@ inline void check_divided_base(const Options& o) {
     if (!o.save_base.empty())
         fail("--zero 3: no device has all of the base that --save-base %s would save: give --zero 1",
              o.save_base.c_str());
+    if (!o.export_file.empty() && o.export_part == "model")
+        fail(
+            "--zero 3: no device has all of the model that --export %s would write: give --zero 1, or leave "
+            "it "
+            "out and export on one device, with --resume DIR --steps 0 --export %s",
+            o.export_file.c_str(), o.export_file.c_str());
     if (!o.merge.empty())
         fail(
             "--zero 3: no device has all of the model that --merge %s would merge: give --zero 1, or leave "

@@ -190,8 +190,8 @@ inline void declare_model_options(CLI::App& app, Options& o) {
         ->default_str(std::to_string(o.seq_len));
     group
         .add("--loss-on", o.loss_on, "completions|all|last",
-             "What has a loss in JSON examples: completions and what assistants say, or all, or of chats the "
-             "last answer alone.")
+             "What has a loss in JSON examples. completions: completions, and the assistant's messages; all: "
+             "everything; last: of a chat only the last answer.")
         ->check(one_of({"completions", "all", "last"}));
     group
         .add("--chat-format", o.chat_format, "NAME",

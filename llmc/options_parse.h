@@ -70,15 +70,18 @@ inline void set_given(CLI::App& app, Options& o, int argc, char** argv) {
 
 // The settings of the command line that differ from those of the save, as in "--lr 1e-4 (was 5e-5)". Those
 // that only say where to write, what to print and which machine to use are not among them.
-inline std::vector<std::string> changed_settings(const CLI::App& app, const Options& o,
-                                                 const SavedOptions& before) {
+inline std::map<std::string, std::string> changed_settings(const CLI::App& app, const Options& o,
+                                                           const SavedOptions& before) {
     static const std::set<std::string> kOfTheRun = {
-        "--resume", "--out",        "--log",     "--timeline", "--loss-by-position", "--print-every",
-        "--plan",   "--threads",    "--devices", "--zero",     "--machines",         "--network",
-        "--rates",  "--save-every", "--keep",    "--prompt"};
-    std::vector<std::string> all;
+        "--resume",      "--out",     "--log",       "--timeline",   "--loss-by-position",
+        "--print-every", "--plan",    "--threads",   "--devices",    "--zero",
+        "--machines",    "--network", "--rates",     "--save-every", "--keep",
+        "--prompt",      "--merge",   "--save-base", "--model",      "--adapter",
+        "--raw-prompt",  "--memory"};
+    std::map<std::string, std::string> all;
     for (const auto& [name, words] : o.given) {
-        if (kOfTheRun.contains(name) || name.starts_with("--sample.") || name.starts_with("--advanced."))
+        if (kOfTheRun.contains(name) || name.starts_with("--sample.") || name.starts_with("--advanced.") ||
+            name.starts_with("--export"))
             continue;
         const std::string now = joined(words, " "), standard = app.get_option(name)->get_default_str();
         const auto saved = before.written.find(name);
@@ -87,7 +90,7 @@ inline std::vector<std::string> changed_settings(const CLI::App& app, const Opti
             for (const nlohmann::json& word : *saved)
                 if (word.is_string()) was += (was.empty() ? "" : " ") + word.get<std::string>();
         if (is_same_value(now, was)) continue;
-        all.push_back(o.spelled(name) + (was.empty() ? "" : " (was " + was + ")"));
+        all[name] = o.spelled(name) + (was.empty() ? "" : " (was " + was + ")");
     }
     return all;
 }
@@ -127,7 +130,7 @@ inline bool only_generates(const Options& o) {
 // --model ORG/NAME and --adapter ORG/NAME become the folders that Hugging Face's tools have downloaded.
 inline void open_from_hub(Options& o) {
     const auto open = [&](const char* option, std::string& value) {
-        const std::string found = find_on_hub(option, value);
+        const std::string found = find_on_hub(option, value, o.saved.contains(option));
         if (found != value) value = found, o.given[option] = {found};
     };
     if (!parse_new_model(o.model)) open("--model", o.model);

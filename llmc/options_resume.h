@@ -42,9 +42,9 @@ inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& val
     const auto among = [&](std::initializer_list<const char*> names) {
         return std::find(names.begin(), names.end(), name) != names.end();
     };
-    if (among({"--resume", "--timeline", "--save-base", "--show-example"}))
-        return false;                      // the adapter names its base
-    if (among({"--rates"})) return false;  // of the first run's machine
+    if (among({"--resume", "--timeline", "--show-example"})) return false;  // what this run was asked for
+    if (among({"--save-base"})) return false;                               // the adapter names its base
+    if (among({"--rates"})) return false;                                   // of the first run's machine
     if (among({"--advanced.algorithms"})) return kSearchesAlgorithms;
     if (among({"--advanced.tf32"})) return kHasTf32;
     if (among({"--steps"}) && o.has("--epochs")) return false;

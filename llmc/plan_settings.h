@@ -232,7 +232,8 @@ inline std::vector<Options> ways_to_share(const Options& o) {
         way.zero = zero, way.by_block = by_block;
     };
     add("1", o.by_block);
-    const bool has_files = !parse_new_model(o.model) && o.save_base.empty() && o.merge.empty();
+    const bool exports = !o.export_file.empty() && o.export_part == "model";
+    const bool has_files = !parse_new_model(o.model) && o.save_base.empty() && o.merge.empty() && !exports;
     if (o.gradients == "device" && !o.update_in_backward) {
         add("2", o.by_block);
         if (may_go_by_block(o)) add("2", true);

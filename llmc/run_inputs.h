@@ -94,7 +94,11 @@ class RunInputs {
     const std::vector<int>& first_tokens() const;
     // The tokens of a conversation up to where the next answer begins. Only with a `chat`.
     std::vector<int> conversation_tokens(const std::vector<Message>& messages) const {
-        return naming("the conversation", [&] { return tokenizer->encode(chat->prompt(messages)); });
+        return naming("the conversation", [&] {
+            std::vector<int> tokens = tokenizer->encode(chat->prompt(messages));
+            if (tokens.empty()) fail("%s writes no token of it", chat->description().c_str());
+            return tokens;
+        });
     }
     // The number of positions that a sample uses: as many as it has tokens. During training no more than the
     // trained length, but at least one after the prompt.
@@ -666,7 +670,9 @@ inline void RunInputs::open_prompts() {
     for_each_line(FileReader(o_.prompts), [&](std::span<char> line, size_t, const std::string& place) {
         const std::string where = "--prompts " + place;
         FilePrompt p;
-        p.line = nlohmann::ordered_json::parse(line.begin(), line.end(), nullptr, false);
+        LineJson parsed(line, where);
+        p.line = parsed.json();
+        parsed.restore(p.line);
         if (!p.line.is_object())
             fail("%s: is no JSON object, such as {\"prompt\": \"Who are you?\"}", where.c_str());
         if (p.line.contains("messages")) {

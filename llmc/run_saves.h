@@ -24,8 +24,8 @@ class RunSaves {
     bool wanted() const { return o_.saves(); }
     // True if the state after `step` steps was saved last.
     bool has(int64_t step) const { return saved_step_ == step; }
-    // True if the state after `step` steps is the best one so far, by its validation loss, and must be saved.
-    bool wants_best(int64_t step) const { return is_best(step) && !has(step); }
+    // True if --keep-best is given and the state after `step` steps has the lowest validation loss so far.
+    bool is_best(int64_t step) const { return o_.keep_best && metrics_.best && metrics_.best->step == step; }
     // The save that --resume auto would continue from, for messages.
     std::string last() const {
         if (saved_step_ >= 0) return o_.out + "/" + step_name(saved_step_);
@@ -149,7 +149,7 @@ class RunSaves {
         load_training_state(model_.trained(), in_.resumed, in_.adapter);
         const Progress& progress = *in_.progress;
         metrics_.first_loss = progress.first_loss;
-        metrics_.best = progress.best;
+        if (!o_.validates_otherwise()) metrics_.best = progress.best;
         const bool good = !progress.first_loss || progress.last_good == progress.step;
         const std::string last_good =
             progress.last_good ? folder_above(in_.resumed) + "/" + step_name(*progress.last_good) : "none";
@@ -162,7 +162,6 @@ class RunSaves {
     }
 
   private:
-    bool is_best(int64_t step) const { return o_.keep_best && metrics_.best && metrics_.best->step == step; }
     // The first step after the last save was bad: that save is not good, and the folder shows the good one
     // before it again.
     void doubt_save(const std::string& why_bad) {

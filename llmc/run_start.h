@@ -78,7 +78,7 @@ inline std::string marked_text(const std::vector<int32_t>& tokens, const Tokeniz
 
 // --show-example N: prints an example as the model sees it.
 inline void print_example(const Options& o, const RunInputs& in) {
-    const Dataset& data = in.data ? *in.data : *in.val_data;
+    const Dataset& data = in.data && in.data->is_examples() ? *in.data : *in.val_data;
     if (!in.tokenizer) fail("--show-example: the model has no tokenizer");
     ExampleEncoder encoder(*in.tokenizer, in.example_options());
     int64_t number = 0;
@@ -105,15 +105,18 @@ inline void print_example(const Options& o, const RunInputs& in) {
 // If text or examples are too short to hold out a validation set, says so on stderr.
 inline void remark_no_validation(const RunInputs& in, int seq_len) {
     if (!in.data || !in.data->is_text() || in.val_data) return;
-    fprintf(stderr, "no validation: %s; it is trained on too\n",
-            in.data->is_examples() ? "a tenth of each file's examples is none, or has nothing to learn"
-                                   : format("the text's last tenth is no sequence of %d", seq_len).c_str());
+    fprintf(stderr, "no validation: %s, so all of the data are trained on; --val-data gives other data\n",
+            in.data->is_examples()
+                ? "too few examples to hold out a tenth of them"
+                : format("a tenth of the text is less than --seq-len %d", seq_len).c_str());
 }
 
 // Prints which settings of a resumed run are not those of the save, and what becomes of the learning rate.
 inline void print_changes(const Options& o, int64_t first_step) {
     if (o.changed.empty()) return;
-    printf("other settings than those of the save: %s\n", joined(o.changed, ", ").c_str());
+    std::string list;
+    for (const auto& [name, text] : o.changed) list += (list.empty() ? "" : ", ") + text;
+    printf("other settings than those of the save: %s\n", list.c_str());
     printf(
         "the learning rate goes on as that of a run of %lld steps with these settings: %.3e in step %lld\n",
         static_cast<long long>(o.steps),
@@ -126,7 +129,7 @@ inline void print_changes(const Options& o, int64_t first_step) {
 inline void print_start(const Options& o, const RunInputs& in, int64_t first_step, bool saves) {
     const bool has_adapter = static_cast<bool>(in.adapter), trains = o.steps > first_step;
     if (!o.resume.empty() && o.steps > 0 && !trains)
-        printf("%s is at step %lld: of --steps %lld nothing is left to train\n", o.resume.c_str(),
+        printf("%s is at step %lld of %lld: nothing is left to train\n", o.resume.c_str(),
                static_cast<long long>(first_step), static_cast<long long>(o.steps));
     else if (o.has("--resume") && o.resume.empty())
         printf("--resume auto: %s holds no save yet: beginning\n", o.out.c_str());
@@ -135,7 +138,7 @@ inline void print_start(const Options& o, const RunInputs& in, int64_t first_ste
         print_longer_positions(o.notes(), in.config, o.rope_scaling, has_adapter);
     if (!trains) return;
     if (o.warmup > o.steps && o.bench.empty())
-        printf("--warmup %lld is not over after --steps %lld: the learning rate does not reach --lr %g\n",
+        printf("--warmup %lld is not over after %lld steps: the learning rate does not reach --lr %g\n",
                static_cast<long long>(o.warmup), static_cast<long long>(o.steps), o.lr);
     if (o.update_in_backward && o.clip > 0)
         printf("--update-in-backward: the gradient of each block is clipped by its own norm\n");

@@ -301,7 +301,7 @@ def test_resume_auto(train, work):
     assert b"resuming out at step 4\n" in train(*command, cwd=work).stdout
     assert saved_bytes(work / "out") == whole and figures(read_log(work / "log")) == log
     before = listing(work / "out")
-    assert b"out is at step 6: of --steps 6 nothing is left to train\n" in train(*command, cwd=work).stdout
+    assert b"out is at step 6 of 6: nothing is left to train\n" in train(*command, cwd=work).stdout
     assert listing(work / "out") == before
 
 
@@ -320,7 +320,7 @@ def test_resume_where_nothing_is_left(train, work):
     train(*RUN, "--steps", 4, "--out", "out", cwd=work)
     before = listing(work / "out")
     text = train("--resume", "out", "--steps", 3, cwd=work).stdout
-    assert b"out is at step 4: of --steps 3 nothing is left to train\n" in text
+    assert b"out is at step 4 of 3: nothing is left to train\n" in text
     assert listing(work / "out") == before
     train("--resume", "out", "--out", "copy", cwd=work)
     assert saved_bytes(work / "copy") == saved_bytes(work / "out")

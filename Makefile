@@ -111,13 +111,13 @@ deps:
 PREFIX ?= $(HOME)/.local
 SHARE := $(PREFIX)/share/train-gpt
 PAGES := man:man/man1/train.1 bash:bash-completion/completions/train zsh:zsh/site-functions/_train
-install: train
-	@install -D train $(DESTDIR)$(PREFIX)/bin/train
+install: _notice $(BUILD)/train
+	@install -D $(BUILD)/train $(DESTDIR)$(PREFIX)/bin/train
 	@install -D -m 644 -t $(DESTDIR)$(SHARE)/dev/data dev/data/tinyshakespeare.txt
 	@install -D -t $(DESTDIR)$(SHARE)/scripts $(filter-out scripts/profile%,$(wildcard scripts/*.sh))
 	@ln -sfn ../../bin/train $(DESTDIR)$(SHARE)/train
 	@for page in $(PAGES); do to=$(DESTDIR)$(PREFIX)/share/$${page#*:}; mkdir -p "$$(dirname "$$to")" && \
-	  ./train --help $${page%%:*} > "$$to" || exit 1; done
+	  $(BUILD)/train --help $${page%%:*} > "$$to" || exit 1; done
 	@echo "installed $(DESTDIR)$(PREFIX)/bin/train"
 	@case ":$$PATH:" in *":$(PREFIX)/bin:"*) ;; *) echo "$(PREFIX)/bin is not on the PATH" ;; esac
 uninstall:

@@ -35,7 +35,7 @@ class ChatSession {
     ChatSession(const Options& o, const RunInputs& in, std::function<void()> explain)
         : o_(o), in_(in), window_(in.sample_window()), explain_(std::move(explain)) {
         signals_of_conversation();
-        if (lines_.is_terminal()) fputs("/help lists the commands, Ctrl-D ends\n", stdout);
+        if (lines_.is_terminal()) fputs("/help lists the commands, Ctrl-D ends\n", stderr);
     }
     ChatSession(const ChatSession&) = delete;
 

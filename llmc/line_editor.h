@@ -3,6 +3,7 @@
 // text that is pasted may have several lines.
 #pragma once
 
+#include <poll.h>
 #include <sys/ioctl.h>
 #include <termios.h>
 #include <unistd.h>
@@ -79,7 +80,7 @@ class EditedLine {
         int used = 0;
         for (size_t i = from; i < text_.size() && used + width(i) <= room; i = after(i)) {
             used += width(i);
-            shown += text_[i] == '\n' ? "\u21b5" : text_.substr(i, after(i) - i);
+            shown += text_[i] == '\n' ? "\u21b5" : text_[i] == '\t' ? " " : text_.substr(i, after(i) - i);
         }
         return "\r" + prompt + shown + "\033[K\r\033[" +
                std::to_string(static_cast<int>(prompt.size()) + to_cursor) + "C";
@@ -94,7 +95,7 @@ class EditedLine {
     }
     int width(size_t at) const {
         const int32_t code = first_character(std::string_view(text_).substr(at)).code;
-        return code == '\n' ? 1 : utf8proc_charwidth(code);
+        return code == '\n' || code == '\t' ? 1 : utf8proc_charwidth(code);
     }
     void erase(size_t from, size_t to) { text_.erase(from, to - from), at_ = from; }
 
@@ -135,7 +136,7 @@ class LineReader {
     static constexpr int control(char letter) { return letter - '@'; }
 
     std::optional<std::string> read_plain(const char* prompt) {
-        if (terminal_) fputs(prompt, stdout), fflush(stdout);
+        if (terminal_) fputs(prompt, stderr);
         std::string line;
         for (int byte; (byte = read_byte()) != '\n'; line += static_cast<char>(byte))
             if (byte == kEndOfInput) return line.empty() ? std::nullopt : std::optional(line);
@@ -156,6 +157,10 @@ class LineReader {
     int read_key() {
         const int byte = read_byte();
         if (byte != '\033') return byte;
+        if (next_ == held_.size()) {  // the key Esc alone: a terminal writes a sequence at once
+            pollfd input = {STDIN_FILENO, POLLIN, 0};
+            if (poll(&input, 1, 50) == 0) return kUnknown;
+        }
         const int kind = read_byte();
         if (kind != '[' && kind != 'O') return kUnknown;
         std::string sequence;
@@ -178,6 +183,10 @@ class LineReader {
         while (whole_character(text) == 0) {
             const int byte = read_byte();
             if (byte > 255) return "";
+            if ((byte & 0xc0) != 0x80) {  // does not continue the character: it is the next key
+                next_--;
+                return "";
+            }
             text += static_cast<char>(byte);
         }
         const int32_t code = first_character(text).code;

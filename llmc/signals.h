@@ -62,7 +62,11 @@ inline void signals_of_conversation() {
         else
             interrupted = signal;
     };
-    for (const int signal : {SIGINT, SIGTERM, SIGHUP}) sigaction(signal, &action, nullptr);
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+        struct sigaction before = {};
+        sigaction(signal, nullptr, &before);
+        if (before.sa_handler != SIG_IGN) sigaction(signal, &action, nullptr);
+    }
 }
 
 // For the whole program: a write beyond ulimit -f fails like any other write instead of killing the process,

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import time
 
 import gguf
@@ -434,7 +435,9 @@ def test_a_full_disk_loses_nothing(train_fp32, tmp_path):
     with small_disk(work / "disk", "4m") as disk:
         with running(train_fp32, *run, "--export", "disk/m.gguf", cwd=work, stderr=-1) as process:
             wait_for_line(process, rb"^step +1/")
+            process.send_signal(signal.SIGSTOP)
             (disk / "filler").write_bytes(bytes(3_600_000))
+            process.send_signal(signal.SIGCONT)
             error = process.communicate(timeout=60)[1].decode().splitlines()[-1]
         assert process.returncode == 2 and "No space left" in error, error
         assert error.endswith("; what was trained is saved: --model model --adapter disk/m.gguf.adapter --steps 0 --export FILE exports it")

@@ -113,12 +113,16 @@ inline ChatTemplates chat_templates_of(const std::string& folder, const Tokenize
         templates.sources["default"] = read_text(file);
         templates.place = file;
     }
-    if (std::filesystem::is_directory(more))
-        for (const auto& entry : std::filesystem::directory_iterator(more))
-            if (entry.path().extension() == ".jinja") {
-                templates.sources[entry.path().stem().string()] = read_text(entry.path().string());
+    std::error_code error;
+    if (std::filesystem::is_directory(more, error)) {
+        std::filesystem::directory_iterator entry(more, error);
+        for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error))
+            if (entry->path().extension() == ".jinja") {
+                templates.sources[entry->path().stem().string()] = read_text(entry->path().string());
                 if (templates.place.empty()) templates.place = more;
             }
+        if (error) fail("%s: the folder cannot be read: %s", more.c_str(), error.message().c_str());
+    }
     for (const char* name : {"/tokenizer_config.json", "/chat_template.json"})
         if (templates.sources.empty())
             add_templates_of(read_json_if_there(folder + name), folder + name, templates);
@@ -301,10 +305,10 @@ class MessageFinder {
   private:
     [[noreturn]] static void fail_ambiguous(size_t i) {
         fail(
-            "message %zu: the chat template writes it differently if messages follow, and what of it to "
+            "message %zu: the chat template writes it differently when messages follow, so the text to "
             "learn "
-            "cannot be told: end the conversation with it, or put {%% generation %%} around answers in the "
-            "template",
+            "of it cannot be found: end the conversation with this message, or put {%% generation %%} "
+            "around answers in the template",
             i + 1);
     }
     static std::string without_line_ends(const std::string& text) {
@@ -345,7 +349,7 @@ class MessageFinder {
                                  const std::optional<std::string>& before) const {
         jinja::Values changed = messages_;
         jinja::Entries entries = changed[i].entries();
-        jinja::put(entries, jinja::Value::string("content"), jinja::Value::string("\xee\x80\x80"));  // U+E000
+        jinja::put(entries, "content", jinja::Value::string("\xee\x80\x80"));  // U+E000
         changed[i] = jinja::Value::dict(std::move(entries));
         const std::string other = write_(changed, false);
         changed.resize(i + 1);
@@ -405,8 +409,11 @@ inline std::tm chat_date(const std::string& given) {
     localtime_r(&now, &date);
     if (given.empty()) return date;
     date = {};
-    if (!strptime(given.c_str(), "%Y-%m-%d", &date)) fail("--chat-date %s: is not YYYY-MM-DD", given.c_str());
-    timegm(&date);  // sets the day of the week and of the year
+    const char* const end = strptime(given.c_str(), "%Y-%m-%d", &date);
+    const int day = date.tm_mday;
+    timegm(&date);  // sets the day of the week and of the year; makes March 1 of February 30
+    if (!end || *end || date.tm_mday != day)
+        fail("--chat-date %s: is no date like 2025-01-31", printable(given).c_str());
     return date;
 }
 
@@ -527,10 +534,8 @@ class Chat {
                 thoughts = jinja::Value::from_json(*found);
         if (!thoughts.is_undefined()) entries.push_back({jinja::Value::string("thinking"), thoughts});
         for (const auto& [name, value] : message.items())
-            if (!value.is_null())
-                jinja::put(entries, jinja::Value::string(name), jinja::Value::from_json(value));
-        if (!thoughts.is_undefined())
-            jinja::put(entries, jinja::Value::string("reasoning_content"), thoughts);
+            if (!value.is_null()) jinja::put(entries, name, jinja::Value::from_json(value));
+        if (!thoughts.is_undefined()) jinja::put(entries, "reasoning_content", thoughts);
         return jinja::Value::dict(std::move(entries));
     }
 

@@ -13,6 +13,7 @@
 #include <ctime>
 #include <deque>
 #include <memory>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -138,6 +139,10 @@ class Evaluator {
         for (const Scope* scope = scope_; scope; scope = scope->parent)
             for (const auto& [known, value] : scope->variables)
                 if (known == name) return value;
+        static const std::set<std::string_view> others = {"joiner", "cycler", "lipsum"};
+        if (others.contains(name)) fail("%s() is not supported", name.c_str());
+        if (macros_ > 0 && (name == "varargs" || name == "kwargs"))
+            fail("the variable %s of a macro is not supported", name.c_str());
         return Value::undefined("'" + name + "' is undefined");
     }
 
@@ -187,7 +192,7 @@ class Evaluator {
     }
     static void set_attribute(Namespace& space, const std::string& name, const Value& value) {
         if (name.starts_with('_')) fail("a namespace cannot have the attribute \"%s\"", name.c_str());
-        put(space.attributes, Value::string(name), value);
+        put(space.attributes, name, value);
     }
 
     // ---- statements
@@ -214,17 +219,20 @@ class Evaluator {
                     if (!condition || evaluate(*condition).truth()) return execute(body);
                 break;
             case StatementKind::For:
-                loop(s);
-                break;
+                return loop(s);
             case StatementKind::Set:
                 assign(s.target, evaluate(*s.expression));
                 break;
             case StatementKind::SetBlock:
-                assign(s.target, filtered(s.expression.get(), capture(s.body)));
+            case StatementKind::FilterBlock: {
+                Value text;
+                if (const Flow flow = capture(s.body, text); flow != Flow::On) return flow;
+                text = filtered(s.expression.get(), text);
+                s.kind == StatementKind::SetBlock ? assign(s.target, text) : print(text);
                 break;
-            case StatementKind::FilterBlock:
-                print(filtered(s.expression.get(), capture(s.body)));
-                break;
+            }
+            case StatementKind::With:
+                return with(s);
             case StatementKind::Macro:
                 for (Scope* scope = scope_; scope; scope = scope->parent) scope->has_macros = true;
                 assign(*scope_, s.text,
@@ -245,16 +253,26 @@ class Evaluator {
         work_.spend(text.size());
         *out_ += text;
     }
-    void print(const Value& v) { v.is_string() ? write(v.text()) : write(str(v)); }
+    void print(const Value& v) { v.is_string() ? write(v.text()) : write(str(work_, v)); }
 
-    // The text that statements write.
-    Value capture(const Statements& body) {
+    // Puts the text that statements write into `result`. If they leave the loop around them, that is
+    // returned.
+    Flow capture(const Statements& body, Value& result) {
         const Inside inside(*this, scope_);
         std::string text;
         std::string* const outer = std::exchange(out_, &text);
-        execute(body);
+        const Flow flow = execute(body);
         out_ = outer;
-        return new_string(work_, std::move(text));
+        result = new_string(work_, std::move(text));
+        return flow;
+    }
+
+    Flow with(const Statement& s) {
+        Values values;
+        for (const auto& variable : s.variables) values.push_back(evaluate(*variable.second));
+        const Inside inside(*this, scope_);
+        for (size_t i = 0; i < values.size(); i++) assign(s.variables[i].first, values[i]);
+        return execute(s.body);
     }
 
     void generation(const Statement& s) {
@@ -265,8 +283,9 @@ class Evaluator {
         if (generated_.empty() || generated_.back().end <= begin) generated_.push_back({begin, root_.size()});
     }
 
-    void loop(const Statement& s) {
-        Values items = items_of(work_, evaluate(*s.expression));
+    Flow loop(const Statement& s) {
+        const Value over = evaluate(*s.expression);
+        Values items = items_of(work_, over);
         if (s.condition) {
             Values chosen;
             for (const Value& one : items) {
@@ -277,6 +296,7 @@ class Evaluator {
             items = std::move(chosen);
         }
         const auto state = std::make_shared<LoopObject>();
+        for (const Value& one : items) state->depth = std::max(state->depth, one.depth() + 1);
         state->items = std::move(items);
         const Value variable = Value::object(Kind::Loop, state);
         size_t& at = state->index;
@@ -288,11 +308,13 @@ class Evaluator {
             assign(s.target, state->items[at]);
             const Flow flow = execute(s.body);
             completes = completes || flow == Flow::On;
-            if (flow == Flow::Break) break;
+            if (flow != Flow::Break) continue;
+            if (over.is(Kind::Generator) && at + 1 < count) over.as<GeneratorObject>().is_left = true;
+            break;
         }
-        if (completes) return;
+        if (completes) return Flow::On;
         const Inside inside(*this, scope_);
-        execute(s.otherwise);
+        return execute(s.otherwise);  // `break` and `continue` there are those of the loop around this one
     }
 
     // ---- expressions
@@ -332,7 +354,7 @@ class Evaluator {
             }
             case ExpressionKind::Join: {
                 std::string text;
-                for (const ExpressionPtr& part : e.parts) text += str(evaluate(*part));
+                for (const ExpressionPtr& part : e.parts) text += str(work_, evaluate(*part));
                 return new_string(work_, std::move(text));
             }
             default:
@@ -372,7 +394,7 @@ class Evaluator {
         for (size_t i = 0; i < parts.size(); i += 2) {
             if (parts[i].is(Kind::List) || parts[i].is(Kind::Dict))
                 fail("unhashable type: '%s'", type_name(parts[i]));
-            put(entries, parts[i], parts[i + 1]);
+            put(work_, entries, parts[i], parts[i + 1]);
         }
         work_.spend(entries.size() * sizeof(DictEntry));
         return Value::dict(std::move(entries));
@@ -432,7 +454,7 @@ class Evaluator {
         if (!function.is(Kind::Function)) fail("'%s' object is not callable", type_name(function));
         const auto& object = function.as<FunctionObject>();
         if (object.macro) return call_macro(object, values);
-        if (object.name == "raise_exception") throw Raised(str(Parameters(values, {"message"}, 1)[0]));
+        if (object.name == "raise_exception") throw Raised(str(work_, Parameters(values, {"message"}, 1)[0]));
         return about([&] { return object.name + "()"; }, [&] { return call_global(object.name, values); });
     }
 
@@ -444,6 +466,7 @@ class Evaluator {
             if (std::ranges::none_of(parameters, [&](const Argument& p) { return p.name == name; }))
                 fail("macro '%s' takes no keyword argument '%s'", macro.name.c_str(), name.c_str());
         const Inside inside(*this, macro.scope);
+        macros_++;
         for (size_t i = 0; i < parameters.size(); i++) {
             const Argument& parameter = parameters[i];
             Value value = Value::undefined("parameter '" + parameter.name + "' was not provided");
@@ -457,7 +480,10 @@ class Evaluator {
                 value = evaluate(*parameter.value);
             assign(*scope_, parameter.name, value);
         }
-        return capture(macro.macro->body);
+        Value text;
+        capture(macro.macro->body, text);
+        macros_--;
+        return text;
     }
 
     Value call_global(const std::string& name, const Arguments& a) {
@@ -467,13 +493,13 @@ class Evaluator {
         Entries entries;
         for (const Value& from : a.positional) {
             if (!from.is(Kind::Dict)) fail("needs a dict, not %s", type_name(defined(from)));
-            for (const DictEntry& e : from.entries()) put(entries, e.key, e.value);
+            for (const DictEntry& e : from.entries()) put(work_, entries, e.key, e.value);
         }
-        for (const auto& [key, value] : a.named) put(entries, Value::string(key), value);
+        for (const auto& [key, value] : a.named) put(entries, key, value);
         work_.spend(entries.size() * sizeof(DictEntry));
         if (name == "dict") return Value::dict(std::move(entries));
         Namespace& space = *namespaces_.emplace_back(std::make_unique<Namespace>());
-        for (const DictEntry& e : entries) set_attribute(space, str(e.key), e.value);
+        for (const DictEntry& e : entries) set_attribute(space, str(work_, e.key), e.value);
         return Value::object(Kind::Namespace, std::make_shared<NamespaceObject>(&space));
     }
 
@@ -503,6 +529,7 @@ class Evaluator {
     std::string* out_ = &root_;  // where to write now
     std::vector<Span> generated_;
     int depth_ = 0, line_ = 1;
+    int macros_ = 0;  // that are being called
 };
 
 // A template that has been read.

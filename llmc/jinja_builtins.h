@@ -21,6 +21,8 @@ namespace jinja {
 
 inline bool is_filter(std::string_view name);
 inline bool is_test(std::string_view name);
+inline std::string no_filter(const std::string& name);
+inline std::string no_test(const std::string& name);
 
 // The arguments of a call.
 struct Arguments {
@@ -94,6 +96,38 @@ inline Value new_strings(Work& work, const std::vector<std::string>& texts) {
     return new_list(work, std::move(items));
 }
 
+// Uses up a generator. Returns the items that were not used.
+inline Values rest_of(const GeneratorObject& generator) {
+    if (generator.is_left)
+        fail("a generator is used again after a loop over it was left: put | list after what makes it");
+    Values items(generator.items.begin() + static_cast<ptrdiff_t>(generator.next), generator.items.end());
+    generator.next = generator.items.size();
+    if (!generator.error.empty()) throw UserError(generator.error);
+    return items;
+}
+// Uses the next item of a generator. Returns null if there is none.
+inline const Value* next_of(const GeneratorObject& generator) {
+    if (generator.next == generator.items.size() || generator.is_left) {
+        rest_of(generator);
+        return nullptr;
+    }
+    return &generator.items[generator.next++];
+}
+
+// A generator that a filter gives, of the items that make() adds to a list.
+template <class Make>
+Value new_generator(Work& work, const char* filter, Make&& make) {
+    Values items;
+    std::string error;
+    try {
+        make(items);
+    } catch (const UserError& e) {
+        error = format("the filter \"%s\": %s", filter, e.what());
+    }
+    work.spend(items.size() * sizeof(Value));
+    return Value::generator(std::move(items), std::move(error));
+}
+
 // What a loop over a value goes through: items, a dict's keys, a string's characters.
 inline Values items_of(Work& work, const Value& v) {
     Values items;
@@ -104,6 +138,8 @@ inline Values items_of(Work& work, const Value& v) {
     } else if (v.is_string()) {
         work.spend(64 * v.text().size());
         for (const std::string_view c : characters(v.text())) items.push_back(Value::string(std::string(c)));
+    } else if (v.is(Kind::Generator)) {
+        items = rest_of(v.as<GeneratorObject>());
     } else if (!v.is_undefined()) {
         fail("'%s' object is not iterable", type_name(v));
     }
@@ -122,13 +158,14 @@ inline int64_t length_of(const Value& v) {
 // ---- operators
 
 // Python's <, for numbers, strings and lists.
-inline bool less(const Value& a, const Value& b) {
+inline bool less(Work& work, const Value& a, const Value& b) {
     if (a.is_integer() && b.is_integer()) return a.integer() < b.integer();
     if (a.is_number() && b.is_number()) return a.number() < b.number();
+    work.spend(a.is_string() && b.is_string() ? std::min(a.text().size(), b.text().size()) : 0);
     if (a.is_string() && b.is_string()) return a.text() < b.text();
     if (a.is_list() && a.kind() == b.kind()) {
         for (size_t i = 0; i < std::min(a.items().size(), b.items().size()); i++)
-            if (!equal(a.items()[i], b.items()[i])) return less(a.items()[i], b.items()[i]);
+            if (!equal(work, a.items()[i], b.items()[i])) return less(work, a.items()[i], b.items()[i]);
         return a.items().size() < b.items().size();
     }
     defined(a), defined(b);
@@ -142,21 +179,26 @@ inline bool contains(Work& work, const Value& whole, const Value& part) {
         work.spend(whole.text().size());
         return whole.text().find(part.text()) != std::string::npos;
     }
-    if (whole.is(Kind::Dict)) return whole.find(part) != nullptr;
+    if (whole.is(Kind::Dict)) return whole.find(work, part) != nullptr;
+    if (whole.is(Kind::Generator)) {
+        while (const Value* next = next_of(whole.as<GeneratorObject>()))
+            if (equal(work, *next, part)) return true;
+        return false;
+    }
     for (const Value& item : items_of(work, whole))
-        if (equal(item, part)) return true;
+        if (equal(work, item, part)) return true;
     return false;
 }
 
 inline bool compare(Work& work, std::string_view op, const Value& a, const Value& b) {
     work.spend();
-    if (op == "==") return equal(a, b);
-    if (op == "!=") return !equal(a, b);
-    if (op == "<") return less(a, b);
-    if (op == ">") return less(b, a);
+    if (op == "==") return equal(work, a, b);
+    if (op == "!=") return !equal(work, a, b);
+    if (op == "<") return less(work, a, b);
+    if (op == ">") return less(work, b, a);
     const bool is_nan = a.is_number() && b.is_number() && (std::isnan(a.number()) || std::isnan(b.number()));
-    if (op == "<=") return !is_nan && !less(b, a);
-    if (op == ">=") return !is_nan && !less(a, b);
+    if (op == "<=") return !is_nan && !less(work, b, a);
+    if (op == ">=") return !is_nan && !less(work, a, b);
     return contains(work, b, a) == (op == "in");
 }
 
@@ -240,6 +282,24 @@ inline Value added(Work& work, const Value& a, const Value& b) {
     refuse_operator("+", a, b);
 }
 
+// Python's `pattern % values`.
+inline Value formatted_values(Work& work, const std::string& pattern, const Values& values) {
+    work.spend(pattern.size());
+    return new_string(work, formatted(pattern, values.size(), [&](size_t i, const FormatItem& item) {
+                          const Value& v = values[i];
+                          work.spend(static_cast<size_t>(item.width));
+                          if (item.kind == 's' || item.kind == 'r')
+                              return item.padded(item.cut(item.kind == 's' ? str(work, v) : repr(work, v)));
+                          if (!v.is_number())
+                              fail("%%%c format: a real number is required, not %s", item.kind,
+                                   type_name(defined(v)));
+                          if (item.kind != 'd' && item.kind != 'i') return item.number(v.number());
+                          if (v.is_integer()) return item.number(v.integer());
+                          if (!(std::abs(v.number()) < 0x1p63)) fail("a number is too large");
+                          return item.number(static_cast<int64_t>(v.number()));
+                      }));
+}
+
 inline Value arithmetic(Work& work, std::string_view op, const Value& a, const Value& b) {
     work.spend();
     if (a.is_integer() && b.is_integer()) return integer_arithmetic(op, a.integer(), b.integer());
@@ -248,13 +308,8 @@ inline Value arithmetic(Work& work, std::string_view op, const Value& a, const V
     if (op == "*" && (a.is_string() || a.is_list()) && b.is_integer()) return repeated(work, a, b.integer());
     if (op == "*" && (b.is_string() || b.is_list()) && a.is_integer()) return repeated(work, b, a.integer());
     if (op == "%" && a.is_string()) {
-        const Values values = b.is(Kind::Tuple) ? b.items() : Values{b};
-        return new_string(work, formatted(a.text(), values.size(), [&](size_t i, char kind) {
-                              if (kind == 's') return str(values[i]);
-                              if (kind == 'r') return repr(values[i]);
-                              if (!values[i].is_integer()) fail("%%d format: a number is required");
-                              return std::to_string(values[i].integer());
-                          }));
+        if (a.is_safe()) fail("a format that is marked as safe is not supported");
+        return formatted_values(work, a.text(), b.is(Kind::Tuple) ? b.items() : Values{b});
     }
     refuse_operator(op, a, b);
 }
@@ -341,7 +396,7 @@ inline Value item(Work& work, const Value& v, const Value& key) {
     defined(v);
     if (v.is(Kind::Dict)) {
         work.spend(v.entries().size());
-        if (const Value* found = v.find(key)) return *found;
+        if (const Value* found = v.find(work, key)) return *found;
     } else if (key.is_integer() && (v.is_list() || v.is_string())) {
         if (v.is_string()) work.spend(v.text().size());
         const int64_t length = length_of(v), at = key.integer() + (key.integer() < 0 ? length : 0);
@@ -355,14 +410,13 @@ inline Value item(Work& work, const Value& v, const Value& key) {
     if (key.is_string()) return attribute_only(v, key.text());
     return Value::undefined(
         format("'%s object' has no element %s", type_name(v),
-               key.is_number() || key.is(Kind::None) ? repr(key).c_str() : "of that kind"));
+               key.is_number() || key.is(Kind::None) ? repr(work, key).c_str() : "of that kind"));
 }
 
 // v[start:stop:step]; a value that is None is left out.
 inline Value slice(Work& work, const Value& v, const Value& start, const Value& stop, const Value& step) {
     if (!v.is_string() && !v.is_list()) {
-        defined(v);
-        return Value::undefined(format("'%s object' cannot be sliced", type_name(v)));
+        fail("'%s' object cannot be sliced", type_name(defined(v)));
     }
     const auto number = [](const Value& given, int64_t otherwise) {
         if (given.is(Kind::None)) return otherwise;
@@ -412,14 +466,27 @@ inline Value follow(Work& work, Value v, const Value& path) {
 
 // ---- methods
 
-inline Value start_or_end(const Value& self, const Parameters& p, bool start) {
+// A part of a text, and the character at which it begins.
+struct TextPart {
+    std::string_view text;
+    int64_t begin;
+};
+// text[start:end], of which the second and third argument are the start and the end. Nothing if it ends
+// before it begins, where Python finds not even the empty text.
+inline std::optional<TextPart> part_of(const Value& self, const Parameters& p) {
     std::string_view text = self.text();
-    const int64_t n = length_of(self);
-    const auto bounded = [n](int64_t at) { return std::clamp<int64_t>(at < 0 ? at + n : at, 0, n); };
-    const int64_t from = bounded(p.integer(1, 0)), to = bounded(p.integer(2, n));
-    if (from > to) return Value::boolean(false);
+    const int64_t n = length_of(self), start = p.integer(1, 0), end = p.integer(2, n);
+    const int64_t from = std::max<int64_t>(start < 0 ? start + n : start, 0);
+    const int64_t to = std::clamp<int64_t>(end < 0 ? end + n : end, 0, n);
+    if (from > to) return std::nullopt;
     text = text.substr(byte_of(text, static_cast<size_t>(from)));
-    text = text.substr(0, byte_of(text, static_cast<size_t>(to - from)));
+    return TextPart{text.substr(0, byte_of(text, static_cast<size_t>(to - from))), from};
+}
+
+inline Value start_or_end(const Value& self, const Parameters& p, bool start) {
+    const std::optional<TextPart> part = part_of(self, p);
+    if (!part) return Value::boolean(false);
+    const std::string_view text = part->text;
     const auto matches = [&](const Value& affix) {
         if (!affix.is_string()) fail("startswith and endswith take a str or a tuple of them");
         return start ? text.starts_with(affix.text()) : text.ends_with(affix.text());
@@ -428,15 +495,20 @@ inline Value start_or_end(const Value& self, const Parameters& p, bool start) {
     return Value::boolean(matches(p[0]));
 }
 
-inline Value found_at(const Value& self, const std::string& name, const std::string& part) {
-    const std::string& text = self.text();
-    const size_t at = name[0] == 'r' ? text.rfind(part) : text.find(part);
+inline Value found_at(const Value& self, const std::string& name, const Parameters& p) {
+    const std::optional<TextPart> part = part_of(self, p);
+    const std::string_view text = part ? part->text : std::string_view();
+    const size_t at = !part ? text.npos : name[0] == 'r' ? text.rfind(p.text(0)) : text.find(p.text(0));
     if (at == text.npos && name.ends_with("index")) fail("%s(): substring not found", name.c_str());
     if (at == text.npos) return Value::integer(-1);
-    return Value::integer(static_cast<int64_t>(count_characters(std::string_view(text).substr(0, at))));
+    return Value::integer(part->begin + static_cast<int64_t>(count_characters(text.substr(0, at))));
 }
 
-inline Value count_of(const std::string& text, const std::string& part) {
+inline Value count_of(const Value& self, const Parameters& p) {
+    const std::optional<TextPart> whole = part_of(self, p);
+    if (!whole) return Value::integer(0);
+    const std::string_view text = whole->text;
+    const std::string& part = p.text(0);
     if (part.empty()) return Value::integer(static_cast<int64_t>(count_characters(text)) + 1);
     int64_t count = 0;
     for (size_t at = 0; (at = text.find(part, at)) != text.npos; at += part.size()) count++;
@@ -487,8 +559,8 @@ inline std::optional<Value> string_question(const Value& self, const std::string
     if (name == "startswith" || name == "endswith")
         return start_or_end(self, Parameters(a, {"prefix", "start", "end"}, 1), name == "startswith");
     if (name == "find" || name == "rfind" || name == "index" || name == "rindex")
-        return found_at(self, name, Parameters(a, {"sub"}, 1).text(0));
-    if (name == "count") return count_of(text, Parameters(a, {"sub"}, 1).text(0));
+        return found_at(self, name, Parameters(a, {"sub", "start", "end"}, 1));
+    if (name == "count") return count_of(self, Parameters(a, {"sub", "start", "end"}, 1));
     if (!name.starts_with("is")) return std::nullopt;
     const Parameters none(a, {});
     if (name == "isdigit" || name == "isdecimal") return Value::boolean(all_characters(text, is_digit));
@@ -556,7 +628,7 @@ inline Value dict_method(Work& work, const Value& self, const std::string& name,
     if (name == "get") {
         const Parameters p(a, {"key", "default"}, 1);
         work.spend(self.entries().size());
-        if (const Value* found = self.find(p[0])) return *found;
+        if (const Value* found = self.find(work, p[0])) return *found;
         return p.has(1) ? p[1] : Value::none();
     }
     if (name == "fromkeys") fail("the method is not supported");
@@ -570,12 +642,12 @@ inline Value dict_method(Work& work, const Value& self, const std::string& name,
     return new_list(work, std::move(items));
 }
 
-inline Value list_method(const Value& self, const std::string& name, const Arguments& a) {
+inline Value list_method(Work& work, const Value& self, const std::string& name, const Arguments& a) {
     if (name == "copy") return self;
     const Parameters p(a, {"value"}, 1);
     int64_t count = 0;
     for (size_t i = 0; i < self.items().size(); i++) {
-        if (!equal(self.items()[i], p[0])) continue;
+        if (!equal(work, self.items()[i], p[0])) continue;
         if (name == "index") return Value::integer(static_cast<int64_t>(i));
         count++;
     }
@@ -583,14 +655,14 @@ inline Value list_method(const Value& self, const std::string& name, const Argum
     return Value::integer(count);
 }
 
-inline Value loop_method(const Value& self, const std::string& name, const Arguments& a) {
+inline Value loop_method(Work& work, const Value& self, const std::string& name, const Arguments& a) {
     const auto& loop = self.as<LoopObject>();
     if (name == "cycle") {
         if (a.positional.empty()) fail("no items for cycling given");
         return a.positional[loop.index % a.positional.size()];
     }
     const Value now = Value::list(a.positional, Kind::Tuple);
-    const bool changed = !loop.last_changed || !equal(*loop.last_changed, now);
+    const bool changed = !loop.last_changed || !equal(work, *loop.last_changed, now);
     loop.last_changed = now;
     return Value::boolean(changed);
 }
@@ -600,9 +672,9 @@ inline Value call_method(Work& work, const MethodObject& method, const Arguments
     return about(name, [&] {
         if (method.self.is_string()) return string_method(work, method.self, method.name, a);
         if (method.self.is(Kind::Dict)) return dict_method(work, method.self, method.name, a);
-        if (method.self.is(Kind::Loop)) return loop_method(method.self, method.name, a);
+        if (method.self.is(Kind::Loop)) return loop_method(work, method.self, method.name, a);
         work.spend(16 * method.self.items().size());
-        return list_method(method.self, method.name, a);
+        return list_method(work, method.self, method.name, a);
     });
 }
 
@@ -623,12 +695,12 @@ inline const std::map<std::string_view, Test>& tests() {
     using W = Work;
     using V = Value;
     using A = Arguments;
-    static const Test is_equal = [](W&, const V& v, const A& a) { return equal(v, only(a)); };
-    static const Test is_unequal = [](W&, const V& v, const A& a) { return !equal(v, only(a)); };
-    static const Test is_less = [](W&, const V& v, const A& a) { return less(v, only(a)); };
-    static const Test is_greater = [](W&, const V& v, const A& a) { return less(only(a), v); };
-    static const Test is_at_most = [](W&, const V& v, const A& a) { return !less(only(a), v); };
-    static const Test is_at_least = [](W&, const V& v, const A& a) { return !less(v, only(a)); };
+    static const Test is_equal = [](W& w, const V& v, const A& a) { return equal(w, v, only(a)); };
+    static const Test is_unequal = [](W& w, const V& v, const A& a) { return !equal(w, v, only(a)); };
+    static const Test is_less = [](W& w, const V& v, const A& a) { return compare(w, "<", v, only(a)); };
+    static const Test is_greater = [](W& w, const V& v, const A& a) { return compare(w, ">", v, only(a)); };
+    static const Test is_at_most = [](W& w, const V& v, const A& a) { return compare(w, "<=", v, only(a)); };
+    static const Test is_at_least = [](W& w, const V& v, const A& a) { return compare(w, ">=", v, only(a)); };
     static const std::map<std::string_view, Test> all = {
         {"defined", [](W&, const V& v, const A&) { return !v.is_undefined(); }},
         {"undefined", [](W&, const V& v, const A&) { return v.is_undefined(); }},
@@ -643,7 +715,8 @@ inline const std::map<std::string_view, Test>& tests() {
         {"false", [](W&, const V& v, const A&) { return v.is(Kind::Bool) && !v.integer(); }},
         {"iterable",
          [](W&, const V& v, const A&) {
-             return v.is_undefined() || v.is_list() || v.is_string() || v.is(Kind::Dict) || v.is(Kind::Loop);
+             return v.is_undefined() || v.is_list() || v.is_string() || v.is(Kind::Dict) ||
+                    v.is(Kind::Loop) || v.is(Kind::Generator);
          }},
         {"sequence",
          [](W&, const V& v, const A&) {
@@ -658,13 +731,20 @@ inline const std::map<std::string_view, Test>& tests() {
              if (by == 0) fail("division by zero");
              return by == -1 || whole_number(v) % by == 0;
          }},
-        {"lower", [](W&, const V& v, const A&) { return has_only_case(str(v), true); }},
-        {"upper", [](W&, const V& v, const A&) { return has_only_case(str(v), false); }},
+        {"lower", [](W& w, const V& v, const A&) { return has_only_case(str(w, v), true); }},
+        {"upper", [](W& w, const V& v, const A&) { return has_only_case(str(w, v), false); }},
         {"in", [](W& w, const V& v, const A& a) { return contains(w, only(a), v); }},
         {"sameas",
-         [](W&, const V& v, const A& a) { return v.kind() == only(a).kind() && equal(v, only(a)); }},
+         [](W& w, const V& v, const A& a) { return v.kind() == only(a).kind() && equal(w, v, only(a)); }},
         {"filter", [](W&, const V& v, const A&) { return v.is_string() && is_filter(v.text()); }},
         {"test", [](W&, const V& v, const A&) { return v.is_string() && is_test(v.text()); }},
+        {"escaped", [](W&, const V& v, const A&) { return v.is_safe(); }},
+        {"==", is_equal},
+        {"!=", is_unequal},
+        {"<", is_less},
+        {"<=", is_at_most},
+        {">", is_greater},
+        {">=", is_at_least},
         {"eq", is_equal},
         {"equalto", is_equal},
         {"ne", is_unequal},
@@ -679,9 +759,13 @@ inline const std::map<std::string_view, Test>& tests() {
 }
 inline bool is_test(std::string_view name) { return tests().contains(name); }
 
+inline std::string no_test(const std::string& name) {
+    return "the test \"" + printable(name.substr(0, 60)) + "\" is unknown";
+}
+
 inline bool apply_test(Work& work, const std::string& name, const Value& v, const Arguments& a) {
     const auto test = tests().find(name);
-    if (test == tests().end()) fail("the test \"%s\" is unknown", printable(name.substr(0, 60)).c_str());
+    if (test == tests().end()) throw UserError(no_test(name));
     work.spend();
     return about([&] { return "the test \"" + name + "\""; }, [&] { return test->second(work, v, a); });
 }
@@ -706,7 +790,7 @@ inline Values sorted(Work& work, const Values& items, const std::optional<Value>
     for (const Value& one : items) keyed.emplace_back(sort_key(work, one, path, by_case), one);
     std::stable_sort(keyed.begin(), keyed.end(), [&](const auto& a, const auto& b) {
         work.spend();
-        return reverse ? less(b.first, a.first) : less(a.first, b.first);
+        return reverse ? less(work, b.first, a.first) : less(work, a.first, b.first);
     });
     Values out;
     for (auto& [key, one] : keyed) out.push_back(std::move(one));
@@ -730,19 +814,18 @@ inline Value filter_default(Work&, const Value& v, const Arguments& a) {
 
 inline Value filter_join(Work& work, const Value& v, const Arguments& a) {
     const Parameters p(a, {"d", "attribute"});
-    const std::string separator = p.has(0) ? str(p[0]) : "";
+    const std::string separator = p.has(0) ? str(work, p[0]) : "";
     std::string out;
     bool first = true;
     for (const Value& one : items_of(work, v)) {
-        const std::string text = str(p.is_set(1) ? follow(work, one, p[1]) : one);
+        const std::string text = str(work, p.is_set(1) ? follow(work, one, p[1]) : one);
         work.spend(text.size() + separator.size());
         (out += std::exchange(first, false) ? "" : separator) += text;
     }
     return new_string(work, std::move(out));
 }
 
-inline Value filter_map(Work& work, const Value& v, const Arguments& a) {
-    Values out;
+inline void add_mapped(Work& work, const Value& v, const Arguments& a, Values& out) {
     const bool by_attribute = a.positional.empty();
     if (by_attribute) {
         const Parameters p(a, {"attribute", "default"}, 1);
@@ -750,18 +833,21 @@ inline Value filter_map(Work& work, const Value& v, const Arguments& a) {
             const Value got = follow(work, one, p[0]);
             out.push_back(got.is_undefined() && p.has(1) ? p[1] : got);
         }
-        return new_list(work, std::move(out));
+        return;
     }
     Arguments rest = a;
     rest.positional.erase(rest.positional.begin());
     if (!a.positional[0].is_string()) fail("needs the name of a filter");
     for (const Value& one : items_if_any(work, v))
         out.push_back(apply_filter(work, a.positional[0].text(), one, rest));
-    return new_list(work, std::move(out));
+}
+inline Value filter_map(Work& work, const Value& v, const Arguments& a) {
+    return new_generator(work, "map", [&](Values& out) { add_mapped(work, v, a, out); });
 }
 
 // select, reject, selectattr, rejectattr: the items that pass a test, or that do not.
-inline Value filter_select(Work& work, const Value& v, const Arguments& a, bool by_attribute, bool wanted) {
+inline void add_selected(Work& work, const Value& v, const Arguments& a, bool by_attribute, bool wanted,
+                         Values& out) {
     Arguments rest = a;
     Value path;
     const auto take_first = [&] {
@@ -779,13 +865,18 @@ inline Value filter_select(Work& work, const Value& v, const Arguments& a, bool 
         if (!name.is_string()) fail("needs the name of a test");
         test = name.text();
     }
-    Values out;
     for (const Value& one : items_if_any(work, v)) {
         const Value got = by_attribute ? follow(work, one, path) : one;
         const bool passes = test.empty() ? got.truth() : apply_test(work, test, got, rest);
         if (passes == wanted) out.push_back(one);
     }
-    return new_list(work, std::move(out));
+}
+inline Value filter_select(Work& work, const Value& v, const Arguments& a, bool by_attribute, bool wanted) {
+    const char* const name = wanted         ? (by_attribute ? "selectattr" : "select")
+                             : by_attribute ? "rejectattr"
+                                            : "reject";
+    return new_generator(work, name,
+                         [&](Values& out) { add_selected(work, v, a, by_attribute, wanted, out); });
 }
 
 inline Value filter_indent(Work& work, const Value& v, const Arguments& a) {
@@ -795,7 +886,7 @@ inline Value filter_indent(Work& work, const Value& v, const Arguments& a) {
     if (width > 10'000) fail("a width of more than 10000");
     const std::string indent =
         by_text ? p[0].text() : std::string(static_cast<size_t>(std::max<int64_t>(width, 0)), ' ');
-    const std::vector<std::string> lines = split_lines(str(v) + "\n", false);
+    const std::vector<std::string> lines = split_lines(str(work, v) + "\n", false);
     work.spend(lines.size() * indent.size());
     std::string out = p.truth(1) ? indent : "";
     for (size_t i = 0; i < lines.size(); i++) {
@@ -826,7 +917,8 @@ inline Value filter_int(Work&, const Value& v, const Arguments& a) {
     const Value otherwise = p.has(0) ? p[0] : Value::integer(0);
     if (v.is_integer()) return Value::integer(v.integer());
     if (v.is_string())
-        if (number_in(v.text(), true) && v.text().size() <= 18) return Value::integer(std::stoll(v.text()));
+        if (const std::string digits(strip(v.text())); number_in(digits, true) && digits.size() <= 18)
+            return Value::integer(std::stoll(digits));
     const std::optional<double> number = v.is(Kind::Float) ? std::optional(v.number())
                                          : v.is_string()   ? number_in(v.text(), false)
                                                            : std::nullopt;
@@ -890,7 +982,7 @@ inline Value filter_extreme(Work& work, const Value& v, const Arguments& a, bool
     Value best_key = sort_key(work, items[0], path_of(p, 1), p.truth(0));
     for (size_t i = 1; i < items.size(); i++) {
         const Value key = sort_key(work, items[i], path_of(p, 1), p.truth(0));
-        if (!(largest ? less(best_key, key) : less(key, best_key))) continue;
+        if (!(largest ? less(work, best_key, key) : less(work, key, best_key))) continue;
         best = i;
         best_key = key;
     }
@@ -899,15 +991,15 @@ inline Value filter_extreme(Work& work, const Value& v, const Arguments& a, bool
 
 inline Value filter_unique(Work& work, const Value& v, const Arguments& a) {
     const Parameters p(a, {"case_sensitive", "attribute"});
-    Values out, keys;
-    for (const Value& one : items_of(work, v)) {
-        const Value key = sort_key(work, one, path_of(p, 1), p.truth(0));
-        work.spend(16 * keys.size());
-        if (std::ranges::any_of(keys, [&](const Value& k) { return equal(k, key); })) continue;
-        keys.push_back(key);
-        out.push_back(one);
-    }
-    return new_list(work, std::move(out));
+    return new_generator(work, "unique", [&](Values& out) {
+        Values keys;
+        for (const Value& one : items_of(work, v)) {
+            const Value key = sort_key(work, one, path_of(p, 1), p.truth(0));
+            if (std::ranges::any_of(keys, [&](const Value& k) { return equal(work, k, key); })) continue;
+            keys.push_back(key);
+            out.push_back(one);
+        }
+    });
 }
 
 inline Value filter_sum(Work& work, const Value& v, const Arguments& a) {
@@ -920,33 +1012,43 @@ inline Value filter_sum(Work& work, const Value& v, const Arguments& a) {
 
 inline Value filter_items(Work& work, const Value& v, const Arguments& a) {
     const Parameters none(a, {});
-    if (v.is_undefined()) return Value::list({});
-    if (!v.is(Kind::Dict)) fail("Can only get item pairs from a mapping.");
-    return dict_method(work, v, "items", {});
+    return new_generator(work, "items", [&](Values& out) {
+        if (v.is_undefined()) return;
+        if (!v.is(Kind::Dict)) fail("Can only get item pairs from a mapping.");
+        out = dict_method(work, v, "items", {}).items();
+    });
 }
 
 inline Value filter_reverse(Work& work, const Value& v, const Arguments&) {
     Values items = items_of(work, v);
     std::ranges::reverse(items);
-    return v.is_string() ? new_string(work, join_texts(work, "", items)) : new_list(work, std::move(items));
+    if (v.is_string()) return new_string(work, join_texts(work, "", items));
+    if (v.is(Kind::Generator)) return new_list(work, std::move(items));
+    return new_generator(work, "reverse", [&](Values& out) { out = std::move(items); });
 }
 
 inline Value filter_replace(Work& work, const Value& v, const Arguments& a) {
     const Parameters p(a, {"old", "new", "count"}, 2);
-    Arguments texts{{Value::string(str(p[0])), Value::string(str(p[1])), Value::integer(p.integer(2, -1))},
-                    {}};
-    return string_method(work, Value::string(str(v)), "replace", texts);
+    Arguments texts{
+        {Value::string(str(work, p[0])), Value::string(str(work, p[1])), Value::integer(p.integer(2, -1))},
+        {}};
+    return string_method(work, Value::string(str(work, v)), "replace", texts);
 }
 
 // A filter that makes a text of a text.
 template <std::string (*F)(std::string_view)>
 Value filter_text(Work& work, const Value& v, const Arguments& a) {
     const Parameters none(a, {});
-    const std::string text = str(v);
+    const std::string text = str(work, v);
     work.spend(4 * text.size());
     return new_string(work, F(text));
 }
 inline std::string same_text(std::string_view text) { return std::string(text); }
+
+inline Value filter_escape(Work& work, const Value& v, const Arguments& a) {
+    const Parameters none(a, {});
+    return v.is_safe() ? v : new_string(work, escaped(str(work, v))).as_safe();
+}
 
 inline const std::map<std::string_view, Filter>& filters() {
     using W = Work;
@@ -966,15 +1068,24 @@ inline const std::map<std::string_view, Filter>& filters() {
         {"d", filter_default},
         {"default", filter_default},
         {"dictsort", filter_dictsort},
+        {"e", filter_escape},
+        {"escape", filter_escape},
         {"first",
          [](W& w, const V& v, const A&) {
+             const V none = V::undefined("No first item, sequence was empty.");
+             if (v.is(Kind::Generator)) {
+                 const V* next = next_of(v.as<GeneratorObject>());
+                 return next ? *next : none;
+             }
              const Values items = items_of(w, v);
-             return items.empty() ? V::undefined("No first item, sequence was empty.") : items[0];
+             return items.empty() ? none : items[0];
          }},
         {"float", filter_float},
         {"format",
          [](W& w, const V& v, const A& a) {
-             return arithmetic(w, "%", V::string(str(v)), V::list(a.positional, Kind::Tuple));
+             if (v.is_safe()) fail("a format that is marked as safe is not supported");
+             if (!a.named.empty()) fail("arguments with names are not supported");
+             return formatted_values(w, str(w, v), a.positional);
          }},
         {"indent", filter_indent},
         {"int", filter_int},
@@ -982,6 +1093,7 @@ inline const std::map<std::string_view, Filter>& filters() {
         {"join", filter_join},
         {"last",
          [](W& w, const V& v, const A&) {
+             if (v.is(Kind::Generator)) fail("'generator' object is not reversible");
              const Values items = items_of(w, v);
              return items.empty() ? V::undefined("No last item, sequence was empty.") : items.back();
          }},
@@ -996,7 +1108,7 @@ inline const std::map<std::string_view, Filter>& filters() {
         {"replace", filter_replace},
         {"reverse", filter_reverse},
         {"round", filter_round},
-        {"safe", [](W& w, const V& v, const A&) { return new_string(w, str(v)).as_safe(); }},
+        {"safe", [](W& w, const V& v, const A&) { return new_string(w, str(w, v)).as_safe(); }},
         {"select", [](W& w, const V& v, const A& a) { return filter_select(w, v, a, false, true); }},
         {"selectattr", [](W& w, const V& v, const A& a) { return filter_select(w, v, a, true, true); }},
         {"sort",
@@ -1011,7 +1123,7 @@ inline const std::map<std::string_view, Filter>& filters() {
         {"trim",
          [](W& w, const V& v, const A& a) {
              const Parameters p(a, {"chars"});
-             const std::string text = str(v);
+             const std::string text = str(w, v);
              return new_string(w, std::string(strip(text, p.optional_text(0))));
          }},
         {"unique", filter_unique},
@@ -1021,10 +1133,17 @@ inline const std::map<std::string_view, Filter>& filters() {
 }
 inline bool is_filter(std::string_view name) { return filters().contains(name); }
 
+inline std::string no_filter(const std::string& name) {
+    static const std::set<std::string_view> others = {
+        "batch",     "center",   "filesizeformat", "forceescape", "groupby",   "pprint",   "random", "slice",
+        "striptags", "truncate", "urlencode",      "urlize",      "wordcount", "wordwrap", "xmlattr"};
+    return "the filter \"" + printable(name.substr(0, 60)) + "\" is " +
+           (others.contains(name) ? "not supported" : "unknown");
+}
+
 inline Value apply_filter(Work& work, const std::string& name, const Value& v, const Arguments& a) {
     const auto filter = filters().find(name);
-    if (filter == filters().end())
-        fail("the filter \"%s\" is unknown", printable(name.substr(0, 60)).c_str());
+    if (filter == filters().end()) throw UserError(no_filter(name));
     work.spend();
     return about([&] { return "the filter \"" + name + "\""; }, [&] { return filter->second(work, v, a); });
 }

@@ -345,6 +345,7 @@ struct Argument {
 struct Expression {
     ExpressionKind kind;
     int line;
+    int depth = 0;  // how deeply expressions nest in this one
     std::string text;
     Value constant;
     Expressions parts;
@@ -372,7 +373,8 @@ enum class StatementKind {
     Generation,  // what the assistant says
     Break,
     Continue,
-    FilterBlock  // body, with filters
+    FilterBlock,  // body, with filters
+    With          // body, with variables that only it has
 };
 
 struct Statement {
@@ -384,11 +386,13 @@ struct Statement {
     Statements body, otherwise;
     std::vector<std::pair<ExpressionPtr, Statements>> branches;  // an else has no condition
     std::vector<Argument> parameters;                            // with their defaults, or null
+    std::vector<std::pair<Target, ExpressionPtr>> variables;     // of a with
 };
 
 // ---- the parser
 
-constexpr int kDeepestSource = 200;  // most brackets and statements inside one another
+constexpr int kDeepestSource = 200;       // most brackets and statements inside one another
+constexpr int kDeepestExpression = 1000;  // most expressions inside one another; each operator nests one
 
 class Parser {
   public:
@@ -429,11 +433,13 @@ class Parser {
         next();
     }
 
+    [[noreturn]] void refuse_depth() const {
+        fail_at(now().line, format("nests more than %d deep", kDeepestSource));
+    }
     // Counts how deeply the source nests.
     struct Deeper {
         explicit Deeper(Parser& p) : parser(p) {
-            if (++p.depth_ > kDeepestSource)
-                fail_at(p.now().line, format("nests more than %d deep", kDeepestSource));
+            if (++p.depth_ > kDeepestSource) p.refuse_depth();
         }
         ~Deeper() { parser.depth_--; }
         Parser& parser;
@@ -449,8 +455,20 @@ class Parser {
     template <class... Parts>
     ExpressionPtr make_of(ExpressionKind kind, int line, Parts... parts) const {
         ExpressionPtr e = make(kind, line);
-        (e->parts.push_back(std::move(parts)), ...);
+        (add_part(*e, std::move(parts)), ...);
         return e;
+    }
+    // Adds a part, which may be null.
+    static void add_part(Expression& e, ExpressionPtr part) {
+        count_depth(e, part.get());
+        e.parts.push_back(std::move(part));
+    }
+    // Long chains of operators nest too: 1 + 1 + 1 is (1 + 1) + 1.
+    static void count_depth(Expression& e, const Expression* part) {
+        if (part) e.depth = std::max(e.depth, part->depth + 1);
+        if (e.depth > kDeepestExpression)
+            fail_at(e.line, format("an expression nests more than %d deep: divide it with {%% set %%}",
+                                   kDeepestExpression));
     }
     ExpressionPtr constant(int line, Value value) const {
         ExpressionPtr e = make(ExpressionKind::Constant, line);
@@ -504,6 +522,7 @@ class Parser {
         if (is_name("for")) return parse_for();
         if (is_name("if")) return parse_if();
         if (is_name("set")) return parse_set();
+        if (is_name("with")) return parse_with();
         if (is_name("macro")) return parse_macro();
         if (is_name("generation")) return parse_block(StatementKind::Generation, "endgeneration");
         if (is_name("filter")) return parse_block(StatementKind::FilterBlock, "endfilter");
@@ -514,7 +533,11 @@ class Parser {
             return s;
         }
         if (now().kind != TokenKind::Name) refuse();
-        fail_at(now().line, "the tag {% " + printable(now().text.substr(0, 60)) + " %} is unknown");
+        static const std::set<std::string> others = {"autoescape", "block",     "call", "debug",
+                                                     "do",         "extends",   "from", "import",
+                                                     "include",    "pluralize", "trans"};
+        fail_at(now().line, "the tag {% " + printable(now().text.substr(0, 60)) + " %} is " +
+                                (others.contains(now().text) ? "not supported" : "unknown"));
     }
 
     std::unique_ptr<Statement> parse_for() {
@@ -562,6 +585,20 @@ class Parser {
         return s;
     }
 
+    std::unique_ptr<Statement> parse_with() {
+        auto s = make_statement(StatementKind::With);
+        next();
+        while (now().kind != TokenKind::EndTag && !is_operator(":")) {
+            if (!s->variables.empty()) expect_operator(",");
+            Target target = parse_target(false);
+            expect_operator("=");
+            s->variables.emplace_back(std::move(target), parse_expression());
+        }
+        s->body = parse_rest({"endwith"});
+        next();
+        return s;
+    }
+
     std::unique_ptr<Statement> parse_macro() {
         auto s = make_statement(StatementKind::Macro);
         next();
@@ -592,7 +629,9 @@ class Parser {
             s->expression = parse_filter(nullptr);
             s->expression = parse_filters(std::move(s->expression), is_operator("|"));
         }
-        const int outer = std::exchange(loops_, 0);
+        // transformers makes a function of {% generation %}, so a loop around it cannot be left from inside.
+        const int outer = loops_;
+        if (kind == StatementKind::Generation) loops_ = 0;
         s->body = parse_rest({end});
         loops_ = outer;
         next();
@@ -638,7 +677,7 @@ class Parser {
         ExpressionPtr tuple = make_of(ExpressionKind::Tuple, line, std::move(first));
         while (take_operator(",")) {
             if (ends_tuple()) break;
-            tuple->parts.push_back(one());
+            add_part(*tuple, one());
         }
         return tuple;
     }
@@ -693,8 +732,8 @@ class Parser {
             } else {
                 break;
             }
-            if (compare->parts.empty()) compare->parts.push_back(std::move(first));
-            compare->parts.push_back(parse_sum());
+            if (compare->parts.empty()) add_part(*compare, std::move(first));
+            add_part(*compare, parse_sum());
         }
         return compare->parts.empty() ? std::move(first) : std::move(compare);
     }
@@ -718,7 +757,7 @@ class Parser {
         ExpressionPtr first = parse_product();
         if (!is_operator("~")) return first;
         ExpressionPtr join = make_of(ExpressionKind::Join, line, std::move(first));
-        while (take_operator("~")) join->parts.push_back(parse_product());
+        while (take_operator("~")) add_part(*join, parse_product());
         return join;
     }
     ExpressionPtr parse_product() {
@@ -787,7 +826,7 @@ class Parser {
         while (!is_operator("]")) {
             if (!list->parts.empty()) expect_operator(",");
             if (is_operator("]")) break;
-            list->parts.push_back(parse_expression());
+            add_part(*list, parse_expression());
         }
         next();
         return list;
@@ -797,9 +836,9 @@ class Parser {
         while (!is_operator("}")) {
             if (!dict->parts.empty()) expect_operator(",");
             if (is_operator("}")) break;
-            dict->parts.push_back(parse_expression());
+            add_part(*dict, parse_expression());
             expect_operator(":");
-            dict->parts.push_back(parse_expression());
+            add_part(*dict, parse_expression());
         }
         next();
         return dict;
@@ -807,7 +846,7 @@ class Parser {
 
     ExpressionPtr parse_postfix(ExpressionPtr value) {
         for (int steps = 0;; steps++) {
-            if (steps > kDeepestSource) refuse();
+            if (steps > kDeepestSource) refuse_depth();
             const int line = now().line;
             if (take_operator(".")) {
                 if (now().kind == TokenKind::Integer) {
@@ -843,8 +882,9 @@ class Parser {
                        std::move(parts[1]), std::move(parts[2]));
     }
 
-    std::vector<Argument> parse_arguments() {
-        std::vector<Argument> arguments;
+    // Reads the arguments of a call, filter or test.
+    void parse_arguments(Expression& call) {
+        std::vector<Argument>& arguments = call.arguments;
         expect_operator("(");
         while (!is_operator(")")) {
             if (!arguments.empty()) expect_operator(",");
@@ -860,20 +900,20 @@ class Parser {
                 fail_at(now().line, "an argument without a name follows one with a name");
             }
             argument.value = parse_expression();
+            count_depth(call, argument.value.get());
             arguments.push_back(std::move(argument));
         }
         next();
-        return arguments;
     }
     ExpressionPtr parse_call(ExpressionPtr function) {
         ExpressionPtr call = make_of(ExpressionKind::Call, now().line, std::move(function));
-        call->arguments = parse_arguments();
+        parse_arguments(*call);
         return call;
     }
 
     ExpressionPtr parse_filters(ExpressionPtr value, bool any) {
         for (int steps = 0; any; steps++) {
-            if (steps > kDeepestSource) refuse();
+            if (steps > kDeepestSource) refuse_depth();
             if (take_operator("|"))
                 value = parse_filter(std::move(value));
             else if (value && is_name("is"))
@@ -890,9 +930,8 @@ class Parser {
         const int line = now().line;
         ExpressionPtr filter = make_of(ExpressionKind::Filter, line, std::move(value));
         filter->text = expect_name();
-        if (!is_filter(filter->text) && conditions_ == 0)
-            fail_at(line, "the filter \"" + printable(filter->text.substr(0, 60)) + "\" is unknown");
-        if (is_operator("(")) filter->arguments = parse_arguments();
+        if (!is_filter(filter->text) && conditions_ == 0) fail_at(line, no_filter(filter->text));
+        if (is_operator("(")) parse_arguments(*filter);
         return filter;
     }
     ExpressionPtr parse_test(ExpressionPtr value) {
@@ -901,13 +940,13 @@ class Parser {
         const bool negated = take_name("not");
         ExpressionPtr test = make_of(ExpressionKind::Test, line, std::move(value));
         test->text = expect_name();
-        if (!is_test(test->text) && conditions_ == 0)
-            fail_at(line, "the test \"" + printable(test->text.substr(0, 60)) + "\" is unknown");
+        if (!is_test(test->text) && conditions_ == 0) fail_at(line, no_test(test->text));
         if (is_operator("(")) {
-            test->arguments = parse_arguments();
+            parse_arguments(*test);
         } else if (begins_argument()) {
             if (is_name("is")) fail_at(line, "tests with `is` cannot be chained");
             test->arguments.push_back({"", parse_postfix(parse_primary())});
+            count_depth(*test, test->arguments[0].value.get());
         }
         return negated ? make_of(ExpressionKind::Not, line, std::move(test)) : std::move(test);
     }

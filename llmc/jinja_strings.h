@@ -3,6 +3,8 @@
 #pragma once
 
 #include <algorithm>
+#include <cinttypes>
+#include <cstdio>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -275,7 +277,47 @@ inline std::string escaped(std::string_view text) {
     return out;
 }
 
-// The printf-like format of Python's `%`, for %s, %r, %d, %i and %%, which is all that templates use of it.
+// One item of a format, as "%-5s" or "%05.2f".
+struct FormatItem {
+    std::string flags;
+    int64_t width = 0, precision = -1;  // -1: none is given
+    char kind = '\0';
+
+    // A text with spaces beside it, up to the width.
+    std::string padded(const std::string& text) const {
+        const auto size = static_cast<int64_t>(count_characters(text));
+        const std::string spaces(static_cast<size_t>(std::max<int64_t>(width - size, 0)), ' ');
+        return flags.find('-') != flags.npos ? text + spaces : spaces + text;
+    }
+    // As many characters of a text as the precision says.
+    std::string cut(const std::string& text) const {
+        return precision < 0 ? text : text.substr(0, byte_of(text, static_cast<size_t>(precision)));
+    }
+    std::string number(int64_t n) const {
+        if (precision >= 0) fail("a precision of %%%c is not supported", kind);
+        return format_with(("%" + flags + "*" PRId64).c_str(), static_cast<int>(width), n);
+    }
+    std::string number(double d) const {
+        return format_with(("%" + flags + "*.*" + kind).c_str(), static_cast<int>(width),
+                           static_cast<int>(precision < 0 ? 6 : precision), d);
+    }
+
+  private:
+    // printf into a string, with a pattern that is made while the program runs.
+    template <class... A>
+    static std::string format_with(const char* pattern, A... args) {
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wformat-nonliteral"
+#pragma GCC diagnostic ignored "-Wformat-security"
+        std::string text(static_cast<size_t>(snprintf(nullptr, 0, pattern, args...)), '\0');
+        snprintf(text.data(), text.size() + 1, pattern, args...);
+#pragma GCC diagnostic pop
+        return text;
+    }
+};
+
+// The printf-like format of Python's `%`, for %s, %r, %d, %i, %f, %e, %g and %%, with the flags "-", "+", " "
+// and "0", a width and a precision. text_of(i, item) gives the text of value i.
 template <class Text>
 std::string formatted(std::string_view pattern, size_t count, Text&& text_of) {
     std::string out;
@@ -285,15 +327,33 @@ std::string formatted(std::string_view pattern, size_t count, Text&& text_of) {
             out += pattern[at];
             continue;
         }
-        const char kind = ++at < pattern.size() ? pattern[at] : '\0';
-        if (kind == '%') {
+        const auto is_in = [&](std::string_view some) {
+            return at < pattern.size() && some.find(pattern[at]) != some.npos;
+        };
+        const auto number = [&] {
+            int64_t n = 0;
+            for (; is_in("0123456789"); at++) n = std::min<int64_t>(10 * n + (pattern[at] - '0'), 1'000'000);
+            return n;
+        };
+        FormatItem item;
+        for (at++; is_in("-+ 0"); at++) item.flags += pattern[at];
+        item.width = number();
+        if (is_in(".")) {
+            at++;
+            item.precision = number();
+        }
+        if (item.width > 10'000 || item.precision > 300)
+            fail("a width or precision in a format is too large");
+        item.kind = at < pattern.size() ? pattern[at] : '\0';
+        if (item.kind == '%') {
             out += '%';
             continue;
         }
-        if (std::string_view("srdi").find(kind) == std::string_view::npos || kind == '\0')
-            fail("the format \"%%%c\" is not supported in `%%`; %%s, %%r and %%d are", kind ? kind : ' ');
+        if (!is_in("srdifFeEgG"))
+            fail("the format \"%%%s\" is not supported in `%%`; %%s, %%r, %%d, %%i, %%f, %%e and %%g are",
+                 printable(std::string(1, item.kind ? item.kind : ' ')).c_str());
         if (used == count) fail("not enough arguments for format string");
-        out += text_of(used++, kind);
+        out += text_of(used++, item);
     }
     if (used < count) fail("not all arguments converted during string formatting");
     return out;

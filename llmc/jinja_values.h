@@ -59,6 +59,7 @@ enum class Kind {
     List,
     Tuple,
     Dict,
+    Generator,  // what filters like map and select give: a list that can be gone through once
     Namespace,  // namespace(): the only value that a template can change
     Loop,       // the variable `loop`
     Method,     // of a string, list or dict, as in `text.strip`
@@ -95,6 +96,7 @@ class Value {
     static Value undefined(std::string why);
     static Value list(Values items, Kind kind = Kind::List);
     static Value dict(Entries entries);
+    static Value generator(Values items, std::string error);
     static Value object(Kind kind, std::shared_ptr<const Object> object) {
         Value v(kind);
         v.object_ = std::move(object);
@@ -132,7 +134,7 @@ class Value {
     int depth() const { return object_ ? object_->depth : 0; }
 
     bool truth() const;
-    const Value* find(const Value& key) const;  // in a dict; null if it has no such key
+    const Value* find(Work& work, const Value& key) const;  // in a dict; null if it has no such key
     const Value* find(std::string_view key) const;
 
   private:
@@ -161,6 +163,14 @@ struct ListObject : Object {
 struct DictObject : Object {
     Entries entries;
 };
+// The items are made at once, where Jinja makes each when it is needed. So the error that ends them is kept
+// until they are used up.
+struct GeneratorObject : Object {
+    Values items;
+    std::string error;             // empty: there was none
+    mutable size_t next = 0;       // how many items were used
+    mutable bool is_left = false;  // a loop was left before its end, and how many it used is not known
+};
 // A namespace belongs to the run of the template; values only refer to it.
 struct Namespace {
     Entries attributes;
@@ -177,6 +187,11 @@ struct MethodObject : Object {
     const std::string name;
 };
 
+// Loops and methods are only used directly. In a list, `loop` could come to contain itself.
+inline void check_item(const Value& v) {
+    if (v.is(Kind::Loop) || v.is(Kind::Method))
+        fail("a list or dict that holds a %s is not supported", v.is(Kind::Loop) ? "loop" : "method");
+}
 inline void check_depth(int depth) {
     if (depth > kDeepestValue) fail("lists and dicts nest more than %d deep", kDeepestValue);
 }
@@ -189,18 +204,36 @@ inline Value Value::undefined(std::string why) {
 }
 inline Value Value::list(Values items, Kind kind) {
     auto made = std::make_shared<ListObject>();
-    for (const Value& item : items) made->depth = std::max(made->depth, item.depth() + 1);
+    for (const Value& item : items) {
+        check_item(item);
+        made->depth = std::max(made->depth, item.depth() + 1);
+    }
     check_depth(made->depth);
     made->items = std::move(items);
     return object(kind, std::move(made));
 }
 inline Value Value::dict(Entries entries) {
     auto made = std::make_shared<DictObject>();
-    for (const DictEntry& e : entries)
+    for (const DictEntry& e : entries) {
+        check_item(e.key);
+        check_item(e.value);
         made->depth = std::max({made->depth, e.key.depth() + 1, e.value.depth() + 1});
+    }
     check_depth(made->depth);
     made->entries = std::move(entries);
     return object(Kind::Dict, std::move(made));
+}
+
+inline Value Value::generator(Values items, std::string error) {
+    auto made = std::make_shared<GeneratorObject>();
+    for (const Value& item : items) {
+        check_item(item);
+        made->depth = std::max(made->depth, item.depth() + 1);
+    }
+    check_depth(made->depth);
+    made->items = std::move(items);
+    made->error = std::move(error);
+    return object(Kind::Generator, std::move(made));
 }
 
 inline const std::string& Value::text() const { return as<TextObject>().text; }
@@ -253,7 +286,9 @@ inline bool Value::truth() const {
 }
 
 // Python's ==. Values of different kinds differ, except numbers, and True and False, which are 1 and 0.
-inline bool equal(const Value& a, const Value& b) {
+// Values are shared, so a small template can make one that takes for ever to go through: each step is paid.
+inline bool equal(Work& work, const Value& a, const Value& b) {
+    work.spend();
     if (a.is_integer() && b.is_integer()) return a.integer() == b.integer();
     if (a.is_number() && b.is_number()) return a.number() == b.number();
     if (a.kind() != b.kind()) return false;
@@ -262,16 +297,20 @@ inline bool equal(const Value& a, const Value& b) {
         case Kind::None:
             return true;
         case Kind::String:
+            if (a.text().size() != b.text().size()) return false;
+            work.spend(a.text().size());
             return a.text() == b.text();
         case Kind::List:
         case Kind::Tuple: {
             const Values &x = a.items(), &y = b.items();
-            return x.size() == y.size() && std::equal(x.begin(), x.end(), y.begin(), equal);
+            const auto same = [&](const Value& one, const Value& other) { return equal(work, one, other); };
+            return x.size() == y.size() && std::equal(x.begin(), x.end(), y.begin(), same);
         }
         case Kind::Dict: {
             if (a.entries().size() != b.entries().size()) return false;
             for (const DictEntry& e : a.entries())
-                if (const Value* other = b.find(e.key); !other || !equal(e.value, *other)) return false;
+                if (const Value* other = b.find(work, e.key); !other || !equal(work, e.value, *other))
+                    return false;
             return true;
         }
         default:
@@ -279,9 +318,9 @@ inline bool equal(const Value& a, const Value& b) {
     }
 }
 
-inline const Value* Value::find(const Value& key) const {
+inline const Value* Value::find(Work& work, const Value& key) const {
     for (const DictEntry& e : entries())
-        if (equal(e.key, key)) return &e.value;
+        if (equal(work, e.key, key)) return &e.value;
     return nullptr;
 }
 inline const Value* Value::find(std::string_view key) const {
@@ -291,13 +330,21 @@ inline const Value* Value::find(std::string_view key) const {
 }
 
 // Adds an entry, or replaces the value of a key that is there.
-inline void put(Entries& entries, const Value& key, const Value& value) {
+inline void put(Work& work, Entries& entries, const Value& key, const Value& value) {
     for (DictEntry& e : entries)
-        if (equal(e.key, key)) {
+        if (equal(work, e.key, key)) {
             e.value = value;
             return;
         }
     entries.push_back({key, value});
+}
+inline void put(Entries& entries, std::string_view key, const Value& value) {
+    for (DictEntry& e : entries)
+        if (e.key.is_string() && e.key.text() == key) {
+            e.value = value;
+            return;
+        }
+    entries.push_back({Value::string(std::string(key)), value});
 }
 
 // The name of a value's type, as Python's error messages give it.
@@ -321,6 +368,8 @@ inline const char* type_name(const Value& v) {
             return "tuple";
         case Kind::Dict:
             return "dict";
+        case Kind::Generator:
+            return "generator";
         case Kind::Namespace:
             return "namespace";
         case Kind::Loop:
@@ -401,15 +450,17 @@ inline std::string repr_of_text(std::string_view text) {
     return out + quote;
 }
 
-inline std::string joined(const Values& items, const char* open, const char* close,
-                          std::string (*write)(const Value&)) {
+inline std::string repr(Work& work, const Value& v);
+inline std::string joined(Work& work, const Values& items, const char* open, const char* close) {
     std::string out = open;
-    for (size_t i = 0; i < items.size(); i++) (out += i > 0 ? ", " : "") += write(items[i]);
+    for (size_t i = 0; i < items.size(); i++) (out += i > 0 ? ", " : "") += repr(work, items[i]);
+    work.spend(out.size());
     return out + close;
 }
 
 // Python's repr().
-inline std::string repr(const Value& v) {
+inline std::string repr(Work& work, const Value& v) {
+    work.spend(v.is_string() ? v.text().size() : 0);
     switch (v.kind()) {
         case Kind::Undefined:
             return "Undefined";
@@ -424,24 +475,29 @@ inline std::string repr(const Value& v) {
         case Kind::String:
             return repr_of_text(v.text());
         case Kind::List:
-            return joined(v.items(), "[", "]", repr);
+            return joined(work, v.items(), "[", "]");
         case Kind::Tuple:
-            return joined(v.items(), "(", v.items().size() == 1 ? ",)" : ")", repr);
+            return joined(work, v.items(), "(", v.items().size() == 1 ? ",)" : ")");
         case Kind::Dict: {
             std::string out = "{";
             for (const DictEntry& e : v.entries())
-                (out += out.size() > 1 ? ", " : "") += repr(e.key) + ": " + repr(e.value);
+                (out += out.size() > 1 ? ", " : "") += repr(work, e.key) + ": " + repr(work, e.value);
+            work.spend(out.size());
             return out + "}";
         }
+        case Kind::Generator:
+            fail("a generator, as filters like map and select give, cannot be printed: put | list after it");
         default:
             fail("a %s cannot be printed", type_name(v));
     }
 }
 
 // Python's str(): what `{{ value }}` prints.
-inline std::string str(const Value& v) {
-    if (v.is_string()) return v.text();
-    return v.is_undefined() ? "" : repr(v);
+inline std::string str(Work& work, const Value& v) {
+    if (v.is_undefined()) return "";
+    if (!v.is_string()) return repr(work, v);
+    work.spend(v.text().size());
+    return v.text();
 }
 
 // ---- JSON
@@ -473,11 +529,12 @@ inline std::string json_string(std::string_view text, bool ascii) {
 }
 
 // The text of a dict's key in JSON, where keys are strings.
-inline std::string json_key(const Value& key) {
+inline std::string json_key(Work& work, const Value& key) {
+    work.spend(key.is_string() ? key.text().size() : 0);
     if (key.is_string()) return key.text();
     if (key.is(Kind::None)) return "null";
     if (key.is(Kind::Bool)) return key.integer() ? "true" : "false";
-    if (key.is_number()) return repr(key);
+    if (key.is_number()) return repr(work, key);
     fail("tojson: a %s cannot be a key in JSON", type_name(key));
 }
 
@@ -493,11 +550,11 @@ class JsonWriter {
             case Kind::Bool:
                 return v.integer() ? "true" : "false";
             case Kind::Int:
-                return repr(v);
+                return repr(work_, v);
             case Kind::Float:
                 return std::isnan(v.number())   ? "NaN"
                        : std::isinf(v.number()) ? (v.number() < 0 ? "-Infinity" : "Infinity")
-                                                : repr(v);
+                                                : repr(work_, v);
             case Kind::String:
                 work_.spend(v.text().size());
                 return json_string(v.text(), style_.ascii);
@@ -523,18 +580,20 @@ class JsonWriter {
     }
     std::string dict(Entries entries) {
         if (style_.sorts_keys)
-            std::stable_sort(entries.begin(), entries.end(), [](const DictEntry& a, const DictEntry& b) {
-                return json_key(a.key) < json_key(b.key);
+            std::stable_sort(entries.begin(), entries.end(), [&](const DictEntry& a, const DictEntry& b) {
+                return json_key(work_, a.key) < json_key(work_, b.key);
             });
         std::string out = "{";
         depth_++;
         for (const DictEntry& e : entries) {
             begin_item(out);
-            out += json_string(json_key(e.key), style_.ascii) + style_.key_separator + write(e.value);
+            work_.spend(style_.key_separator.size());
+            out += json_string(json_key(work_, e.key), style_.ascii) + style_.key_separator + write(e.value);
         }
         return end(out, !entries.empty(), "}");
     }
     void begin_item(std::string& out) {
+        work_.spend(style_.item_separator.size());
         if (out.size() > 1) out += style_.item_separator;
         break_line(out);
     }
@@ -544,8 +603,9 @@ class JsonWriter {
         work_.spend(out.size());
         return out + close;
     }
-    void break_line(std::string& out) const {
+    void break_line(std::string& out) {
         if (!style_.breaks_lines) return;
+        work_.spend(static_cast<size_t>(depth_) * style_.indent.size());
         out += '\n';
         for (int i = 0; i < depth_; i++) out += style_.indent;
     }

@@ -1209,8 +1209,9 @@ int main(int argc, char** argv) {
             tell_launcher_of(rank);
             see_own_gpu(rank);
             memory_free_at_start();  // before any of the ranks takes much
-            engine = connect_ranks(rank);
-            engine->on_lost = [&](const std::string& line) { lose_ranks(*engine, rank, errors, line); };
+            engine = connect_ranks(rank, [&](RankEngine& lost_by, const std::string& line) {
+                lose_ranks(lost_by, rank, errors, line);
+            });
         }
         const int code = run(argc, argv, engine.get());
         if (code) tell_parent(code);

@@ -95,12 +95,10 @@ class RankEngine {
         std::vector<char> all(static_cast<size_t>(rank.count));
         gather("", 1, all.data(), rank.count);
     }
-    // Ranks send each other signs of life. If none comes from a rank for this long, it is lost, and on_lost()
-    // is called with a line that names it, by another thread than the caller's. A rank that is slow, or waits
-    // for a disk, is not lost.
+    // Ranks send each other signs of life. If none comes from a rank for this long, it is lost (see OnLost).
+    // A rank that is slow, or waits for a disk, is not lost.
     virtual void set_patience(double seconds) = 0;
-    std::function<void(const std::string& line)> on_lost;
-    // Says where this rank is, for that line.
+    // Says where this rank is, for the line that OnLost gets.
     virtual void set_where(const std::string& where) = 0;
     // Starts an exchange, which goes on beside the computation, after those that were started before.
     // finish(n) waits for the n-th exchange that was started, from 0, and for all before it.
@@ -117,8 +115,12 @@ class RankEngine {
     static constexpr size_t kMostBytes = size_t{1} << 30;
 };
 
+// Called when ranks are lost, with a line that names them, by another thread than the main one. It must end
+// the process.
+using OnLost = std::function<void(RankEngine& engine, const std::string& line)>;
+
 // Connects this process to the other ranks. Fails with the reason if this build, or this machine, has no MPI.
-std::unique_ptr<RankEngine> connect_ranks(const Rank& rank);
+std::unique_ptr<RankEngine> connect_ranks(const Rank& rank, OnLost on_lost);
 // A command that starts ranks on this machine: the names that mpirun may have, and its arguments, which stand
 // before the program's.
 struct RankLauncher {

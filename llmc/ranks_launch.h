@@ -55,8 +55,9 @@ inline FILE* open_rank_streams(const Rank& rank) {
 }
 
 // In a rank that ends by itself and not well: tells the launching process its exit code, which MPI's
-// launchers do not pass on reliably.
+// launchers do not pass on reliably. From then on it gets no signals from that process.
 inline void tell_parent(int code) {
+    clear_own_entry();
     if (const auto parent = number_in_environment(kParentVariable)) {
         sigval value{};
         value.sival_int = code;
@@ -75,15 +76,16 @@ inline void on_exit_code(int, siginfo_t* info, void*) {
 
 inline volatile std::sig_atomic_t stopped_by = 0, stopped_again_by = 0;  // signals that asked to stop
 
-// Sends a signal to the ranks that have begun; else to MPI's launcher, from which OpenMPI's ranks get it.
+// Sends kStopRanks or SIGUSR1 to the ranks that have begun; the others see on the page that it was sent.
+// Without a page it goes to MPI's launcher, from which OpenMPI's ranks get it.
 inline void signal_ranks(int signal) {
-    bool has_ranks = false;
-    for (int r = 0; run_page && r < static_cast<int>(std::size(run_page->ranks)); r++)
-        if (const pid_t rank = run_page->ranks[r]; rank > 0) {
-            kill(rank, signal);
-            has_ranks = true;
-        }
-    if (!has_ranks) kill(mpirun_pid, signal);
+    if (!run_page) {
+        kill(mpirun_pid, signal);
+        return;
+    }
+    (signal == kStopRanks ? run_page->stop : run_page->save) = true;
+    for (const std::atomic<pid_t>& entry : run_page->ranks)
+        if (const pid_t rank = entry; rank > 0) kill(rank, signal);
 }
 
 // The first Ctrl-C or SIGTERM stops the ranks after their micro-batch, so that they can save; the second
@@ -104,11 +106,12 @@ inline void pass_on_signal(int signal) {
 }
 
 struct EndedRank {
-    int rank = -1, signal = 0;  // -1: one of them
+    int rank = -1;                  // -1: one of them
+    int signal = 0, exit_code = 0;  // one of the two is 0
 };
 // The rank that a signal has ended, in the words of OpenMPI's launcher ("rank 2 with PID 0 on node a exited
-// on signal 9"). MPICH's names one of those that have ended since then ("BAD TERMINATION ...", "EXIT CODE:
-// 9").
+// on signal 9"). MPICH's names no rank ("... EXIT STRING: Killed (signal 9)"), and the exit code of one that
+// has ended by itself ("EXIT CODE: 1").
 inline std::optional<EndedRank> ended_rank(const std::string& said) {
     EndedRank ended;
     if (const size_t at = said.find("exited on signal"); at != said.npos) {
@@ -117,15 +120,19 @@ inline std::optional<EndedRank> ended_rank(const std::string& said) {
         sscanf(said.c_str() + at, "exited on signal %d", &ended.signal);
         return ended;
     }
-    const size_t code = said.find("EXIT CODE: ");
-    if (code == said.npos || sscanf(said.c_str() + code, "EXIT CODE: %d", &ended.signal) != 1 ||
-        ended.signal >= NSIG)
+    if (const size_t text = said.find("EXIT STRING: "); text != said.npos) {
+        const size_t at = said.find("(signal ", text);
+        if (at != said.npos && sscanf(said.c_str() + at, "(signal %d)", &ended.signal) == 1) return ended;
+    }
+    const size_t at = said.find("EXIT CODE: ");
+    if (at == said.npos || sscanf(said.c_str() + at, "EXIT CODE: %d", &ended.exit_code) != 1)
         return std::nullopt;
     return ended;
 }
 
-// What MPI's launcher said about a rank that ended without a message of its own, in one line.
-inline std::string why_ranks_ended(const std::string& said) {
+// What MPI's launcher, which ended with this exit code, said about a rank that ended without a message of its
+// own, in one line.
+inline std::string why_ranks_ended(const std::string& said, int code) {
     const std::optional<EndedRank> ended = ended_rank(said);
     if (!ended) {
         for (size_t begin = 0; begin < said.size();) {
@@ -134,12 +141,15 @@ inline std::string why_ranks_ended(const std::string& said) {
             if (line.find_first_not_of("- \t") != line.npos) return "MPI's launcher: " + line;
             begin = end + 1;
         }
-        return "the ranks ended without saying why";
+        return format("the ranks ended with exit code %d and without saying why", code);
     }
     const std::string where = run_page ? run_page->where : "";
     const std::string who = ended->rank < 0 ? "a rank" : format("rank %d", ended->rank);
-    return format("%s (host %s) was ended by signal %d (%s)%s%s", who.c_str(), host_name().c_str(),
-                  ended->signal, strsignal(ended->signal), where.empty() ? "" : " ", where.c_str());
+    const std::string how =
+        ended->signal ? format("was ended by signal %d (%s)", ended->signal, strsignal(ended->signal))
+                      : format("ended with exit code %d", ended->exit_code);
+    return format("%s (host %s) %s%s%s", who.c_str(), host_name().c_str(), how.c_str(),
+                  where.empty() ? "" : " ", where.c_str());
 }
 
 // In the child process: becomes MPI's launcher, which starts this program again as the ranks.
@@ -207,6 +217,6 @@ inline int launch_ranks(int count, char** argv) {
     if (code == 127 && said.empty())
         fail("--devices %d: there is no %s: make deps installs it (openmpi-bin)", count,
              launcher.names.back().c_str());
-    if (code) fail("--devices %d: %s", count, why_ranks_ended(said).c_str());
+    if (code) fail("--devices %d: %s", count, why_ranks_ended(said, code).c_str());
     return 0;
 }

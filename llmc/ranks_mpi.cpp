@@ -41,7 +41,6 @@ struct Mpi {
     decltype(&MPI_Irecv) const irecv = function<decltype(&MPI_Irecv)>("MPI_Irecv");
     decltype(&MPI_Test) const test = function<decltype(&MPI_Test)>("MPI_Test");
     decltype(&MPI_Testall) const test_all = function<decltype(&MPI_Testall)>("MPI_Testall");
-    decltype(&MPI_Wait) const wait = function<decltype(&MPI_Wait)>("MPI_Wait");
     decltype(&MPI_Cancel) const cancel = function<decltype(&MPI_Cancel)>("MPI_Cancel");
     decltype(&MPI_Abort) const abort = function<decltype(&MPI_Abort)>("MPI_Abort");
     decltype(&MPI_Finalize) const finalize = function<decltype(&MPI_Finalize)>("MPI_Finalize");
@@ -110,8 +109,9 @@ class SignsOfLife {
                 p.has_ended = p.sign == kEnds;
                 if (!p.has_ended) receive(p, r);
             }
-            if (p.has_ended) return;
-            if (is_time && !ends_ && is_complete(p.sent)) send(p, r, &kAlive);
+            const bool is_taken = is_complete(p.sent);
+            if (p.has_ended && is_taken) p.silent = 0;  // it sends no more, and waits for this rank to end
+            if (is_time && !ends_ && is_taken) send(p, r, &kAlive);
             p.is_lost = p.silent > patience;
             lost |= p.is_lost;
         });
@@ -127,24 +127,27 @@ class SignsOfLife {
         });
         return all;
     }
-    // True if this rank is the first of those that go on.
+    // True if this rank is the first of those that are not lost.
     bool is_first_alive() {
         bool is_first = true;
-        for_each_peer(
-            [&](const Peer& p, int r) { is_first &= r > rank_.number || p.is_lost || p.has_ended; });
+        for_each_peer([&](const Peer& p, int r) { is_first &= r > rank_.number || p.is_lost; });
         return is_first;
     }
     // Tells the others that no more will come, and waits until all have said so: MPI must end with no message
-    // on its way. Returns true if a rank is lost.
+    // on its way. Returns true if a rank is lost; if it turns out that it is not, call it again.
     bool end(double patience) {
         ends_ = true;
-        for_each_peer([&](Peer& p, int r) {
-            mpi_.wait(&p.sent, MPI_STATUS_IGNORE);
-            send(p, r, &kEnds);
-        });
         for (;;) {
             bool all_ended = true;
-            for_each_peer([&](Peer& p, int) { all_ended &= p.has_ended && is_complete(p.sent); });
+            for_each_peer([&](Peer& p, int r) {
+                bool is_taken = is_complete(p.sent);
+                if (is_taken && !p.is_told) {
+                    send(p, r, &kEnds);
+                    p.is_told = true;
+                    is_taken = is_complete(p.sent);
+                }
+                all_ended &= is_taken && p.has_ended;
+            });
             if (all_ended) return false;
             if (exchange(patience)) return true;
             usleep(1000);
@@ -152,13 +155,14 @@ class SignsOfLife {
     }
 
   private:
-    // Another rank: a sign that is received from it, and one that is sent to it; and for how many seconds
-    // none has come.
+    // Another rank: a sign that is received from it, and one that is sent to it; for how many seconds none
+    // has come, or, if it has ended, the latest sign was not taken; and whether it is told that this rank
+    // ends.
     struct Peer {
         MPI_Request received, sent;
         char sign = 0;
         double silent = 0;
-        bool has_ended = false, is_lost = false;
+        bool has_ended = false, is_lost = false, is_told = false;
     };
     static constexpr int kTag = 1;
     static constexpr char kAlive = 'a', kEnds = 'e';
@@ -190,7 +194,8 @@ class SignsOfLife {
 
 class MpiEngine : public RankEngine {
   public:
-    explicit MpiEngine(const Rank& rank) : rank_(rank), signs_(mpi_, rank) {
+    MpiEngine(const Rank& rank, OnLost on_lost)
+        : rank_(rank), on_lost_(std::move(on_lost)), signs_(mpi_, rank) {
         int threads = MPI_THREAD_SINGLE;  // the worker calls MPI, and the main thread only while it does not
         if (mpi_.init(nullptr, nullptr, MPI_THREAD_SERIALIZED, &threads) != MPI_SUCCESS)
             fail("--devices: MPI does not start");
@@ -229,7 +234,10 @@ class MpiEngine : public RankEngine {
         alarm(10);  // in case that MPI waits for ranks that cannot be reached
         const int nowhere = open("/dev/null", O_WRONLY | O_CLOEXEC);
         dup2(nowhere, STDERR_FILENO);  // the error was reported; MPICH says that there was one
-        mpi_.abort(mpi_.world, code);
+        if (is_worker_) abort(code);
+        end_code_ = code;  // the worker may be inside MPI: it ends all when it is not
+        for (int i = 0; i < 2000 && !is_aborting_; i++) usleep(1000);
+        abort(code);
     }
     int on_this_machine() const override { return on_this_machine_; }
 
@@ -283,17 +291,39 @@ class MpiEngine : public RankEngine {
         for (int done = 0; !done;) {
             mpi_.test_all(static_cast<int>(requests_.size()), requests_.data(), &done, MPI_STATUSES_IGNORE);
             if (done) break;
-            if (signs_.exchange(patience_)) lose();
+            watch();
             sched_yield();
         }
     }
-    // Ranks are lost. The first of those that go on says so; the others give it time to end them.
+    // What is done between MPI's calls: ends all ranks if the main thread asks for that, and exchanges signs
+    // of life.
+    void watch() {
+        abort_if_asked();
+        if (signs_.exchange(patience_)) lose();
+    }
+    void abort_if_asked() {
+        if (const int code = end_code_; code != kGoesOn) abort(code);
+    }
+    // If another thread does it already, waits until it, or the alarm, has ended this process.
+    [[noreturn]] void abort(int code) {
+        while (is_aborting_.exchange(true)) pause();
+        mpi_.abort(mpi_.world, code);
+        _exit(code);
+    }
+    // Ranks are lost. The first of the others says so. The rest give it time to end them, longer than its
+    // alarm. If all that were lost have come back by then, they were only slow.
     void lose() {
-        if (!signs_.is_first_alive()) sleep(3);
+        if (!signs_.is_first_alive())
+            for (const auto until = Clock::now() + std::chrono::seconds(12); Clock::now() < until;) {
+                abort_if_asked();
+                signs_.exchange(patience_);
+                usleep(1000);
+            }
+        const std::string lost = signs_.lost_ranks();
+        if (lost.empty()) return;
         const std::lock_guard lock(mutex_);
-        if (on_lost)
-            on_lost(format("no sign of life from %s for %.0f s (--advanced patience), %s",
-                           signs_.lost_ranks().c_str(), patience_.load(), where_.c_str()));
+        on_lost_(*this, format("no sign of life from %s for %.0f s (--advanced patience), %s", lost.c_str(),
+                               patience_.load(), where_.c_str()));
     }
 
     // MPI moves bytes only while a thread is inside one of its calls, so a worker thread makes all of them,
@@ -306,12 +336,13 @@ class MpiEngine : public RankEngine {
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
     void work() {
+        is_worker_ = true;
         std::unique_lock lock(mutex_);
         while (!ends_) {
             const Parts* const parts = waiting_.empty() ? nullptr : &waiting_.front();
             lock.unlock();
             if (parts) move(parts->send, parts->receive);
-            if (signs_.exchange(patience_)) lose();
+            watch();
             lock.lock();
             if (parts) {
                 if (parts->is_numbered) times_[done_++ % times_.size()].ended = Clock::now();
@@ -321,7 +352,7 @@ class MpiEngine : public RankEngine {
             changed_.wait_for(lock, SignsOfLife::kTick, [this] { return ends_ || !waiting_.empty(); });
         }
         lock.unlock();
-        if (signs_.end(patience_)) lose();
+        while (signs_.end(patience_)) lose();
     }
     template <class Change>
     void change(Change&& change) {
@@ -341,6 +372,7 @@ class MpiEngine : public RankEngine {
     }
 
     const Rank rank_;
+    const OnLost on_lost_;
     const Mpi mpi_;
     SignsOfLife signs_;
     int on_this_machine_ = 1;
@@ -356,6 +388,10 @@ class MpiEngine : public RankEngine {
     std::deque<Parts> waiting_;  // exchanges that are not complete
     size_t started_ = 0, done_ = 0;
     bool ends_ = false;
+    static constexpr int kGoesOn = -1;
+    std::atomic<int> end_code_ = kGoesOn;    // with which the worker shall end all ranks
+    std::atomic<bool> is_aborting_ = false;  // a thread ends all ranks
+    static inline thread_local bool is_worker_ = false;
     struct Times {
         Clock::time_point began, ended;
     };
@@ -365,7 +401,9 @@ class MpiEngine : public RankEngine {
 
 }  // namespace
 
-std::unique_ptr<RankEngine> connect_ranks(const Rank& rank) { return std::make_unique<MpiEngine>(rank); }
+std::unique_ptr<RankEngine> connect_ranks(const Rank& rank, OnLost on_lost) {
+    return std::make_unique<MpiEngine>(rank, std::move(on_lost));
+}
 
 RankLauncher rank_launcher(int count) {
 #ifdef OPEN_MPI
@@ -386,7 +424,7 @@ namespace {
 constexpr const char* kNoMpi =
     "--devices: this build has no MPI: make deps installs it (libopenmpi-dev, openmpi-bin), then make again";
 }
-std::unique_ptr<RankEngine> connect_ranks(const Rank&) { fail(kNoMpi); }
+std::unique_ptr<RankEngine> connect_ranks(const Rank&, OnLost) { fail(kNoMpi); }
 RankLauncher rank_launcher(int) { fail(kNoMpi); }
 
 #endif

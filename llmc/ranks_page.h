@@ -8,6 +8,8 @@
 #include <sys/types.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <iterator>
@@ -15,11 +17,15 @@
 
 #include "llmc/error.h"
 #include "llmc/ranks.h"
+#include "llmc/signals.h"
 
 struct RunPage {
     char where[1024];
-    pid_t ranks[4096];
+    std::atomic<pid_t> ranks[4096];  // 0: not begun, or at its end
+    // Signals that the launching process was asked to send to all ranks, for ranks that begin after that.
+    std::atomic<bool> stop, save;
 };
+static_assert(std::atomic<pid_t>::is_always_lock_free && std::atomic<bool>::is_always_lock_free);
 constexpr const char* kPageVariable = "LLMC_PAGE";
 inline RunPage* run_page = nullptr;
 
@@ -32,7 +38,13 @@ inline void make_run_page() {
     run_page = static_cast<RunPage*>(at);
     setenv(kPageVariable, format("/proc/%d/fd/%d", getpid(), fd).c_str(), 1);
 }
-// In a rank: opens the page, and says which process this rank is.
+// In a rank: its entry. It is cleared before the process ends, because another may get its number.
+inline std::atomic<pid_t>* own_entry = nullptr;
+inline void clear_own_entry() {
+    if (own_entry) *own_entry = 0;
+}
+// In a rank: opens the page, and says which process this rank is. Signals that were sent to all ranks before
+// that reach it now.
 inline void tell_launcher_of(const Rank& rank) {
     const char* const path = getenv(kPageVariable);
     const int fd = path ? open(path, O_RDWR | O_CLOEXEC) : -1;
@@ -41,7 +53,13 @@ inline void tell_launcher_of(const Rank& rank) {
     close(fd);
     if (at == MAP_FAILED) return;
     run_page = static_cast<RunPage*>(at);
-    if (rank.number < static_cast<int>(std::size(run_page->ranks))) run_page->ranks[rank.number] = getpid();
+    if (rank.number >= static_cast<int>(std::size(run_page->ranks))) return;
+    own_entry = &run_page->ranks[rank.number];
+    before_exit = clear_own_entry;
+    atexit(clear_own_entry);
+    *own_entry = getpid();
+    if (run_page->save) raise(SIGUSR1);
+    if (run_page->stop) raise(kStopRanks);
 }
 // In the first rank: says where the run is.
 inline void tell_launcher(const std::string& where) {

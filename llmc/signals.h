@@ -20,6 +20,13 @@ inline volatile std::sig_atomic_t asked_to_save = 0;
 inline const char* when_interrupted = "";
 inline const char* when_asked_to_save = "";
 
+// For signal handlers: ends the process at once, after before_exit, if that is set.
+inline void (*before_exit)() = nullptr;
+[[noreturn]] inline void exit_at_once(int code) {
+    if (before_exit) before_exit();
+    _exit(code);
+}
+
 // Writes a line to stderr; safe in a signal handler.
 inline void tell(const char* line) {
     [[maybe_unused]] const ssize_t told = write(STDERR_FILENO, line, strlen(line));
@@ -70,11 +77,12 @@ inline void signals_of_conversation() {
 }
 
 // For the whole program: a write beyond ulimit -f fails like any other write instead of killing the process,
-// and SIGUSR1, with which schedulers warn, is remembered until there is something to save.
+// and SIGUSR1, with which schedulers warn, is remembered until there is something to save. Until then,
+// kStopRanks ends a rank at once.
 inline void prepare_signals() {
     std::signal(SIGXFSZ, SIG_IGN);
     handle_signal(SIGUSR1, on_save_request);
-    if (getenv(kParentVariable)) std::signal(kStopRanks, [](int) { _exit(128 + SIGINT); });  // until then
+    if (getenv(kParentVariable)) std::signal(kStopRanks, [](int) { exit_at_once(128 + SIGINT); });
 }
 
 // From here on, signals stop the run after the current micro-batch or token: from Ctrl-C, a scheduler whose
@@ -96,7 +104,7 @@ inline void stop_on_signals(bool saves) {
         struct sigaction action = {}, before = {};
         action.sa_flags = SA_RESTART | SA_SIGINFO;
         action.sa_sigaction = [](int number, siginfo_t* info, void*) {
-            if (info->si_pid == getppid()) _exit(128 + number);
+            if (info->si_pid == getppid()) exit_at_once(128 + number);
             on_interrupt(number);
         };
         sigaction(signal, &action, &before);

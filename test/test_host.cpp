@@ -404,7 +404,7 @@ TEST(Options, WholeNumbersMayHaveAnExponent) {
     EXPECT_EQ(o.steps, 1000);
     EXPECT_EQ(o.batch, 15);
     EXPECT_EQ(o.seed, 1000000000000000u);
-    EXPECT_EQ(o.top_k, 2);
+    EXPECT_EQ(o.sampling.top_k, 2);
     EXPECT_EQ(o.warmup, 7);
     EXPECT_EQ(parse({"--seed", "18446744073709549568"}).seed, 18446744073709549568u);
     for (const char* wrong : {"1.5e0", "1e-1", "1e20", "e3", "1e", "1e3x"})

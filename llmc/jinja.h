@@ -312,6 +312,7 @@ class Evaluator {
             if (over.is(Kind::Generator) && at + 1 < count) over.as<GeneratorObject>().is_left = true;
             break;
         }
+        at = std::min(at, std::max<size_t>(count, 1) - 1);  // as a namespace can keep the variable `loop`
         if (completes) return Flow::On;
         const Inside inside(*this, scope_);
         return execute(s.otherwise);  // `break` and `continue` there are those of the loop around this one

@@ -285,6 +285,7 @@ struct FormatItem {
 
     // A text with spaces beside it, up to the width.
     std::string padded(const std::string& text) const {
+        if (width == 0) return text;
         const auto size = static_cast<int64_t>(count_characters(text));
         const std::string spaces(static_cast<size_t>(std::max<int64_t>(width - size, 0)), ' ');
         return flags.find('-') != flags.npos ? text + spaces : spaces + text;

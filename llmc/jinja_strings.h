@@ -307,12 +307,8 @@ struct FormatItem {
     // printf into a string, with a pattern that is made while the program runs.
     template <class... A>
     static std::string format_with(const char* pattern, A... args) {
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wformat-nonliteral"
-#pragma GCC diagnostic ignored "-Wformat-security"
         std::string text(static_cast<size_t>(snprintf(nullptr, 0, pattern, args...)), '\0');
         snprintf(text.data(), text.size() + 1, pattern, args...);
-#pragma GCC diagnostic pop
         return text;
     }
 };

@@ -312,6 +312,7 @@ class Evaluator {
             if (over.is(Kind::Generator) && at + 1 < count) over.as<GeneratorObject>().is_left = true;
             break;
         }
+        at = std::min(at, std::max<size_t>(count, 1) - 1);  // as a namespace can keep the variable `loop`
         if (completes) return Flow::On;
         const Inside inside(*this, scope_);
         return execute(s.otherwise);  // `break` and `continue` there are those of the loop around this one
@@ -462,9 +463,9 @@ class Evaluator {
         const std::vector<Argument>& parameters = macro.macro->parameters;
         if (given.positional.size() > parameters.size())
             fail("macro '%s' takes not more than %zu argument(s)", macro.name.c_str(), parameters.size());
-        for (const auto& [name, value] : given.named)
-            if (std::ranges::none_of(parameters, [&](const Argument& p) { return p.name == name; }))
-                fail("macro '%s' takes no keyword argument '%s'", macro.name.c_str(), name.c_str());
+        for (const auto& argument : given.named)
+            if (std::ranges::none_of(parameters, [&](const Argument& p) { return p.name == argument.first; }))
+                fail("macro '%s' takes no keyword argument '%s'", macro.name.c_str(), argument.first.c_str());
         const Inside inside(*this, macro.scope);
         macros_++;
         for (size_t i = 0; i < parameters.size(); i++) {

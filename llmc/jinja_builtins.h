@@ -898,6 +898,7 @@ inline Value filter_indent(Work& work, const Value& v, const Arguments& a) {
 
 // Python's int(text) or float(text) of a decimal number; nothing if it is none.
 inline std::optional<double> number_in(std::string_view text, bool whole) {
+    if (text.find_first_of("\x1c\x1d\x1e\x1f") != text.npos) return std::nullopt;  // no white space here
     std::string digits(strip(text));
     const size_t sign = digits.starts_with('-') || digits.starts_with('+') ? 1 : 0;
     if (digits.size() == sign || digits.size() > 400) return std::nullopt;
@@ -917,7 +918,7 @@ inline Value filter_int(Work&, const Value& v, const Arguments& a) {
     const Value otherwise = p.has(0) ? p[0] : Value::integer(0);
     if (v.is_integer()) return Value::integer(v.integer());
     if (v.is_string())
-        if (const std::string digits(strip(v.text())); number_in(digits, true) && digits.size() <= 18)
+        if (const std::string digits(strip(v.text())); number_in(v.text(), true) && digits.size() <= 18)
             return Value::integer(std::stoll(digits));
     const std::optional<double> number = v.is(Kind::Float) ? std::optional(v.number())
                                          : v.is_string()   ? number_in(v.text(), false)

@@ -285,6 +285,7 @@ struct FormatItem {
 
     // A text with spaces beside it, up to the width.
     std::string padded(const std::string& text) const {
+        if (width == 0) return text;
         const auto size = static_cast<int64_t>(count_characters(text));
         const std::string spaces(static_cast<size_t>(std::max<int64_t>(width - size, 0)), ' ');
         return flags.find('-') != flags.npos ? text + spaces : spaces + text;
@@ -306,12 +307,8 @@ struct FormatItem {
     // printf into a string, with a pattern that is made while the program runs.
     template <class... A>
     static std::string format_with(const char* pattern, A... args) {
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wformat-nonliteral"
-#pragma GCC diagnostic ignored "-Wformat-security"
         std::string text(static_cast<size_t>(snprintf(nullptr, 0, pattern, args...)), '\0');
         snprintf(text.data(), text.size() + 1, pattern, args...);
-#pragma GCC diagnostic pop
         return text;
     }
 };

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import subprocess
 
 import compare_chat_templates as compare
 import numpy as np
@@ -54,7 +55,7 @@ CONSTRUCTS = r"""
 {{ 'a-b-é-b'.find('b', 3) }} {{ 'abab'.find('a', 1, 2) }} {{ 'abab'.rfind('a', 0, 2) }} {{ 'abab'.find('', 9) }} {{ 'abab'.count('a', 1) }} {{ 'abab'.count('b', 0, -1) }} {{ 'abab'.count('', 2) }} {{ 'abab'.index('b', -2) }} {{ 'abab'.startswith('', 9) }} {{ 'abab'.startswith('b', -1) }}
 {{ ' 12 ' | int }} {{ '\u200312\u3000' | int }} {{ '\x1c+7\x85' | int }} {{ '\u2003-3.9' | int }} {{ '--5' | int }} {{ '' | int(4) }}
 {{ messages | selectattr('role', '==', 'user') | list | length }} {{ [1, 2, 3] | select('>=', 2) | list }} {{ [1, 2, 3] | reject('<', 3) | list }} {{ [1, 2] | select('!=', 1) | list }} {{ [1, 2, 3] | select('<=', 2) | list }} {{ [1, 2] | select('>', 1) | list }} {{ 1 is ge 1 }} {{ ('<' | e) is escaped }}
-{% if [] | select %}yes{% endif %} {% if messages | selectattr('role', 'equalto', 'nobody') %}yes{% else %}no{% endif %} {{ 'a' if names | map('upper') else 'b' }} {% if names | map('upper') | list %}yes{% endif %} {{ ([] | unique and 1) }} {{ ({} | items and 1) }} {{ ([] | reverse and 1) }} {{ [] | map('upper') or 2 is defined }}
+{% if [] | select %}yes{% endif %} {% if messages | selectattr('role', 'equalto', 'nobody') %}yes{% else %}no{% endif %} {{ 'a' if names | map('upper') else 'b' }} {% if names | map('upper') | list %}yes{% endif %} {{ ([] | unique and 1) }} {{ ({} | items and 1) }} {{ ([] | reverse and 1) }} {{ ([] | map('upper') or 2) is defined }}
 {% set g = names | map('upper') %}{{ g | list }} {{ g | list }} {{ g | join }} {% set g = [1, 2, 3] | select %}{{ g | first }}{{ g | first }}{{ g | list }}{{ g | first }} {% set g = [1, 2, 3] | select %}{{ 2 in g }} {{ 2 in g }} {{ g | list }} {{ g[0] is defined }}{{ g.x is defined }} {{ g is iterable }} {{ g is sequence }} {{ g is string }} {{ g == g }}
 {% set g = [1, 2] | map('string') %}{% for x in g %}{{ x }}/{{ loop.length }}{% endfor %}{% for x in g %}{{ x }}{% else %}none{% endfor %} {% set a, b = [1, 2] | map('string') %}{{ a ~ b }} {{ [3, 1] | select | sort }} {{ [3, 1] | select | max }} {{ [3, 1] | select | sum }} {{ [3, 1] | select | reverse }} {% set g = [1] | map('nofilter') %}{{ [1, 2] | reverse | map('string') | list }} {{ [1, 'x'] | map('abs') | first }}
 {% for x in [1, 2, 3] %}{% for y in [] %}{% else %}{% if x == 2 %}{% continue %}{% endif %}{% if x == 3 %}{% break %}{% endif %}{% endfor %}{{ x }}{% endfor %} {% set t = 'old' %}{% for x in [1, 2, 3] %}{% set t %}a{% if x == 2 %}{% break %}{% endif %}b{% endset %}{{ t }}{{ x }}{% endfor %}{{ t }} {% for x in [1, 2] %}{% filter upper %}a{% if x == 1 %}{% continue %}{% endif %}b{% endfilter %}{% endfor %}
@@ -290,10 +291,8 @@ REFUSED = {
     "{% for x in [1] %}{{ loop.changed(loop) }}{% endfor %}": "holds a loop is not supported", "{{ ['a'.upper] }}": "holds a method is not supported",
     "{% set n = namespace(g=[]) %}{% for x in range(999) %}{% set n.g = [n.g] | select('defined') %}{% endfor %}": "nest more than 200 deep",
     DOUBLED + "{{ n.a }}": "does too much", DOUBLED + "{{ n.a == n.b }}": "does too much", DOUBLED + "{{ n.a < n.b }}": "does too much",
-    DOUBLED + "{{ [n.a] | unique | list | length }}{{ [n.a, n.b] | unique | list }}": "does too much", DOUBLED + "{{ n.a in [n.b] }}": "does too much",
-    DOUBLED + "{{ 'x' ~ n.a }}": "does too much", DOUBLED + "{{ '%s' % (n.a,) }}": "does too much", DOUBLED + "{{ n.a | tojson }}": "does too much",
+    DOUBLED + "{{ n.a | tojson }}": "does too much",
     LONG + "{{ " + "n.a ~ " * 200 + "1 }}": "does too much", LONG + "{{ '" + "%s" * 200 + "' % (" + "n.a, " * 200 + ") }}": "does too much",
-    LONG + "{{ '" + "%s" * 200 + "' | format(" + "n.a, " * 200 + ") }}": "does too much",
     LONG + "{{ range(9999) | list | tojson(separators=(n.a, ':')) }}": "does too much", LONG + "{{ range(9999) | list | tojson(indent=n.a) }}": "does too much",
     "{{ none[1:] }}": "'NoneType' object cannot be sliced", "{{ 5[:2] }}": "'int' object cannot be sliced", "{{ {}[1:] }}": "'dict' object cannot be sliced",
     "{{ ([1] | select)[1:] }}": "'generator' object cannot be sliced", "{{ [1] | map('string') | length }}": "object of type 'generator' has no len()",
@@ -477,6 +476,12 @@ def test_where_templates_are_found(tmp_path):
                 assert got == tokenizer.apply_chat_template(chat["messages"], tools=chat.get("tools"), tokenize=False), kind
     error = probe(folder_of(tmp_path / "broken", smollm2, "{{ x"), "examples", "auto", inputs=[lines_of(chats)[0].encode()], code=2)
     assert error == f"{tmp_path}/broken/tokenizer_config.json: the chat template (line 1): the template ends inside of a tag\n"
+
+
+def test_dates_that_are_none():
+    for date in ("2024-01-01x", "2024-02-30", "2024-13-01", "x"):
+        refused = subprocess.run([compare.PROBE, "render", date], capture_output=True, text=True, input="")
+        assert (refused.returncode, refused.stderr) == (2, f"--chat-date {date}: is no date like 2025-01-31\n")
 
 
 # ---- runs

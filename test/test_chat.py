@@ -260,7 +260,7 @@ def test_several_at_a_time_with_adapters_and_quantized(train_fp32, work, tmp_pat
 
 
 @pytest.mark.parametrize("line, named", [
-    ("nonsense", "line 2: is no JSON object"), ("[1]", "line 2: is no JSON object"), ('{"text": "a"}', 'line 2: has no "prompt"'),
+    ("nonsense", "line 2: broken JSON"), ("[1]", "line 2: is no JSON object"), ('{"text": "a"}', 'line 2: has no "prompt"'),
     ('{"prompt": 3}', 'line 2: "prompt" is not a text'), ('{"messages": []}', "line 2"), ('{"messages": [{"role": "user"}]}', "message 1"),
     (json.dumps({"prompt": "x " * 600}), "leaves no room in the model's 512 positions")], ids=str)
 def test_bad_prompts(train_fp32, work, line, named):

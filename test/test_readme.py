@@ -181,11 +181,11 @@ def commands_and_words(text):
 
 @functools.cache
 def known_options(path):
-    """The options that a binary's help names, or a script's text."""
+    """The options that a binary's help names, also those of other tools, or a script's text."""
     if isinstance(path, pathlib.Path):
         return set(re.findall(OPTION, path.read_text()))
     listed = subprocess.run([path, "--help", "all"], capture_output=True, text=True, check=True).stdout
-    return set(re.findall(r"^ +(?:-h,)?(--[a-z0-9-]+)", listed, re.M))
+    return set(re.findall(OPTION, listed))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -2,8 +2,8 @@
 # make deps              installs what that needs (Debian, Ubuntu)
 # make quick             builds ./train and the kernel tests, and runs a few tests of everything in three minutes
 # make test              installs what the tests need, and runs the tests that every change must pass (20 minutes on two cores)
-# make install           puts the program, scripts, the first run's text, a manual page and shells' completions into PREFIX,
-#                        by default ~/.local; make uninstall removes them
+# make install           puts the program, scripts, the first run's text, a manual page and shells' completions into PREFIX
+# make uninstall         removes them
 # make format            formats the C++ sources
 # make clean             removes what was built
 # make help              prints these lists: this one, that of test/Makefile and that of dev/bench/Makefile
@@ -13,6 +13,7 @@
 # CUDA_ARCH="80 90a"     GPU architectures to compile for; the last one also as PTX, for later GPUs. The default is that of the
 #                        GPU that answers; if none does, those of 80, 86, 89, 90a, 100 and 120 that nvcc knows
 # NVCC=/path/to/nvcc     the default is the CUDA Toolkit's in /usr/local/cuda, or the one on the PATH
+# PREFIX=/usr/local      where make install puts them; the default is ~/.local
 # WERROR=1               makes compiler warnings errors, as in the tests
 
 NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) $(shell command -v nvcc 2>/dev/null) nvcc)

@@ -69,9 +69,10 @@ inline void set_given(CLI::App& app, Options& o, int argc, char** argv) {
 }
 
 // The settings of the command line that differ from those of the save, as in "--lr 1e-4 (was 5e-5)". Those
-// that only say where to write, what to print and which machine to use are not among them.
+// that only say where to write, what to print and which machine to use are not among them, nor, with --resume
+// auto, those that were chosen when the run began.
 inline std::map<std::string, std::string> changed_settings(const CLI::App& app, const Options& o,
-                                                           const SavedOptions& before) {
+                                                           const SavedOptions& before, bool automatic) {
     static const std::set<std::string> kOfTheRun = {
         "--resume",      "--out",     "--log",       "--timeline",   "--loss-by-position",
         "--print-every", "--plan",    "--threads",   "--devices",    "--zero",
@@ -83,6 +84,7 @@ inline std::map<std::string, std::string> changed_settings(const CLI::App& app, 
         if (kOfTheRun.contains(name) || name.starts_with("--sample.") || name.starts_with("--advanced.") ||
             name.starts_with("--export"))
             continue;
+        if (automatic && was_chosen_before(name, o)) continue;
         const std::string now = joined(words, " "), standard = app.get_option(name)->get_default_str();
         const auto saved = before.written.find(name);
         std::string was = saved == before.written.end() ? standard : "";
@@ -99,7 +101,7 @@ inline std::map<std::string, std::string> changed_settings(const CLI::App& app, 
 inline void set_saved(CLI::App& app, Options& o, const SavedOptions& before, bool automatic) {
     check_saved_adapter(before, o);
     o.directory = before.directory;
-    o.changed = changed_settings(app, o, before);
+    o.changed = changed_settings(app, o, before, automatic);
     std::vector<std::string> taken;
     for (const auto& [name, values] : before.here.items()) {
         const CLI::Option* const option = app.get_option_no_throw(name);

@@ -39,6 +39,7 @@ class RunSaves {
     void open() {
         if (!o_.rank.is_first()) return;
         folder_ = open_save_folder(o_.out, o_.keep, in_.resumed);
+        if (!o_.keep_best) folder_.best.reset();
         remove_unfinished(o_.out);
         if (!folder_.others.empty())
             fprintf(stderr,

@@ -1,6 +1,8 @@
 """Data that cannot be trained on: one line names what is wrong, and nothing is written."""
 
+import shutil
 import struct
+import subprocess
 
 import numpy as np
 import pytest
@@ -23,9 +25,12 @@ def test_files_of_data(train, work, option, value, named):
 
 
 def test_no_data(train, work):
-    """A model's folder has no built-in text; neither has a new model outside the project's folder."""
+    """A model's folder has no built-in text; neither has a new model where the program is alone."""
     refused(train, work, {"--data": None}, "--data is missing", "--prompt", "--steps 0")
-    refused(train, work, {"--data": None, "--model": "d1"}, "--data", "dev/data/tinyshakespeare.txt")
+    alone = shutil.copy(train.path, work / "alone")
+    ran = subprocess.run([alone, "--model", "d1", "--prompt", "Hello"], cwd=work, env=train.environment, capture_output=True, check=False)
+    assert ran.returncode == 2 and ran.stderr.startswith(b"train: --data is missing, and dev/data/tinyshakespeare.txt, ")
+    assert ran.stderr.count(b"\n") == 1
 
 
 def test_too_little_data(train, work):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import transformers
 import transformers.utils.chat_template_utils as transformers_templates
+from chat_formats import LLAMA3, PLAIN_CHATML, llama3_with_headers, save_tokenizer
 from example_files import VOCAB, lines_of, says, tokenizer  # noqa: F401 (a fixture)
 from known_tokenizers import encode_all, probe, smollm2
-from test_json_lines import LLAMA3, PLAIN_CHATML, llama3_with_headers, save_tokenizer
 from trainer_runs import make
 
 USUALLY = "fp32"  # see conftest.py

@@ -15,57 +15,15 @@ import reference
 import torch
 import transformers
 from adapter_files import make_adapter
+from chat_formats import (CHATML, LLAMA2, LLAMA3, MISTRAL_1, MISTRAL_3, PLAIN_CHATML, ZEPHYR, llama3_with_headers,
+                          save_tokenizer)
 from example_files import VOCAB, WORDS, lines_of, says, tokenizer, words, write_examples
-from known_tokenizers import encode_all, facts, llama2, llama2_first, llama3, mistral3, probe, smollm2
+from known_tokenizers import encode_all, facts, llama2, llama2_first, mistral3, probe, smollm2
 from reference_runs import LOSS_BOUND, run_reference
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trainer_runs import by_key, cpu_seconds, figures, listing, make, peak, read_log, saved_bytes
 
 USUALLY = "fp32"  # see conftest.py
-
-# Hugging Face's chat templates, shortened.
-CHATML = """{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system
-You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>
-' }}{% endif %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-PLAIN_CHATML = ("{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}"
-                "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}")
-LLAMA3 = ("{{- bos_token }}{%- for m in messages %}{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + "
-          "m['content'] | trim + '<|eot_id|>' }}{%- endfor %}"
-          "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}")
-FIRST_USER = ("{%- if messages[0].role == 'system' %}{%- set system, rest = messages[0].content, messages[1:] %}"
-              "{%- else %}{%- set system, rest = none, messages %}{%- endif %}")
-LLAMA2 = FIRST_USER + """
-{%- for m in rest %}{%- if loop.first and system %}
-{%- set content = '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' + m.content %}
-{%- else %}{%- set content = m.content %}{%- endif %}
-{%- if m.role == 'user' %}{{- bos_token + '[INST] ' + content.strip() + ' [/INST]' }}
-{%- else %}{{- ' ' + content.strip() + ' ' + eos_token }}{%- endif %}{%- endfor %}"""
-MISTRAL = FIRST_USER + """
-{{- bos_token }}{%- for m in rest %}{%- if m.role == 'user' %}
-{{- OPEN + (system + '\\n\\n' if loop.first and system else '') + m.content + CLOSE }}
-{%- else %}{{- ' ' + m.content + eos_token }}{%- endif %}{%- endfor %}"""
-MISTRAL_1 = MISTRAL.replace("OPEN", "' [INST] '").replace("CLOSE", "' [/INST]'")
-MISTRAL_3 = MISTRAL.replace("OPEN", "'[INST] '").replace("CLOSE", "'[/INST]'")
-ZEPHYR = """{% for message in messages %}
-{% if message['role'] == 'user' %}
-{{ '<|user|>\\n' + message['content'] + eos_token }}
-{% elif message['role'] == 'system' %}
-{{ '<|system|>\\n' + message['content'] + eos_token }}
-{% elif message['role'] == 'assistant' %}
-{{ '<|assistant|>\\n'  + message['content'] + eos_token }}
-{% endif %}
-{% if loop.last and add_generation_prompt %}
-{{ '<|assistant|>' }}
-{% endif %}
-{% endfor %}"""
-
-
-def llama3_with_headers():
-    tokenizer = llama3()
-    tokenizer.add_special_tokens(["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"])
-    return tokenizer
-
 
 FORMATS = {
     "chatml": (smollm2, CHATML, "<|im_start|>", "<|im_end|>", "<|im_end|>"),
@@ -77,15 +35,6 @@ FORMATS = {
     "llama2-first": (llama2_first, LLAMA2, "<s>", "</s>", " </s>"),
     "zephyr": (llama2, ZEPHYR, "<s>", "</s>", "</s>"),
 }
-
-
-def save_tokenizer(folder, tokenizer, template, begin, end):
-    folder.mkdir(exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": begin, "eos_token": end}
-    config |= {"chat_template": template} if template else {}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
 
 
 @pytest.fixture(scope="module", params=FORMATS)

@@ -54,13 +54,9 @@ inline constexpr const WeightFormat& kStored<bf16> = kStoredBf16;
 
 // ---- the list
 
-inline constexpr const WeightFormat* kWeightFormats[] = {&kNf4,       &kNf4Double, &kQ4_0, &kQ4_1,
-
-#if !defined(SIMT_GPU)  // on emulated GPUs its numbers are wrong, for a reason that is not known yet
-                                                         &kQ5_0,
-#endif
-                                                         &kQ8_0,      &kQ4_K,      &kQ6_K, &kStoredF32,
-                                                         &kStoredF16, &kStoredBf16};
+inline constexpr const WeightFormat* kWeightFormats[] = {&kNf4,       &kNf4Double, &kQ4_0,      &kQ4_1,
+                                                         &kQ5_0,      &kQ8_0,      &kQ4_K,      &kQ6_K,
+                                                         &kStoredF32, &kStoredF16, &kStoredBf16};
 
 // The format of that name, or null.
 inline const WeightFormat* find_weight_format(std::string_view name) {

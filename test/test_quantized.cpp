@@ -38,6 +38,10 @@ double ggml_element(const std::string& format, const unsigned char* b, int i) {
     const auto nibble = [&](const unsigned char* p) { return i < 16 ? p[i] & 15 : p[i - 16] >> 4; };
     if (format == "q4_0") return double{half_of(b)} * (nibble(b + 2) - 8);
     if (format == "q4_1") return double{half_of(b)} * nibble(b + 4) + double{half_of(b + 2)};
+    if (format == "q5_0") {
+        const int fifth = b[2 + i / 8] >> (i % 8) & 1;
+        return double{half_of(b)} * ((nibble(b + 6) | fifth << 4) - 16);
+    }
     if (format == "q4_k") {
         const int part = i / 32;
         const unsigned char* s = b + 4;
@@ -46,6 +50,7 @@ double ggml_element(const std::string& format, const unsigned char* b, int i) {
         const int q = b[16 + i / 64 * 32 + i % 32] >> (part % 2 ? 4 : 0) & 15;
         return double{half_of(b)} * scale * q - double{half_of(b + 2)} * least;
     }
+    if (format != "q6_k") bug("the test does not define %s", format.c_str());
     const int half = i / 128, quarter = i / 32 % 4;
     const int low = b[half * 64 + quarter % 2 * 32 + i % 32] >> (quarter < 2 ? 0 : 4) & 15;
     const int high = b[128 + half * 32 + i % 32] >> (2 * quarter) & 3;

@@ -476,6 +476,21 @@ void write_folder(const std::string& path, Write&& write) {
     }
 }
 
+// After an output has failed with the message `failed`: saves what was trained, by write(path), in a new
+// folder, `wanted` or that name with a number. Returns its name. If that fails too, fails with both reasons;
+// `what` says what was to be saved.
+template <class Write>
+std::string rescue(const std::string& wanted, const std::string& failed, const char* what, Write&& write) {
+    std::string folder = wanted;
+    for (int i = 2; file_exists(folder); i++) folder = format("%s-%d", wanted.c_str(), i);
+    try {
+        write_folder(folder, write);
+    } catch (const UserError& error) {
+        fail("%s; nor can %s be saved: %s", failed.c_str(), what, error.what());
+    }
+    return folder;
+}
+
 // The bytes of the tensors in one file, with an estimate for the name, type and shape of each.
 inline size_t file_bytes(const Buffers& buffers, const Layout& layout) {
     constexpr size_t kHeader = 128;  // per tensor

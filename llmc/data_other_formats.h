@@ -103,7 +103,7 @@ inline const AskedAndAnswered* pair_of(const nlohmann::ordered_json& object) {
 
 // Gives an example of another tool's format "messages". Leaves those of a "prompt" with its "completion", or
 // of "text", as they are. A prompt and a completion that are lists of messages, as TRL has them, become one
-// conversation of which the completion is learnt.
+// conversation, and only the completion is learnt.
 inline void rewrite_as_messages(nlohmann::ordered_json& object, const std::string& where) {
     nlohmann::ordered_json messages;
     const char* const name = object.contains("messages") ? "messages" : "conversations";

@@ -241,14 +241,9 @@ class ModelExport {
             fail("%s; what was trained is saved: --resume %s --steps 0 --export FILE exports it",
                  failed.c_str(), latest.c_str());
         if (o_.slices_weights()) fail("%s, and there is no --out that has the model", failed.c_str());
-        const std::string wanted = o_.export_file + (model_.adapter ? ".adapter" : ".model");
-        std::string kept = wanted;
-        for (int i = 2; file_exists(kept); i++) kept = format("%s-%d", wanted.c_str(), i);
-        try {
-            write_folder(kept, [&](const std::string& folder) { write_trained(folder); });
-        } catch (const UserError& error) {
-            fail("%s; nor can what was trained be saved: %s", failed.c_str(), error.what());
-        }
+        const std::string kept =
+            rescue(o_.export_file + (model_.adapter ? ".adapter" : ".model"), failed, "what was trained",
+                   [&](const std::string& folder) { write_trained(folder); });
         const std::string named = model_.adapter ? o_.model + " --adapter " + kept : kept;
         fail("%s; what was trained is saved: --model %s --steps 0 --export FILE exports it", failed.c_str(),
              named.c_str());

@@ -471,8 +471,8 @@ struct TextPart {
     std::string_view text;
     int64_t begin;
 };
-// text[start:end], of which the second and third argument are the start and the end. Nothing if it ends
-// before it begins, where Python finds not even the empty text.
+// The part of a text in which find(x, start, end) and the like look. Nothing if `end` is before `start`:
+// Python then does not even find the empty text.
 inline std::optional<TextPart> part_of(const Value& self, const Parameters& p) {
     std::string_view text = self.text();
     const int64_t n = length_of(self), start = p.integer(1, 0), end = p.integer(2, n);

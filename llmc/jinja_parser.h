@@ -144,7 +144,9 @@ class Lexer {
     }
     bool is_raw() const { return tag_length(rest(), "raw") > 0; }
 
-    // After the end of a tag, of which `last` is the character before "%}".
+    // Skips what is removed behind a tag: all white space after "-%}", one line end after "%}", and nothing
+    // after
+    // "+%}". `last` is the character before "%}".
     void take_after_tag(char last) {
         last == '-' ? skip_space() : static_cast<void>(last != '+' && take("\n"));
     }

@@ -209,27 +209,28 @@ inline std::string capitalized(std::string_view text) {
     append_upper(out, code);
     return out + lower(text.substr(length));
 }
-// str.title(): a letter is in upper case if none comes directly before it.
-inline std::string titled(std::string_view text) {
+// A text in lower case, except for characters that begin a word: upper case. goes_on(character, code) is true
+// if the next character belongs to the same word.
+template <class GoesOn>
+std::string words_in_title_case(std::string_view text, GoesOn&& goes_on) {
     std::string out;
     bool inside = false;
     for (const std::string_view c : characters(text)) {
         const int32_t code = first_character(c).code;
         inside ? append_lower(out, code) : append_upper(out, code);
-        inside = has_case(code);
+        inside = goes_on(c, code);
     }
     return out;
 }
+// str.title(): words are letters without anything between them.
+inline std::string titled(std::string_view text) {
+    return words_in_title_case(text, [](std::string_view, int32_t code) { return has_case(code); });
+}
 // The filter `title`: words begin after white space, a hyphen or a bracket, and only there.
 inline std::string title_words(std::string_view text) {
-    std::string out;
-    bool inside = false;
-    for (const std::string_view c : characters(text)) {
-        const int32_t code = first_character(c).code;
-        inside ? append_lower(out, code) : append_upper(out, code);
-        inside = !is_space(code) && std::string_view("-({[<").find(c) == std::string_view::npos;
-    }
-    return out;
+    return words_in_title_case(text, [](std::string_view c, int32_t code) {
+        return !is_space(code) && std::string_view("-({[<").find(c) == std::string_view::npos;
+    });
 }
 
 // True if the text is not empty and all its characters are such.

@@ -202,13 +202,19 @@ inline Value Value::string(std::string text) {
 inline Value Value::undefined(std::string why) {
     return object(Kind::Undefined, std::make_shared<TextObject>(std::move(why)));
 }
-inline Value Value::list(Values items, Kind kind) {
-    auto made = std::make_shared<ListObject>();
+// The depth of a list of these items. Fails if they cannot be items, or would nest too deeply.
+inline int depth_above(const Values& items) {
+    int depth = 0;
     for (const Value& item : items) {
         check_item(item);
-        made->depth = std::max(made->depth, item.depth() + 1);
+        depth = std::max(depth, item.depth() + 1);
     }
-    check_depth(made->depth);
+    check_depth(depth);
+    return depth;
+}
+inline Value Value::list(Values items, Kind kind) {
+    auto made = std::make_shared<ListObject>();
+    made->depth = depth_above(items);
     made->items = std::move(items);
     return object(kind, std::move(made));
 }
@@ -226,11 +232,7 @@ inline Value Value::dict(Entries entries) {
 
 inline Value Value::generator(Values items, std::string error) {
     auto made = std::make_shared<GeneratorObject>();
-    for (const Value& item : items) {
-        check_item(item);
-        made->depth = std::max(made->depth, item.depth() + 1);
-    }
-    check_depth(made->depth);
+    made->depth = depth_above(items);
     made->items = std::move(items);
     made->error = std::move(error);
     return object(Kind::Generator, std::move(made));

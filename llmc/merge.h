@@ -167,16 +167,11 @@ class AdapterMerge {
         if (o_.saves())
             fail("%s; the adapter is saved: --resume %s --steps 0 --merge DIR merges it", failed.c_str(),
                  latest.c_str());
-        const std::string wanted = without_last_slashes(o_.merge) + ".adapter";
-        std::string kept = wanted;
-        for (int i = 2; file_exists(kept); i++) kept = format("%s-%d", wanted.c_str(), i);
-        try {
-            write_folder(kept, [&](const std::string& folder) {
-                write_adapter(folder, model_.trained(), in_.adapter, in_.saved_tokenizer());
-            });
-        } catch (const UserError& error) {
-            fail("%s; nor can the adapter be saved: %s", failed.c_str(), error.what());
-        }
+        const std::string kept =
+            rescue(without_last_slashes(o_.merge) + ".adapter", failed, "the adapter",
+                   [&](const std::string& folder) {
+                       write_adapter(folder, model_.trained(), in_.adapter, in_.saved_tokenizer());
+                   });
         fail("%s; the adapter is saved: --model %s --adapter %s --steps 0 --merge DIR merges it",
              failed.c_str(), o_.model.c_str(), kept.c_str());
     }

@@ -70,7 +70,7 @@ class MlpLayer {
         backward_in_chunks(layer, g, x, rows, d_residual);
         g.end_mlp_chunks(stream_);
     }
-    // The same chunk by chunk. The caller has prepared g to sum over chunks.
+    // backward() of one chunk of rows after the other. The caller has prepared g to sum over chunks.
     void backward_in_chunks(int layer, BlockGradient<floatX>& g, const TensorX& x, const Rows& rows,
                             TensorX& d_residual) {
         for_each_chunk(

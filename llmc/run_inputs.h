@@ -232,7 +232,7 @@ class RunInputs {
     const std::string& model_of_tokenizer() const {
         return tokenizer_folder.empty() ? model : tokenizer_folder;
     }
-    void open_chat();
+    void open_chat(const ExampleOptions& options);
     void open_own_chat();
     void choose_sampling();
     int end_of_answer_ = -1;  // in the chat
@@ -514,13 +514,14 @@ inline InputBytes RunInputs::bytes() const {
 inline void RunInputs::tokenize_lines(Dataset& lines) {
     if (!tokenizer) check_bytes(lines, config.vocabulary);
     if (adapter.prompt_tokens > 0) lines.keep_apart();  // a soft prompt comes before each sequence
-    const ChatUsed used = tokenize_examples(lines, *tokenizer, example_options(), o_.seq_len);
+    const ExampleOptions options = example_options();
+    const ChatUsed used = tokenize_examples(lines, *tokenizer, options, o_.seq_len);
     if (used.description.empty()) return;
     chat_used = used;
     if (used.end_of_answer >= 0) stop_at(used.end_of_answer);
     if (&lines != data.get() || o_.steps == 0 || o_.raw_prompt) return;
     question = o_.prompt.empty() ? used.question : std::vector<Message>{said("user", o_.prompt)};
-    open_chat();
+    open_chat(options);
     try {
         conversation_tokens(question);
     } catch (const UserError&) {  // a template that cannot ask for an answer: samples continue texts
@@ -540,8 +541,7 @@ inline ExampleOptions RunInputs::example_options() const {
     return options;
 }
 
-inline void RunInputs::open_chat() {
-    ExampleOptions options = example_options();
+inline void RunInputs::open_chat(const ExampleOptions& options) {
     chat.emplace(options.chat, options.templates, options.model, *tokenizer);
     end_of_answer_ = chat->end_of_answer();
     first_tokens_.clear();
@@ -557,10 +557,10 @@ inline void RunInputs::open_own_chat() {
         return;
     }
     question = {said("user", o_.prompt)};
-    if (o_.chat || o_.has("--chat-format") || !example_options().templates.sources.empty())
-        return open_chat();
+    const ExampleOptions options = example_options();
+    if (o_.chat || o_.has("--chat-format") || !options.templates.sources.empty()) return open_chat(options);
     try {
-        open_chat();
+        open_chat(options);
     } catch (const UserError&) {
         return;
     }

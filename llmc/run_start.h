@@ -90,7 +90,7 @@ inline void print_example(const Options& o, const RunInputs& in) {
         });
         const auto learnt = std::ranges::count_if(tokens, [](int32_t token) { return token >= 0; });
         if (encoder.chat()) printf("chats: written by %s\n", encoder.chat()->description().c_str());
-        printf("%s: %zu tokens, of which the %lld between \u27e6 and \u27e7 are learnt:\n%s\n", where.c_str(),
+        printf("%s: %zu tokens; the %lld between \u27e6 and \u27e7 are learnt:\n%s\n", where.c_str(),
                tokens.size(), static_cast<long long>(learnt), marked_text(tokens, *in.tokenizer).c_str());
     };
     for (const std::string& path : data.paths()) {

@@ -170,7 +170,8 @@ class Sampler {
     }
 
   private:
-    // Of a conversation, or of the prompts of a file.
+    // Continues as many texts at a time as this run answers: one in a conversation, up to --batch of
+    // --prompts.
     Decoding<Model> decoding() {
         const int texts = o_.chat ? 1 : std::min(o_.batch, static_cast<int>(in_.prompts.size()));
         return {arena_, stream_, in_.config, model_, texts, in_.sample_window()};

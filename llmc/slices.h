@@ -37,7 +37,7 @@ struct Slices {
         return {first, std::min(size - first, length(size))};
     }
     Slice own(int64_t size) const { return ranks == 1 ? Slice{0, size} : of(size, rank); }
-    // The same slices, counted in bytes of elements that have `width` bytes each.
+    // These slices in bytes instead of elements, where an element has `width` bytes.
     Slices in_bytes(size_t width) const { return {rank, ranks, stretch * static_cast<int64_t>(width)}; }
 };
 

@@ -181,6 +181,24 @@ TEST_F(Gguf, RotaryScalingIsReadFromItsDivisors) {
     expect_no_model(file(1.1), {"rope_freqs.weight", "Llama 3.1"});
 }
 
+TEST_F(Gguf, YarnIsReadFromItsKeys) {
+    const auto file = [&](bool whole) {
+        return write([=](GgufWriter& w) {
+            add_keys(w), add_tensors(w);
+            w.text("llama.rope.scaling.type", "yarn");
+            w.f32("llama.rope.scaling.factor", 4), w.f32("llama.rope.scaling.yarn_beta_fast", 16);
+            if (whole) w.u32("llama.rope.scaling.original_context_length", 4);
+        });
+    };
+    const RopeScaling rope = GgufModel(file(true)).config().rope;
+    EXPECT_EQ(rope.type, RopeType::kYarn);
+    EXPECT_EQ(rope.factor, 4);
+    EXPECT_EQ(rope.original_max_position_embeddings, 4);
+    EXPECT_EQ(rope.beta_fast, 16);
+    EXPECT_EQ(rope.beta_slow, 1);
+    expect_user_error([&] { GgufModel model(file(false)); }, {"rope.scaling.original_context_length"});
+}
+
 TEST_F(Gguf, OtherModelsAreRefused) {
     const auto with = [](const Change& change) {
         return [=](GgufWriter& w) { add_keys(w), change(w), add_tensors(w); };
@@ -190,7 +208,7 @@ TEST_F(Gguf, OtherModelsAreRefused) {
     expect_no_model(with([](auto& w) { w.u32("llama.expert_count", 8); }), {"llama.expert_count"});
     expect_no_model(with([](auto& w) { w.u32("llama.rope.dimension_count", 2); }),
                     {"rope.dimension_count", "2"});
-    expect_no_model(with([](auto& w) { w.text("llama.rope.scaling.type", "yarn"); }), {"yarn"});
+    expect_no_model(with([](auto& w) { w.text("llama.rope.scaling.type", "longrope"); }), {"longrope"});
     expect_no_model(with([](auto& w) { w.u32("llama.vocab_size", 7); }), {"vocab_size", "7"});
     expect_no_model(with([](auto& w) { w.floats("blk.0.attn_q.bias", {8}); }), {"attn_q.bias"});
     expect_no_model(with([](auto& w) { w.floats("blk.1.attn_q.weight", {8, 8}); }), {"blk.1.attn_q"});

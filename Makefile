@@ -23,6 +23,11 @@ PYTHON := .venv/bin/python
 .PHONY: all _notice deps install uninstall format clean help FORCE
 all: train
 
+# The program and its planner are compiled side by side, unless -j says otherwise.
+ifeq ($(MAKELEVEL)$(filter-out all train install,$(MAKECMDGOALS)),0)
+MAKEFLAGS += -j2
+endif
+
 # By default warnings are errors only in the tests: a new compiler's warning must not stop a user's build.
 WERROR ?= $(if $(filter quick test test-more build-tests unit-tests python-tests race-probe fuzz-build fuzz cuda-build,$(MAKECMDGOALS)),1)
 export WERROR
@@ -34,6 +39,13 @@ CXXFLAGS := $(CXX_COMMON) -O3 -march=native -fno-math-errno -fno-trapping-math
 TEXT_LIBS := -lpcre2-8 -lutf8proc -lsentencepiece
 DISK_LIBS := -luring
 CPU_LIBS := -ldnnl $(TEXT_LIBS) $(DISK_LIBS)
+
+# $(call keep_global,OBJECT,SYMBOL,TO) makes all symbols of an object local but one.
+define keep_global
+ld -r --force-group-allocation $(1) -o $(1).one
+objcopy --keep-global-symbol=$(2) $(1).one $(3)
+@rm -f $(1) $(1).one
+endef
 
 # Chooses the device, the precision and the GPU architectures; compile_cuda, and CUDA_FLAGS, which changes with them.
 include dev/cuda.mk
@@ -79,7 +91,16 @@ build/cpu-fp32/train.o build/cpu-bf16/train.o: train_gpt.cu Makefile
 	$(call need_headers,$(CPU_HEADERS),deps)
 	@mkdir -p $(@D)
 	$(CXX) -x c++ $(CXXFLAGS) $(NVTX_INCLUDE) $(DEFINES) -MF $@.d -MT $@ -c $< -o $@
-build/cpu-fp32/train build/cpu-bf16/train: build/cpu-%/train: build/cpu-%/train.o build/ranks_mpi.o build/commit.o
+
+# The planner: plans of the build for a GPU in bf16, for --plan --gpu. All of its symbols but one become local, because inline
+# functions of the same names are different code in the program's own object.
+build/planner.o: train_gpt.cu Makefile
+	$(call need_headers,$(CPU_HEADERS),deps)
+	@mkdir -p $(@D)
+	$(CXX) -x c++ $(CXX_COMMON) -O1 -fno-gnu-unique -DLLMC_BF16 -DLLMC_PLANNER -MF $@.d -MT $@ -c $< -o $@.all
+	$(call keep_global,$@.all,plan_for_gpu,$@)
+
+build/cpu-fp32/train build/cpu-bf16/train: build/cpu-%/train: build/cpu-%/train.o build/planner.o build/ranks_mpi.o build/commit.o
 	$(CXX) $(WARNINGS) -fopenmp $(filter %.o,$^) -o $@ $(CPU_LIBS)
 
 build/cuda-fp32/train.o: DEFINES :=

@@ -967,8 +967,13 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
 }
 
 void Trainer::apply(const MemorySetting& s) {
+    const bool same_state = setting_of(o_).same_state(s);
     apply_setting(s, o_);
-    model_.choose();
+    if (!same_state) {
+        model_.choose();
+        plans_.update = {};
+        plans_.update_phases.reset();
+    }
     batches_.choose();
     micro_ = {.head_rows = s.head_rows, .keep = {}, .dropout = batches_.dropout()};
     gpt_.set_chunk_rows(s.mlp_rows, s.attention_rows);
@@ -1001,7 +1006,11 @@ const MemoryReport& Trainer::rehearse(bool placed) {
         plans_.add = o_.own_micro_batches() > together() ? rehearse_training(true, placed) : Plan();
         // The report shows `train` alone.
         plans_.train.workspace = std::max(plans_.train.workspace, plans_.add.workspace);
-        if (!o_.update_in_backward) plans_.update = arena_.rehearse([&] { updates_.update_all(); });
+        // Of all settings only the state's formats change the update.
+        if (!o_.update_in_backward && plans_.update.work.empty()) {
+            plans_.update = arena_.rehearse([&] { updates_.update_all(); });
+            plans_.update_phases.reset();
+        }
     }
     if (in_.val_data || o_.bench == "forward") plans_.evaluate = rehearse_validation(true);
     // No setting changes these.
@@ -1178,6 +1187,7 @@ int run(int argc, char** argv, RankEngine* engine) {
     RunInputs inputs(options, std::move(command.resumed));
     if (options.show_example > 0) return options.rank.is_first() ? print_example(options, inputs), 0 : 0;
     malloc_trim(0);  // returns what reading and tokenizing have freed to the system
+    if (planned_gpu) keep_memory_of_lists();
     const Options chosen = chosen_by_first_rank(
         engine, options, [&] { return with_chosen_setting<Trainer>(options, inputs, choices); });
     std::optional<MeasuredEngine> measured;
@@ -1196,7 +1206,11 @@ int run(int argc, char** argv, RankEngine* engine) {
     return 0;
 }
 
+#if defined(LLMC_PLANNER)
+extern "C" int plan_for_gpu(int argc, char** argv) {  // a part of the program for a CPU
+#else
 int main(int argc, char** argv) {
+#endif
     open_standard_streams();
     set_openmp_environment(argv);
     prepare_signals();

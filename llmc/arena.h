@@ -167,7 +167,9 @@ class Arena : simt::Source {
     template <class Step>
     Plan rehearse(Step&& step, bool placed = true) {
         Plan plan;
+        plan.transfers.reserve(most_transfers_);
         perform(plan, true, step);
+        most_transfers_ = std::max(most_transfers_, plan.transfers.size());
         find_peak(plan);
         plan.bytes = plan.lower_bound;
         if (placed) place(plan);
@@ -325,6 +327,7 @@ class Arena : simt::Source {
     Plan* plan_ = nullptr;
     bool rehearsing_ = false;
     int next_ = 0, clock_ = 0, loop_ = 0;
+    size_t most_transfers_ = 0;  // of a rehearsal so far
     std::vector<bool> live_;     // by take
     int released_wrongly_ = -1;  // the first take released at an unplanned moment; destructors cannot fail
 };

@@ -584,7 +584,9 @@ void attention_forward(T* out, float* lse, const AttentionInput<T>& in, Stream s
     assert(in.later == 0 || in.keys % kKeyPiece == 0 || simt::launches_off);
     const Operation operation = attention_operation("attention_forward", in, 2, 2);
     if (simt::launches_off && !kFastCpu) return;  // on a CPU the launch plans its workers' scratch
-    if constexpr (kFastCpu) {
+    if constexpr (kPlanner) {
+        bug("a planner computes no attention");
+    } else if constexpr (kFastCpu) {
         attention_forward_on_cpu(out, lse, in, stream);
     } else {
         if constexpr (kHopperAttention<T>)
@@ -642,7 +644,9 @@ void attention_backward(T* dq, T* dk, T* dv, const T* dout, const float* lse, co
                             4, in.queries < in.all_keys() ? 4 : 0);
     if (simt::launches_off && !kFastCpu) return;  // on a CPU the launch plans its workers' scratch
     const bool vectors = attention_vectors(in, {dq, dk, dv, dout});
-    if constexpr (kFastCpu) {
+    if constexpr (kPlanner) {
+        bug("a planner computes no attention");
+    } else if constexpr (kFastCpu) {
         attention_backward_on_cpu(dq, dk, dv, dout, lse, delta, in, stream);
     } else {
         if constexpr (kHopperAttention<T>)

@@ -22,7 +22,7 @@
 #include "llmc/hopper.cuh"
 
 // Whether this build has these kernels for T. The Makefile defines LLMC_HOPPER if it compiles for sm_90a.
-#if defined(LLMC_HOPPER) || (!defined(SIMT_GPU) && SIMT_LANES == 32)
+#if defined(LLMC_HOPPER) || defined(LLMC_PLANNER) || defined(SIMT_FAITHFUL)
 template <class T>
 constexpr bool kHopperAttention = std::is_same_v<T, bf16>;
 #else
@@ -68,7 +68,7 @@ struct HopperBackward {
     static constexpr size_t kSharedBytes = 1024 + kBarriers + 8 + 8 * 2 * kSlots;
 };
 
-#if defined(SIMT_GPU) || SIMT_LANES == 32
+#if defined(SIMT_GPU) || defined(SIMT_FAITHFUL)
 struct HopperForwardMaps {
     TensorMap q, k, v;
 };

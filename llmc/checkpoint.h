@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "llmc/adapter_files.h"
+#include "llmc/known_models.h"
 #include "llmc/model_positions.h"
 #include "llmc/safetensors.h"
 #include "llmc/save_folder.h"
@@ -120,7 +121,9 @@ inline ModelConfig read_model_config(const std::string& folder, const char* opti
              folder.c_str());
     if (!file_exists(file))
         fail("%s %s: is not a folder with config.json%s", option, folder.c_str(),
-             file_exists(folder) ? "" : "; models are not downloaded: give the folder of one");
+             file_exists(folder)        ? ""
+             : find_known_model(folder) ? "; the shape of this model is known, but only --plan needs no more"
+                                        : "; models are not downloaded: give the folder of one");
     ModelConfig config = parse_config(read_json(file), file);
     // The tokens that stop generation come from generation_config.json if there is one, else from
     // config.json.

@@ -56,11 +56,7 @@ class Feeder {
   public:
     // How many buffers there are on the device. On a GPU two: one for the batch that computes, one for the
     // next.
-#if defined(SIMT_GPU)
-    static constexpr int kCopies = 2;
-#else
-    static constexpr int kCopies = 1;
-#endif
+    static constexpr int kCopies = kHostIsDevice ? 1 : 2;
 
     // Sets the sizes and whether batches are packed. Allocates nothing yet: batch() has its shapes, but no
     // data.

@@ -12,18 +12,12 @@
 #include <unordered_set>
 
 #include "llmc/free_memory.h"
+#include "llmc/gpus.h"
 #include "llmc/simt.h"
 
 #if defined(SIMT_GPU) || __has_include(<nvtx3/nvToolsExt.h>)
 #include <nvtx3/nvToolsExt.h>
 #define LLMC_NVTX 1
-#endif
-
-// Whether device memory is host memory.
-#if defined(SIMT_GPU)
-constexpr bool kHostIsDevice = false;
-#else
-constexpr bool kHostIsDevice = true;
 #endif
 
 // After this, allocating device memory is an error: a run allocates all that it needs before its first step.
@@ -69,11 +63,7 @@ inline void device_free(void* p, size_t bytes) {
 #endif
 }
 
-#if defined(SIMT_GPU)
-constexpr const char* kDevice = "cuda";
-#else
-constexpr const char* kDevice = "cpu";
-#endif
+constexpr const char* kDevice = kHostIsDevice ? "cpu" : "cuda";
 
 // Copies and fills, in order with the stream's kernels. copy_to_device() and copy_to_host() wait until the
 // copy is done; they are for set-up and sampling. The step uses copy_async().
@@ -144,17 +134,6 @@ inline size_t device_bytes_in_use() {
 #endif
 }
 
-// The device's memory that this process could allocate now.
-inline FreeMemory device_memory_free() {
-#if defined(SIMT_GPU)
-    size_t free_bytes = 0, total = 0;
-    CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total));
-    return {free_bytes, "the GPU's memory"};
-#else
-    return host_memory_free();
-#endif
-}
-
 // Bytes of a GPU that a CUDA context takes, by the GPU's multiprocessors. Published: 107 MiB with 34 (RTX
 // 4060 Ti) and 555 with 188 (RTX PRO 6000) in llama.cpp's pull request 23604, 426 with 142 (RTX 6000 Ada) in
 // unsloth-zoo's 1053.
@@ -165,12 +144,26 @@ constexpr size_t cuda_context_bytes(int multiprocessors) {
 // Bytes of the device that a process takes before it allocates any: on a GPU the CUDA context (an A100's if
 // no GPU answers).
 inline size_t context_bytes() {
+    if (kHostIsDevice) return 0;
+    int count = planned_gpu ? planned_gpu->gpu.multiprocessors : kA100.multiprocessors;
 #ifdef SIMT_GPU
-    int count = 0;
-    if (cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, 0) != cudaSuccess) count = 108;
+    int here = 0;
+    if (!planned_gpu && cudaDeviceGetAttribute(&here, cudaDevAttrMultiProcessorCount, 0) == cudaSuccess)
+        count = here;
+#endif
     return cuda_context_bytes(count);
+}
+
+// The device's memory that this process could allocate now; of a GPU that is only planned for, all that its
+// context leaves.
+inline FreeMemory device_memory_free() {
+    if (planned_gpu) return {planned_gpu->bytes() - context_bytes(), "the memory of the GPU"};
+#if defined(SIMT_GPU)
+    size_t free_bytes = 0, total = 0;
+    CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total));
+    return {free_bytes, "the GPU's memory"};
 #else
-    return 0;
+    return host_memory_free();
 #endif
 }
 
@@ -349,6 +342,7 @@ class Range {
   public:
     explicit Range(const char* name, int index = -1)
         : length_before_(path().size()), listener_(range_listener) {
+        place_ = std::string_view();
         if (!path().empty()) path() += ' ';
         const size_t start = path().size();
         path() += name;
@@ -362,6 +356,7 @@ class Range {
     }
     ~Range() {
         if (listener_) listener_->range_closes();
+        place_ = std::string_view();
         path().resize(length_before_);
 #ifdef LLMC_NVTX
         nvtxRangePop();
@@ -376,10 +371,12 @@ class Range {
     // path() as it is now, in memory that lives until the process ends. A step has only few different paths.
     static std::string_view place() {
         static std::unordered_set<std::string> places;
-        return *places.insert(path()).first;
+        if (!place_.data()) place_ = *places.insert(path()).first;
+        return place_;
     }
 
   private:
+    inline static std::string_view place_;  // place(), until a range opens or closes
     size_t length_before_;
     RangeListener* listener_;
 };

@@ -8,10 +8,10 @@
 #include "llmc/mma.cuh"
 #if defined(SIMT_GPU)
 #include <cuda.h>
-#elif SIMT_LANES == 32
+#elif defined(SIMT_FAITHFUL)
 #include "llmc/hopper_cpu.h"
 #endif
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || (!defined(SIMT_GPU) && SIMT_LANES == 32)
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(SIMT_FAITHFUL)
 #define HOPPER_CODE 1  // sm_90a, by nvcc's name, or the faithful CPU build
 #endif
 
@@ -240,11 +240,11 @@ SIMT_DEVICE void wgmma_by_columns(float (&d)[1][N][4], const FragmentA<bf16>& a,
 #undef WGMMA_0_TO_31
 #undef WGMMA_32_TO_63
 
-#elif SIMT_LANES == 1
+#elif !defined(SIMT_FAITHFUL)
 inline bool device_is_hopper() { return false; }
 #endif
 
-#if defined(SIMT_GPU) || SIMT_LANES == 32
+#if defined(SIMT_GPU) || defined(SIMT_FAITHFUL)
 // A ring of kSlots tiles that pass from a producer to consumers, and this thread's position in it. A slot has
 // two barriers: full() completes when it is filled, empty() when all have released it. The n-th use of a slot
 // is phase n of both.

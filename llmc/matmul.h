@@ -98,8 +98,8 @@ void add_bias_gradient(Arena& arena, Stream stream, Tensor<Out>& bias, const Ten
     bias_backward(bias, scratch, b, stream);
 }
 
-#if defined(SIMT_GPU)
-#include "llmc/matmul_cublaslt.h"
+#if defined(SIMT_GPU) || defined(LLMC_PLANNER)
+#include "llmc/matmul_gpu.h"
 #else
 #include "llmc/matmul_onednn.h"
 #endif

@@ -28,8 +28,6 @@ inline void cublas_check(cublasStatus_t status, const char* what) {
 }
 #define CUBLAS_CHECK(call) cublas_check((call), #call)
 
-constexpr size_t kCublasWorkspace = 32 << 20;  // what NVIDIA recommends for Hopper
-
 namespace cublaslt {
 inline cublasLtHandle_t handle() {
     static const cublasLtHandle_t h = [] {
@@ -305,13 +303,6 @@ void finish(const Product& asked, const Product& done, Tensor<T>& out, const Mat
         launch<gelu_backward_kernel<T>>(blocks, kBlockThreads, 0, stream, out.data(), out.data(),
                                         o.gelu_input->data(), out.size());
 }
-// The rows of out that are computed at a time: all, unless that is expected to take long.
-inline int64_t rows_at_once(const Product& p) {
-    constexpr int64_t kFewest = 256;  // operands keep their alignment
-    if (!(p.flops() > longest_product)) return p.m;
-    const double rows = static_cast<double>(p.m) * longest_product / p.flops();
-    return std::max(kFewest, static_cast<int64_t>(rows) / kFewest * kFewest);
-}
 // The product of `rows` of its rows.
 inline Product product_of_rows(Product p, int64_t rows) {
     if (rows == p.m) return p;
@@ -321,12 +312,30 @@ inline Product product_of_rows(Product p, int64_t rows) {
     return p;
 }
 
+// The addresses of the operands of matmul().
+template <class T, class Out>
+Operands operands_of(const Tensor<Out>& out, const Tensor<T>& a, const Tensor<T>& b,
+                     const MatmulOptions<T>& o) {
+    const Tensor<T>* vector = o.bias_gradient ? o.bias_gradient : o.bias;
+    return {a.data(), b.data(), vector ? vector->data() : nullptr,
+            o.gelu_input ? o.gelu_input->data() : nullptr, out.data()};
+}
+
+// Whether the product also computes the bias's gradient: only if a search has found that faster.
+template <class T, class Out>
+bool fuses_bias_gradient(const Product& fused, const Tensor<Out>& out, const Tensor<T>& a, const Tensor<T>& b,
+                         const MatmulOptions<T>& o) {
+    if (!fused.bias_gradient) return false;
+    const MatmulAlgorithm* found =
+        find_searched({fused, dtype<T>, dtype<Out>, operands_of(out, a, b, o).alignments()});
+    return found && found->bias_gradient;
+}
+
 // Computes rows first ... first + rows - 1 of out, of a fusable product, with all that is asked for except a
 // bias's gradient that is not fused.
 template <class T, class Out>
 void make_rows(const Product& whole, int64_t first, int64_t rows, Tensor<Out>& out, const Tensor<T>& a,
-               const Tensor<T>& b, const Tensor<T>* vector, MatmulOptions<T> options, void* workspace,
-               Stream stream) {
+               const Tensor<T>& b, MatmulOptions<T> options, void* workspace, Stream stream) {
     const Product p = product_of_rows(whole, rows);
     const int64_t a_row = whole.transpose_a ? 1 : whole.a_row ? whole.a_row : whole.k;
     Tensor<Out> to(out.data() + first * (p.out_row ? p.out_row : p.n), {rows, p.n});
@@ -334,7 +343,8 @@ void make_rows(const Product& whole, int64_t first, int64_t rows, Tensor<Out>& o
     Tensor<T> gelu_input;
     if (options.gelu_input) gelu_input = options.gelu_input->rows_at(first, rows);
     options.gelu_input = options.gelu_input ? &gelu_input : nullptr;
-    const Operands at = {from, b.data(), vector ? vector->data() : nullptr, gelu_input.data(), to.data()};
+    Operands at = operands_of(to, a, b, options);
+    at.a = from;
     const Known& known = known_product({p, dtype<T>, dtype<Out>, at.alignments()}, at);
     Product done = bare(p);
     if (known.description) {
@@ -346,29 +356,3 @@ void make_rows(const Product& whole, int64_t first, int64_t rows, Tensor<Out>& o
     if constexpr (std::is_same_v<T, Out>) finish(p, done, to, options, stream);
 }
 }  // namespace cublaslt
-
-template <class T, class Out>
-void matmul(Arena& arena, Stream stream, Tensor<Out>& out, const Tensor<T>& a, const Tensor<T>& b,
-            const MatmulOptions<T>& options) {
-    using namespace cublaslt;
-    const Product p = matmul_product(out, a, b, options);
-    const Tensor<T>* vector = options.bias_gradient ? options.bias_gradient : options.bias;
-    const Operands at = {a.data(), b.data(), vector ? vector->data() : nullptr,
-                         options.gelu_input ? options.gelu_input->data() : nullptr, out.data()};
-    const Product fused = fusable(p, std::is_same_v<T, float>);
-    const Key key = {fused, dtype<T>, dtype<Out>, at.alignments()};
-    const MatmulAlgorithm* found = p.bias_gradient ? find_searched(key) : nullptr;
-    const int64_t rows = rows_at_once(fused);
-    matmul_bias_gradient(arena, stream, b, options, found && found->bias_gradient && rows == p.m);
-    {
-        const Operation operation = matmul_operation<T, Out>(p, fused.gelu_backward);
-        void* workspace = arena.workspace(kCublasWorkspace);
-        for (int64_t first = 0; first < p.m && !simt::launches_off; first += rows)
-            make_rows(fused, first, std::min(rows, p.m - first), out, a, b, vector, options, workspace,
-                      stream);
-    }
-    if constexpr (std::is_same_v<T, Out>) {
-        if (p.gelu && !fused.gelu) gelu_forward(out, out, stream);
-        if (p.gelu_backward && !fused.gelu_backward) gelu_backward(out, out, *options.gelu_input, stream);
-    }
-}

@@ -242,7 +242,7 @@ SIMT_DEVICE void mma_tiles(float (&d)[M][N][4], const FragmentA<float> (&a)[M],
     }
 }
 
-#elif SIMT_LANES == 32
+#elif defined(SIMT_FAITHFUL)
 namespace simt {
 // Pointers to what a lane brings: its registers, which stay in place on its stack while it waits.
 template <class T>

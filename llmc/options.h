@@ -80,6 +80,7 @@ struct Options {
     std::string memory, host_memory;
     bool allow_8bit = false;
     bool plan = false, json = false;
+    std::string gpu;    // that --plan is for
     std::string bench;  // "step" or "forward"; empty: no bench
     int bench_warmup = 2, bench_steps = 10;
     bool profile_ops = false;

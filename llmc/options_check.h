@@ -169,6 +169,18 @@ inline void check_memory(const Options& o) {
         fail("--memory host=%s: --batch auto leaves everything where it is; give a number", size);
 }
 
+// Fails if --gpu is combined with more than a plan.
+inline void check_gpu_plan(const Options& o) {
+    if (!o.has("--gpu")) return;
+    if (o.gpu.empty()) fail("--gpu: names no GPU; there are RTX 4090, H100 and others");
+    if (!o.plan) fail("--gpu %s: is for plans: add --plan", o.gpu.c_str());
+    if (!o.rates.empty())
+        fail(
+            "--gpu %s: has its nominal rates, and --rates %s those of a device that was measured: leave one "
+            "out",
+            o.gpu.c_str(), o.rates.c_str());
+}
+
 // Fails on options for another build, or for another optimizer than the one that was chosen.
 inline void check_build(const Options& o) {
     if (o.has("--advanced.algorithms") && !kSearchesAlgorithms)
@@ -287,6 +299,7 @@ inline void check_options(const Options& o) {
     if (o.save_every > 0 && o.out.empty())
         fail("--save-every %lld needs --out DIR", static_cast<long long>(o.save_every));
     check_devices(o);
+    check_gpu_plan(o);
     check_update_in_backward(o);
     if (!o.val_data.empty() && o.data.empty() && o.steps > 0)
         fail("--val-data needs --data, or --steps 0: to validate the model as it is");

@@ -391,6 +391,10 @@ inline void declare_plan_options(CLI::App& app, Options& o) {
                      return form == "true" ? "" : one_of({"table", "json"})(form);
                  })
         ->expected(0, 1);
+    group.add(
+        "--gpu", o.gpu, "NAME",
+        "Plans for a GPU by its name, as in \"RTX 4090\" or \"4060 Ti 16GB\", whatever this machine has: "
+        "whether the run fits, how fast it is, and what that costs. Without --memory, for its memory.");
     group.add("--timeline", o.timeline, "FILE",
               "Writes the bytes that are in use after each operation of a step, and what is copied.");
     group.add("--calibrate", o.calibrate, "FILE",

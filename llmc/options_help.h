@@ -25,18 +25,18 @@ constexpr char kNoBreak = '\x01';  // a space at which no line ends
 
 // What most runs need: the options that --help alone shows.
 inline const std::set<std::string> kUsualOptions = {
-    "--model",     "--data",       "--val-data",     "--seq-len",   "--loss-on",    "--seed",
-    "--batch",     "--grad-accum", "--steps",        "--epochs",    "--lr",         "--warmup",
-    "--schedule",  "--clip",       "--weight-decay", "--optimizer", "--train",      "--base",
-    "--lora-rank", "--lora-alpha", "--lora-targets", "--adapter",   "--merge",      "--memory",
-    "--plan",      "--recompute",  "--offload",      "--log",       "--eval-every", "--prompt",
-    "--sample",    "--chat",       "--prompts",      "--out",       "--save-every", "--resume",
-    "--threads",   "--config",     "--help",         "--version"};
+    "--model",     "--data",       "--val-data",     "--seq-len",   "--loss-on", "--seed",
+    "--batch",     "--grad-accum", "--steps",        "--epochs",    "--lr",      "--warmup",
+    "--schedule",  "--clip",       "--weight-decay", "--optimizer", "--train",   "--base",
+    "--lora-rank", "--lora-alpha", "--lora-targets", "--adapter",   "--merge",   "--memory",
+    "--plan",      "--gpu",        "--recompute",    "--offload",   "--log",     "--eval-every",
+    "--prompt",    "--sample",     "--chat",         "--prompts",   "--out",     "--save-every",
+    "--resume",    "--threads",    "--config",       "--help",      "--version"};
 
 constexpr const char* kHelpExamples = R"(Examples:
   ./train --data book.txt --steps 500 --out out/book
   ./train --model smollm2 --train lora --base nf4-double --data chats.json --out out/chat
-  ./train --plan --model llama --train lora --batch 1 --seq-len 4096 --memory 12GB
+  ./train --plan --gpu "RTX 4090" --model llama-3.1-8b --train lora --batch 1 --seq-len 4096
 )";
 
 constexpr const char* kHelpNotes = R"(Exit codes:

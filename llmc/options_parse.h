@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "llmc/adapter.h"
+#include "llmc/hub_cache.h"
+#include "llmc/known_models.h"
 #include "llmc/options.h"
 #include "llmc/options_check.h"
 #include "llmc/options_declare.h"
@@ -129,13 +131,19 @@ inline bool only_generates(const Options& o) {
            o.bench.empty();
 }
 
+// True if --model is the name of a well-known model that is not here, and a plan needs its shape alone.
+inline bool is_known_shape(const Options& o) {
+    return o.plan && find_known_model(o.model) && !file_exists(o.model) &&
+           (!is_hub_name(o.model) || hub_snapshot(o.model).empty());
+}
+
 // --model ORG/NAME and --adapter ORG/NAME become the folders that Hugging Face's tools have downloaded.
 inline void open_from_hub(Options& o) {
     const auto open = [&](const char* option, std::string& value) {
         const std::string found = find_on_hub(option, value, o.saved.contains(option));
         if (found != value) value = found, o.given[option] = {found};
     };
-    if (!parse_new_model(o.model)) open("--model", o.model);
+    if (!parse_new_model(o.model) && !is_known_shape(o)) open("--model", o.model);
     open("--adapter", o.adapter);
 }
 
@@ -190,6 +198,24 @@ inline void complete_options(Options& o) {
     o.steps = standard.steps, o.warmup = standard.warmup;
 }
 
+// The planner (simt_planner.h), which is a part of the program for a CPU: its main(), which answers --plan
+// --gpu.
+extern "C" __attribute__((weak)) int plan_for_gpu(int argc, char** argv);
+
+// For --gpu: in a build for a CPU lets the planner answer and exits; in the others says which GPU plans are
+// for.
+inline void plan_for_named_gpu(const Options& o, int argc, char** argv) {
+    if (o.gpu.empty()) return;
+    if constexpr (!kHostIsDevice) {
+        planned_gpu = find_gpu(o.gpu);
+    } else {
+        if (!plan_for_gpu)
+            fail("--gpu %s: this program was built without plans for GPUs; make builds ./train with them",
+                 o.gpu.c_str());
+        exit(plan_for_gpu(argc, argv));
+    }
+}
+
 // Reads the command line. For a resumed run, saved(save) returns that save's SavedOptions; those that were
 // not given are taken from there. Prints the help and exits if asked to. Fails on mistakes.
 template <class Saved>
@@ -199,6 +225,7 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
     CLI::App app;
     declare_options(app, o);
     set_given(app, o, argc, argv);
+    plan_for_named_gpu(o, argc, argv);
     if (o.only_answers() && !o.has("--steps")) o.steps = 0, o.given["--steps"] = {"0"};
     const bool automatic = o.resume == "auto";
     if (automatic) resume_what_is_there(o);

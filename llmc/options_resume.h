@@ -10,18 +10,10 @@
 #include "llmc/options_placement.h"
 
 // True if the library for matrix products lets us choose its algorithms.
-#if defined(SIMT_GPU)
-constexpr bool kSearchesAlgorithms = true;
-#else
-constexpr bool kSearchesAlgorithms = false;
-#endif
+constexpr bool kSearchesAlgorithms = !kHostIsDevice;
 
 // True if that library has TF32 for this build's operands.
-#if defined(SIMT_GPU) && !defined(LLMC_BF16)
-constexpr bool kHasTf32 = true;
-#else
-constexpr bool kHasTf32 = false;
-#endif
+constexpr bool kHasTf32 = !kHostIsDevice && std::is_same_v<floatX, float>;
 
 // The options of a save, by name: as they were written, and with relative names that are valid here.
 struct SavedOptions {

@@ -33,6 +33,9 @@ struct Plans {
     Plan exported;       // matrices of a frozen model for --export
     Plan load;           // of a GGUF's weights
     Plan first_prompt;   // a new soft prompt's vectors
+    // The time of the update by phases; absent until a report has needed it. Where the state of a large model
+    // is elsewhere, the update has a million transfers, and few of the settings that are tried change it.
+    mutable std::optional<PhaseTimes> update_phases;
 
     std::array<const Plan*, 10> all() const {
         return {&train, &add, &update, &evaluate, &sample, &slide, &merge, &exported, &load, &first_prompt};
@@ -44,14 +47,11 @@ struct Plans {
 // (its stack, its heap, the operands of attention's products) and `copied`, the bytes that a thread copies
 // for the plan's largest product. On a GPU, not measured: the code that is loaded when kernels first run,
 // this program's 2.4 MB and some twenty modules of cuBLASLt 13.0, of 1.1 MB as the larger ones are.
-inline size_t process_bytes([[maybe_unused]] size_t copied) {
-#ifdef SIMT_GPU
-    return size_t{25} << 20;
-#else
+inline size_t process_bytes(size_t copied) {
+    if constexpr (!kHostIsDevice) return size_t{25} << 20;
     static const size_t libraries = library_bytes();
     const size_t threads = static_cast<size_t>(omp_get_max_threads());
     return libraries + (size_t{23} << 19) + threads * ((1536 << 10) + copied);
-#endif
 }
 
 // The pages of MPI's libraries, which a rank on a CPU has and a plan without ranks counts. As OpenMPI 4.1 has
@@ -127,7 +127,16 @@ inline PhaseTimes phases_of(const Plans& plans, int micro_batches, const Rates& 
     add_phases(phases, plans.train, 1, rates);
     if (micro_batches > 2) add_phases(phases, without_exchanges(plans.add), micro_batches - 2, rates);
     if (micro_batches > 1) add_phases(phases, plans.add, 1, rates);
-    add_phases(phases, plans.update, 1, rates);
+    if (!plans.update_phases) plans.update_phases = phases_of(plans.update, rates);
+    for (const PhaseTime& of_update : *plans.update_phases) {
+        const auto same = std::find_if(phases.begin(), phases.end(),
+                                       [&](const PhaseTime& p) { return p.name == of_update.name; });
+        PhaseTime& p = same == phases.end() ? phases.emplace_back(PhaseTime{of_update.name}) : *same;
+        for (size_t c = 0; c < kCosts; c++) {
+            p.seconds[c] += of_update.seconds[c];
+            p.busy[c] += of_update.busy[c];
+        }
+    }
     return phases;
 }
 
@@ -138,6 +147,7 @@ inline RanksReport report_ranks(const Options& o, const Plans& plans, int micro_
     r.devices = o.devices;
     r.on_a_machine = rates.ranks.on_a_machine;
     r.zero = o.slices_weights() ? "3" : o.slices_gradients() ? "2" : o.slices_state() ? "1" : "0";
+    if (o.devices == 1) return r;
     const auto add = [&](const Plan& plan, int times) {
         for (const Transfer& t : plan.transfers)
             for (size_t i = 0; i < std::size(kExchanged); i++) {
@@ -201,7 +211,10 @@ MemoryReport make_report(const Options& o, const Plans& plans, const InputBytes&
     const int passes = o.own_micro_batches() / o.micro_batches_together();
     r.phases = phases_of(plans, passes, rates);
     r.ranks = report_ranks(o, plans, passes, r.phases, rates);
-    for (const Plan* plan : {r.train, r.update}) add_costs(r.operations, plan->work, rates);
+    for (const auto& [plan, runs] :
+         {std::pair{&plans.train, 1}, std::pair{&plans.add, passes - 1}, std::pair{&plans.update, 1}})
+        for (const Transfer& t : plan->transfers)
+            if (!t.waits) r.moved[static_cast<size_t>(t.route)] += runs * t.bytes;
     r.update_seconds = seconds_of(plans.update.work, rates);
     const double adds_seconds = seconds_of(without_exchanges(plans.add).work, rates);
     r.seconds = seconds_of(plans.train.work, rates) + (o.own_micro_batches() - 1) * adds_seconds +

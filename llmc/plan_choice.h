@@ -16,6 +16,7 @@
 #include "llmc/plan.h"
 #include "llmc/plan_fit.h"
 #include "llmc/plan_free_memory.h"
+#include "llmc/plan_gpu.h"
 #include "llmc/plan_report.h"
 #include "llmc/plan_settings.h"
 #include "llmc/rates_file.h"
@@ -81,9 +82,9 @@ auto largest_of_ways(const Options& given, Choose&& choose, Size&& size) {
     return *best;
 }
 
-// The options with all open settings chosen; how they were chosen goes to `choices`.
+// The options with all open settings chosen for the memory that they name, or for what is free.
 template <class Trial>
-Options with_chosen_setting(const Options& given, RunInputs& inputs, Choices& choices) {
+Options with_setting_for_memory(const Options& given, RunInputs& inputs, Choices& choices) {
     using T = typename Trial::Element;
     if (kHostIsDevice) memory_free_at_start();
     const bool budget = given.has("--memory");
@@ -106,7 +107,7 @@ Options with_chosen_setting(const Options& given, RunInputs& inputs, Choices& ch
             return fit_settings(mix, std::is_same_v<T, bf16>, rehearsals_of(trial, given, inputs, most),
                                 space, best);
         };
-        chosen = fit_memory(given, mixes, fit, choices.memory);
+        chosen = fit_memory(given, mixes, fit, choices);
     } else {
         MemorySetting open = setting_of(given);
         open.levels = parse_levels(given.recompute, recompute_names(), inputs.config.layers, "--recompute");
@@ -135,15 +136,31 @@ Options with_chosen_setting(const Options& given, RunInputs& inputs, Choices& ch
     return chosen;
 }
 
+// The options with all open settings chosen; how they were chosen goes to `choices`. For a GPU that --gpu
+// names, first with everything on it; if that does not fit, also with its host's memory and disk.
+template <class Trial>
+Options with_chosen_setting(const Options& given, RunInputs& inputs, Choices& choices) {
+    if (fills_planned_gpu(given)) {
+        try {
+            return with_setting_for_memory<Trial>(filling_planned_gpu(given, false), inputs, choices);
+        } catch (const UserError&) {
+            return with_setting_for_memory<Trial>(filling_planned_gpu(given, true), inputs, choices);
+        }
+    }
+    return with_setting_for_memory<Trial>(given, inputs, choices);
+}
+
 // ---- the longest context
 //
 // --seq-len auto: finds the longest sequences that fit, from plans of runs without data.
+
+constexpr int kContextStep = 64;
 
 // The longest sequences for which fits(tokens) is true: a multiple of 64 tokens, or `most`. The caller has
 // checked that the shortest ones fit.
 template <class Fits>
 int fit_context(int most, Fits&& fits) {
-    constexpr int64_t kStep = 64;
+    constexpr int64_t kStep = kContextStep;
     const auto tokens = [&](int64_t steps) {
         return static_cast<int>(std::min<int64_t>(most, steps * kStep));
     };
@@ -156,6 +173,25 @@ int fit_context(int most, Fits&& fits) {
         (fits(tokens(middle)) ? fitting : failing) = middle;
     }
     return tokens(fitting);
+}
+
+// The longest sequences that fit, if those of `most` tokens do not; `fewest` if none do. fits(options,
+// tokens) says whether sequences of this length fit with these options, or with null for all that --memory
+// may choose. That takes long, so the length is found with the options that take the least memory for the
+// longest sequences, if they are known, and only the answer is compared with all others.
+template <class Fits>
+int longest_of_smallest(int most, int fewest, const std::optional<Options>& smallest, Fits&& fits) {
+    const auto with_all = [&](int tokens) { return fits(nullptr, tokens); };
+    std::optional<Options> fixed = smallest;
+    if (fixed) {  // nothing is left to choose
+        for (const char* budget : {"--memory", "--memory.host"}) fixed->given.erase(budget);
+        fixed->given["--recompute"] = {fixed->recompute};
+        if (fits(&*fixed, fewest)) {
+            const int longest = fit_context(most, [&](int tokens) { return fits(&*fixed, tokens); });
+            if (longest + kContextStep >= most || !with_all(longest + kContextStep)) return longest;
+        }
+    }
+    return with_all(fewest) ? fit_context(most, with_all) : fewest;
 }
 
 // The length in tokens that sequences need for the longest training example, at most `most`; less if an epoch
@@ -221,18 +257,17 @@ Options with_longest_context(const Options& given, Choices& choices) {
     const DataKinds data = kinds_of_data(chosen);
     Options trial = options_of_plan(chosen);
     trial.plans_examples = data.has_examples;
-    const auto planned = [&](int tokens) {
-        trial.seq_len = tokens;
-        RunInputs inputs(trial, std::nullopt);
-        Choices ignored;
-        Trial trainer(with_chosen_setting<Trial>(trial, inputs, ignored), inputs);
+    const auto planned = [&](Options o, int tokens, Choices& of) {
+        o.seq_len = tokens;
+        RunInputs inputs(o, std::nullopt);
+        Trial trainer(with_chosen_setting<Trial>(o, inputs, of), inputs);
         const MemoryReport& r = trainer.rehearse();
         const size_t more = given.loss_by_position.empty() ? 0 : static_cast<size_t>(tokens) * sizeof(float);
         return std::pair(r.total() + more, r.seconds);
     };
-    const auto fits = [&](int tokens) {
+    const auto fits = [&](const Options& o, int tokens, Choices& of) {
         try {
-            return planned(tokens).first <= space.bytes;
+            return planned(o, tokens, of).first <= space.bytes;
         } catch (const UserError&) {  // nothing that --memory may choose fits
             return false;
         }
@@ -244,17 +279,24 @@ Options with_longest_context(const Options& given, Choices& choices) {
     if (data.trains_examples)
         by_data = most_tokens_of_examples(chosen, static_cast<int>(std::min<uint64_t>(by_model, by_data)));
     const int most = static_cast<int>(std::clamp<uint64_t>(by_data, 1, static_cast<uint64_t>(by_model)));
-    const int fewest = std::min(64, most);
-    if (const size_t least = planned(fewest).first; least > space.bytes)
+    const int fewest = std::min(kContextStep, most);
+    Choices of_longest, ignored;
+    if (fits(trial, most, of_longest))
+        chosen.seq_len = most;
+    else
+        chosen.seq_len = longest_of_smallest(
+            most, fewest, of_longest.smallest,
+            [&](const Options* o, int tokens) { return fits(o ? *o : trial, tokens, ignored); });
+    const auto [bytes, seconds] = planned(trial, chosen.seq_len, ignored);
+    if (bytes > space.bytes)
         fail("--seq-len auto: sequences of %d tokens take %.1f MiB and there are %.1f (%s)", fewest,
-             mebibytes(least), mebibytes(space.bytes), space.limit.c_str());
-    chosen.seq_len = fit_context(most, fits);
+             mebibytes(bytes), mebibytes(space.bytes), space.limit.c_str());
     const std::string why = chosen.seq_len < most ? format("the most that fit %.1f MiB (%s)",
                                                            mebibytes(space.bytes), space.limit.c_str())
                             : by_data < static_cast<uint64_t>(by_model) ? "as many as the data have"
                                                                         : "all of the model's positions";
-    choices.context = format("%d tokens, %s; a step takes %.3g s by estimate", chosen.seq_len, why.c_str(),
-                             planned(chosen.seq_len).second);
+    choices.context =
+        format("%d tokens, %s; a step takes %.3g s by estimate", chosen.seq_len, why.c_str(), seconds);
     chosen.given["--seq-len"] = {std::to_string(chosen.seq_len)};
     chosen.given["--batch"] = {std::to_string(chosen.batch)};
     return chosen;

@@ -9,6 +9,7 @@
 
 #include "llmc/options.h"
 #include "llmc/plan_free_memory.h"
+#include "llmc/plan_gpu.h"
 #include "llmc/plan_report.h"
 #include "llmc/plan_settings.h"
 #include "llmc/plan_solver.h"
@@ -38,6 +39,7 @@ struct Rehearsals {
 struct Choices {
     std::vector<MemoryChoice> memory;
     std::string batch, context;
+    std::optional<Options> smallest;  // if nothing fits --memory: the options that take the least
 };
 
 // The formats of the optimizer's state to try: the given ones first, then smaller ones if they are allowed,
@@ -170,6 +172,9 @@ struct Fit {
     // If nothing fits, for solution.least: its largest buffer, and what it has outside the device.
     std::pair<std::string, size_t> largest;
     BesideDevice beside = {};
+    // True if settings were not tried, because two rehearsals showed that none fits or none is faster than
+    // what is known; then solution.least has only its bytes, a few too many.
+    bool is_estimate = false;
 
     MemorySetting setting(const Choice& c) const {
         MemorySetting s = settings[c.profile];
@@ -185,11 +190,12 @@ struct Fit {
 };
 
 constexpr size_t kTooMuchOffloaded = SIZE_MAX;  // of a setting that does not fit outside the device
+constexpr double kMostSaved = 1.05;  // by mixed levels, of the memory with all blocks at the last level
 
-// Shows with two rehearsals whether a configuration cannot be better than `best`; then returns the least
-// memory that it takes. This is so if its smallest setting, with all blocks at the last level, does not fit
-// outside the device, or takes more of the device than any choice of levels could save. It is also so if its
-// first setting, the fastest, is slower with all blocks at the first level.
+// Shows with two rehearsals whether a configuration cannot fit, or cannot be better than `best`; then returns
+// the least memory that it takes. This is so if its smallest setting, with all blocks at the last level, does
+// not fit outside the device, or takes more of the device than any choice of levels could save. It is also so
+// if its first setting, the fastest, is slower with all blocks at the first level.
 inline std::optional<size_t> least_of_hopeless(std::vector<MemorySetting> settings, size_t budget,
                                                const Fit& best, const Rehearsals& rehearsals,
                                                const BesideDevice& space) {
@@ -206,8 +212,7 @@ inline std::optional<size_t> least_of_hopeless(std::vector<MemorySetting> settin
     });
     if (whole != settings.rbegin()) least = std::min(least, outline(*whole, kLastLevel).total());
     const Solution& solution = best.solution;
-    const size_t bound = solution.chosen ? budget : std::max(budget, solution.least.exact);
-    if (static_cast<double>(least) > 1.05 * static_cast<double>(bound)) return least;
+    if (static_cast<double>(least) > kMostSaved * static_cast<double>(budget)) return least;
     if (solution.chosen && outline(settings.front(), 0).seconds > solution.chosen->seconds) return least;
     return std::nullopt;
 }
@@ -232,6 +237,7 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
     if (best)
         if (const auto least = least_of_hopeless(settings, budget, *best, rehearsals, space)) {
             fit.solution.least.exact = *least;
+            fit.is_estimate = true;
             return fit;
         }
     const Profiles made = profiles_of(settings, o.by_block, rehearsals);
@@ -275,6 +281,8 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
 // outside the device was `short_of_memory`, suggests more of that.
 [[noreturn]] inline void fail_to_fit(const Options& given, const Fit& fit, const std::string& options,
                                      bool short_of_memory) {
+    if (planned_gpu && fit.solution.least.exact != kTooMuchOffloaded)
+        fail_to_fit_gpu(given, fit.solution.least.exact, options);
     if (fit.solution.least.exact == kTooMuchOffloaded) {
         const int ranks = given.rank.on_this_machine;
         const std::string of_each = ranks > 1 ? format(" for each of %d ranks", ranks) : "";
@@ -310,7 +318,7 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
 // is too small. Streaming without prefetching is tried only if nothing else fits, and longer prefetch
 // distances are used if they are faster. What several devices share is tried before anything is streamed.
 template <class Mixes, class FitMix>
-Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, std::vector<MemoryChoice>& choices) {
+Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, Choices& choices) {
     const bool offered = given.has("--memory.host");
     const BesideDevice given_space = offered ? memory_beside_device(given) : BesideDevice();
     const std::vector<Options> as_given = ways_to_share(given);
@@ -320,12 +328,14 @@ Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, std::vecto
         if (Fit more = fit(as_given[i], given_space, &best); more.is_better_than(best))
             best = std::move(more);
     bool short_of_memory = false;
+    std::vector<Fit> estimates;
     const auto try_all = [&](const std::vector<Options>& all, bool only_files) {
         const BesideDevice space = memory_beside_device(given);
         for (const Options& mix : all) {
             if (only_files && !has_files(mix)) continue;  // tried before
             Fit more = fit(mix, space, &best);
             if (more.solution.least.exact == kTooMuchOffloaded) short_of_memory = true;
+            if (more.is_estimate) estimates.push_back(more);
             if (more.is_better_than(best)) best = std::move(more);
         }
     };
@@ -336,13 +346,22 @@ Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, std::vecto
     };
     if (!best.solution.chosen || (offered && best.solution.chosen->seconds > 1.01 * fastest))
         try_all(other_mixes(kHostIsDevice), false);
-    if (!best.solution.chosen && offered) try_all(other_mixes(true), !kHostIsDevice);
+    if (!best.solution.chosen && offered && !has_any_host_memory(given))
+        try_all(other_mixes(true), !kHostIsDevice);
     if (!given.has("--prefetch")) {
         if (!best.solution.chosen)
             try_all(without_prefetching(mixes(kHostIsDevice || offered)), false);
         else if (streams_blocks_of(best.mix))
             try_all(with_more_buffers(best.mix), false);
     }
+    // The least memory that is reported must be exact.
+    const auto may_be_least = static_cast<double>(best.solution.least.exact) * kMostSaved;
+    for (const Fit& estimate : estimates)
+        if (const size_t least = estimate.solution.least.exact;
+            !best.solution.chosen && least != kTooMuchOffloaded && static_cast<double>(least) <= may_be_least)
+            if (Fit exact = fit(estimate.mix, memory_beside_device(given), nullptr);
+                best.is_estimate || exact.is_better_than(best))
+                best = std::move(exact);
     if (!host_can_update(best.mix)) best.mix.updates = "device";
     auto described = [&](const Choice& c) {
         const MemorySetting s = best.setting(c);
@@ -366,10 +385,13 @@ Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, std::vecto
                             std::max(0.0, c.seconds / fastest - 1)};
     };
     const Solution& solution = best.solution;
-    if (!solution.chosen) fail_to_fit(given, best, described(solution.least).text(), short_of_memory);
-    choices = {described(*solution.chosen)};
-    if (solution.next_cheaper) choices.push_back(described(*solution.next_cheaper));
-    if (solution.next_smaller) choices.push_back(described(*solution.next_smaller));
+    if (!solution.chosen) {
+        apply_setting(best.setting(solution.least), choices.smallest.emplace(best.mix));
+        fail_to_fit(given, best, described(solution.least).text(), short_of_memory);
+    }
+    choices.memory = {described(*solution.chosen)};
+    if (solution.next_cheaper) choices.memory.push_back(described(*solution.next_cheaper));
+    if (solution.next_smaller) choices.memory.push_back(described(*solution.next_smaller));
     apply_setting(best.setting(*solution.chosen), best.mix);
     return best.mix;
 }

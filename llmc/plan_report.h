@@ -96,7 +96,6 @@ struct MemoryReport {
     double seconds = 0;                // of a step, by estimate
     double update_seconds = 0;         // of the update in it
     PhaseTimes phases;                 // its time by phases,
-    OperationCosts operations;         // and by operations, with the same rates
     std::string rates;                 // the file of these rates; empty: nominal rates,
     std::string gpu;                   // of this GPU; empty on a CPU
     std::string budget;                // --memory
@@ -119,7 +118,8 @@ struct MemoryReport {
     size_t offloaded = 0;  // offloaded inputs of blocks, and keys, in a file; or pinned by a GPU
     size_t working = 0;    // what is trained in a file
     size_t narrower = 0;   // bytes saved by matrices in fewer bits than the build's
-    double widening_seconds = 0;  // the part of a step that dequantizes these
+    double widening_seconds = 0;             // the part of a step that dequantizes these
+    std::array<double, kRoutes> moved = {};  // bytes that a step moves, by Route
     // The plans of a micro-batch, and of what uses the arena at other times. They are the trainer's own, as
     // it last rehearsed them.
     const Plan *train = &kNoPlan, *update = &kNoPlan;
@@ -221,7 +221,7 @@ inline nlohmann::ordered_json ranks_json(const RanksReport& r) {
     return j;
 }
 
-inline nlohmann::ordered_json report_json(const MemoryReport& r) {
+inline nlohmann::ordered_json report_json(const MemoryReport& r, const OperationCosts& operations) {
     nlohmann::ordered_json j = {
         {"model", r.model},           {"parameters", r.parameters}, {"trained", r.trained},
         {"vocabulary", r.vocabulary}, {"device", r.device},         {"precision", r.precision},
@@ -248,12 +248,14 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r) {
     if (r.narrower > 0) j["stored"] = {{"saved_bytes", r.narrower}, {"widening_seconds", r.widening_seconds}};
     j["activations_lower_bound"] = r.train->lower_bound;
     j["peak_at"] = r.train->peak_at;
+    for (size_t route = 0; route < kRoutes; route++)
+        if (r.moved[route] > 0) j["moved"][kRouteNames[route]] = r.moved[route];
     j["estimated_seconds"] = r.seconds;
     j["tokens_per_second"] = r.seconds > 0 ? r.tokens() / r.seconds : 0;
     j["rates"] = r.rates.empty() ? "nominal" : r.rates;
     if (!r.gpu.empty()) j["gpu"] = r.gpu;
     j["phases"] = phases_json(r.phases);
-    j["operations"] = operations_json(r.operations);
+    j["operations"] = operations_json(operations);
     for (const MemoryChoice& c : r.choice)
         j["choice"].push_back({{"recompute", c.recompute},
                                {"head_rows", c.head_rows},
@@ -296,6 +298,15 @@ struct TableLine {
     int count = 0;
 };
 
+// True if a neighbour of what --memory chose is worth a line: if it is faster, or smaller, by a tenth of a
+// percent.
+inline bool is_worth_showing(const MemoryChoice& neighbour, const MemoryChoice& chosen) {
+    constexpr double kLess = 1 - 1e-3;
+    return neighbour.seconds < chosen.seconds
+               ? neighbour.seconds < kLess * chosen.seconds
+               : static_cast<double>(neighbour.bytes) < kLess * static_cast<double>(chosen.bytes);
+}
+
 // Prints what --memory chose, what that costs, and its neighbours.
 inline void print_choice(FILE* to, const MemoryReport& r) {
     if (!r.context_choice.empty()) fprintf(to, "--seq-len auto: %s\n", r.context_choice.c_str());
@@ -308,7 +319,7 @@ inline void print_choice(FILE* to, const MemoryReport& r) {
                 to,
                 "--memory %s: %s\n  takes %.1f MiB; by estimate %.1f%% slower than the fastest there is\n",
                 r.budget.c_str(), c.text().c_str(), mib, 100 * c.slower);
-        else
+        else if (is_worth_showing(c, chosen))
             fprintf(to, "  next %s: %s\n    takes %.1f MiB; %.2f%% %s\n", relative < 1 ? "faster" : "smaller",
                     c.text().c_str(), mib, 100 * std::abs(relative - 1), relative < 1 ? "faster" : "slower");
     }

@@ -168,6 +168,10 @@ MemorySetting with_chosen_rows(MemorySetting s, int64_t seq_len, size_t layers, 
 // The placements that --memory chooses among: combinations of what is kept outside the device, from only what
 // the options ask for up to everything that may be.
 
+// The --memory host= of a GPU whose host has as much memory as a run can use; then nothing needs a disk.
+inline constexpr const char* kAnyHostMemory = "1000TiB";
+inline bool has_any_host_memory(const Options& o) { return o.host_memory == kAnyHostMemory; }
+
 // What --memory may place outside the device, because the options leave it open.
 struct Movable {
     // Values to try, by the key of --offload; what has none stays as given.
@@ -183,16 +187,18 @@ Movable movable(const Options& o, const RunInputs& inputs, bool with_files) {
     Movable m;
     const bool frozen = static_cast<bool>(inputs.adapter), offered = o.has("--memory.host");
     const bool moves = kHostIsDevice || offered;
+    if (planned_gpu && !offered) return m;  // the first question is whether it fits the GPU alone
     const auto is_open = [&](const char* key) { return !o.has(placement(key).setting()); };
     std::vector<std::string> placements;
     if (!kHostIsDevice) placements.push_back("host");
-    if (kHostIsDevice || with_files) placements.push_back("disk");
+    if (kHostIsDevice || (with_files && !has_any_host_memory(o))) placements.push_back("disk");
     const std::string& placement = placements.front();
     if (is_open("weights") && !frozen && moves) m.values["weights"] = placements;
     if (is_open("weights")) {
         if (offered && placement == "host" && inputs.may_stream_frozen(placement))
             m.values["weights"] = {placement};
-        if (inputs.may_stream_frozen("disk")) m.values["weights"].push_back("disk");
+        if (inputs.may_stream_frozen("disk") && !has_any_host_memory(o))
+            m.values["weights"].push_back("disk");
     }
     if (is_open("embeddings") && inputs.may_move_embeddings())
         m.values["embeddings"] = {offered ? placement : "disk"};
@@ -337,9 +343,9 @@ inline size_t ask_space_on_disk() {
     return static_cast<size_t>(info.f_bavail) * info.f_frsize;
 }
 // The same, asked once: a search and the plan that it leads to see the same space, even if other programs
-// write.
+// write. A machine that is only planned for has as much as a run needs.
 inline size_t space_on_disk() {
-    static const size_t space = ask_space_on_disk();
+    static const size_t space = planned_gpu ? SIZE_MAX : ask_space_on_disk();
     return space;
 }
 

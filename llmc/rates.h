@@ -386,13 +386,18 @@ void simulate(const Plan& plan, const Rates& rates, Computes&& computes, Moves&&
 
 // Adds the times of a plan that runs `runs` times.
 inline void add_phases(PhaseTimes& phases, const Plan& plan, double runs, const Rates& rates) {
-    std::string last = "forward";  // what is in no phase counts with the phase before it
+    // What is in no phase counts with the phase before it. Plans of large models have a million entries, so a
+    // range at the same address as the last one is not compared.
+    std::string_view last = "forward", last_range;
+    size_t current = SIZE_MAX;
     const auto phase = [&](std::string_view range) -> PhaseTime& {
-        if (!range.empty()) last = range.substr(0, range.find(' '));
-        for (PhaseTime& p : phases)
-            if (p.name == last) return p;
-        phases.push_back({last});
-        return phases.back();
+        if (current < phases.size() && (range.empty() || range.data() == last_range.data()))
+            return phases[current];
+        if (!range.empty()) last_range = range, last = range.substr(0, range.find(' '));
+        current = 0;
+        while (current < phases.size() && phases[current].name != last) current++;
+        if (current == phases.size()) phases.push_back({std::string(last)});
+        return phases[current];
     };
     std::vector<size_t> moved;  // the Cost of each transfer
     simulate(

@@ -353,6 +353,8 @@ inline ModelConfig RunInputs::choose_config() const {
         config = *saved;  // the folder that the run started from may have been removed
     } else if (gguf) {
         config = gguf->config();
+    } else if (const KnownModel* known = find_known_model(model); known && o_.plan && !file_exists(model)) {
+        config = config_of(*known);
     } else {
         config = read_model_config(model, "--model");
     }

@@ -12,6 +12,7 @@
 #include "llmc/options.h"
 #include "llmc/plan.h"
 #include "llmc/plan_free_memory.h"
+#include "llmc/plan_gpu.h"
 #include "llmc/plan_report.h"
 #include "llmc/plan_timeline.h"
 #include "llmc/run_inputs.h"
@@ -53,12 +54,18 @@ inline MemoryReport report_of_run(const Options& o, const RunInputs& in, const P
 // allocates. Also writes --timeline.
 inline void print_plan(const Options& o, const MemoryReport& report, const Plan& update, const Rates& rates) {
     if (!o.timeline.empty()) write_timeline(o.timeline, report, update, rates);
-    if (o.json)
-        printf("%s\n", json_text(report_json(report)).c_str());
-    else if (o.plan)
+    if (o.json) {
+        OperationCosts operations;
+        for (const Plan* plan : {report.train, report.update}) add_costs(operations, plan->work, rates);
+        nlohmann::ordered_json json = report_json(report, operations);
+        if (planned_gpu) json["planned_gpu"] = gpu_answer_json(report);
+        printf("%s\n", json_text(json).c_str());
+    } else if (o.plan) {
+        if (planned_gpu) print_gpu_answer(stdout, o, report);
         print_report(stdout, report);
-    else
+    } else {
         print_summary(stdout, report, "allocating", memory_of_rank(o.rank));
+    }
     if (o.plan) remark_shortage(report);
 }
 

@@ -1,4 +1,4 @@
-// simt.h - one kernel source, three ways to run it.
+// simt.h - one kernel source, three ways to run it, and one to plan what a GPU would run.
 //
 // Every kernel is a CUDA __global__ function, written once:
 //
@@ -6,13 +6,14 @@
 //   GPU              nvcc      32     16 bytes  a CUDA thread
 //   CPU, fast        g++       1      64 bytes  the only thread of its block, a plain call
 //   CPU, faithful    g++       32     16 bytes  a fiber: the same warps, barriers and shuffles as on the GPU
+//   planner          g++       32     16 bytes  nothing: it plans the GPU build's steps and runs none
 //
-// The faithful build (-DSIMT_LANES=32) is for tests; simt_fibers.h says what it checks. The same loops serve
-// all three:
+// The faithful build (-DSIMT_LANES=32) is for tests; simt_fibers.h says what it checks. The planner
+// (-DLLMC_PLANNER) is for `--plan --gpu`; simt_planner.h says how it works. The same loops serve all:
 //
 //   for (int c = lane() * V::size; c < C; c += kLanes * V::size) ...
 //
-// This header has what is common to all three builds; the rest is in the header of each.
+// This header has what is common to all builds; the rest is in the header of each.
 // Kernels must not use: `extern __shared__` by name, partial warp masks, cooperative groups.
 #pragma once
 

@@ -2,7 +2,8 @@
 // on all threads.
 //
 // In the fast build a block has one thread, so a kernel is a plain function and its vectors are the CPU's
-// widest. In the faithful build (SIMT_LANES=32) simt_fibers.h runs the threads of a block as fibers.
+// widest. In the faithful build (SIMT_LANES=32) simt_fibers.h runs the threads of a block as fibers. The
+// planner (LLMC_PLANNER) has the GPU's lanes and vectors, and runs nothing.
 #pragma once
 
 #include <omp.h>
@@ -22,6 +23,9 @@
 #include <type_traits>
 #include <vector>
 
+#ifdef LLMC_PLANNER
+#define SIMT_LANES 32
+#endif
 #ifndef SIMT_LANES
 #define SIMT_LANES 1
 #endif
@@ -45,6 +49,12 @@ constexpr int kLanes = SIMT_LANES;
 constexpr int kVectorBytes = kLanes == 1 ? 64 : 16;
 constexpr int kBlockWarps = kLanes == 1 ? 1 : 8;
 constexpr bool kFastCpu = kLanes == 1;
+#ifdef LLMC_PLANNER
+constexpr bool kPlanner = true;
+#else
+constexpr bool kPlanner = false;
+#endif
+constexpr bool kHostIsDevice = !kPlanner;  // whether device memory is host memory
 
 using Stream = void*;
 
@@ -198,7 +208,11 @@ inline void* workspace(size_t bytes) {
 }
 }  // namespace simt
 
+#if defined(LLMC_PLANNER)
+#include "llmc/simt_planner.h"
+#else
 #if SIMT_LANES == 32
+#define SIMT_FAITHFUL 1
 #include "llmc/simt_fibers.h"
 #else
 inline void __syncthreads() {}
@@ -264,3 +278,4 @@ void launch(dim3 grid, dim3 block, size_t shared_bytes, Stream, A&&... args) {
     }
     simt::launch_function<kernel>(kernel, grid, block, shared_bytes, std::forward<A>(args)...);
 }
+#endif

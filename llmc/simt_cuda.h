@@ -142,6 +142,8 @@ constexpr int kLanes = 32;
 constexpr int kVectorBytes = 16;
 constexpr int kBlockWarps = 8;
 constexpr bool kFastCpu = false;
+constexpr bool kPlanner = false;
+constexpr bool kHostIsDevice = false;  // whether device memory is host memory
 
 using Stream = cudaStream_t;
 using bf16 = __nv_bfloat16;

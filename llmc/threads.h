@@ -82,6 +82,14 @@ inline void keep_heaps_small(size_t threads) {
     mallopt(M_TRIM_THRESHOLD, 16 << 20);
 }
 
+// A search over settings makes and discards large lists. Keeps their memory in the process, so that it is not
+// taken from the system again each time; for a process that ends with the plan.
+inline void keep_memory_of_lists() {
+    mallopt(M_MMAP_MAX, 0);
+    mallopt(M_TRIM_THRESHOLD, INT32_MAX);
+    mallopt(M_TOP_PAD, 64 << 20);
+}
+
 // Starts OpenMP's threads: `asked`; if that is 0, as many as OpenMP chooses, or for one of several ranks its
 // share of the cores. If OpenMP gives fewer, prints that.
 // From then on, a parallel region gets omp_get_max_threads() threads. Fails if the system cannot start them.

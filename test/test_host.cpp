@@ -152,6 +152,7 @@ TEST(DeviceRates, AGpuIsComputedFromWhatItReports) {
         const auto near = [&](double a, double b, double much) {
             EXPECT_NEAR(a / b, 1, much) << facts.name << ": " << a << " beside " << b;
         };
+        EXPECT_EQ(table->multiprocessors, facts.multiprocessors) << facts.name;
         // The data sheets of the largest GPUs assume less than the clock that the GPUs report.
         near(computed.flops, table->flops, 0.09);
         near(computed.tf32, table->tf32, 0.09);

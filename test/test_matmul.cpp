@@ -455,8 +455,8 @@ TYPED_TEST(Matmul, DividedProducts) {
     };
     for (const auto& [m, n, k] : {std::array<int64_t, 3>{700, 72, 24}, {513, 5, 7}}) {
         const Limit limit(2.0 * 300 * n * k);
-        EXPECT_EQ(cublaslt::rows_at_once({.m = m, .n = n, .k = k}), 256);
-        EXPECT_EQ(cublaslt::rows_at_once({.m = 300, .n = n, .k = k}), 300);
+        EXPECT_EQ(rows_at_once({.m = m, .n = n, .k = k}), 256);
+        EXPECT_EQ(rows_at_once({.m = 300, .n = n, .k = k}), 300);
         for (const Case& c : forms_of_the_step(m, n, k)) check<TypeParam>(c);
     }
 }

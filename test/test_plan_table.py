@@ -93,7 +93,7 @@ def test_shapes(train_fp32, tmp_path):
 def test_cases_of_its_own(train_fp32):
     """The built-in cases are valid, with distinct names and existing shapes."""
     cases = plan_table.cases_of(plan_table.CASES, "CASES")
-    assert len({c.name for c in cases}) == len(cases) > 5 and {c.model for c in cases} == set(plan_table.SHAPES)
+    assert len({c.name for c in cases}) == len(cases) > 5 and {c.model for c in cases} <= set(plan_table.SHAPES)
     help_text = train_fp32("--help", "all").stdout.decode()
     options = {word for c in cases for word in c.step + c.homes if word.startswith("--")}
     assert all(re.search(rf"^ +{option}[ ,:]", help_text, re.MULTILINE) for option in options)

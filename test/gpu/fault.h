@@ -1,5 +1,5 @@
-// fault.h - what CUDA, PTX or NCCL do not allow, or do not define: the emulator's exception for it, which ends
-// the process.
+// fault.h - what CUDA, PTX or NCCL do not allow, or do not define: the emulator's exception for it, which
+// ends the process.
 #pragma once
 
 #include <unistd.h>

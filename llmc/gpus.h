@@ -1,0 +1,284 @@
+// gpus.h - what GPUs can do: a table by name, formulas for a GPU that is not in it, and the GPU that plans
+// are for. Read this to add a GPU.
+//
+// The figures are from NVIDIA's data sheets and architecture white papers (GA100, GA102, AD102, GH100,
+// Blackwell and RTX Blackwell), for dense operands and at the boost clock. Products of bf16 add in fp32,
+// which a GeForce's tensor cores do at half the rate of the same chip on a workstation's card. A laptop's
+// clock depends on the power that its maker allows: laptops are computed from the clock that the device
+// reports.
+#pragma once
+
+#include <algorithm>
+#include <cctype>
+#include <cmath>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "llmc/error.h"
+
+// The bytes/s of 16 lanes of PCI Express, each way, and of NVLink between a GPU and its own CPU.
+constexpr double kPcie4 = 32e9, kPcie5 = 64e9, kNvlinkC2c = 450e9;
+// The bytes/s of the NVLinks of a GPU to the others of its machine, each way, by generation.
+constexpr double kNvlink3 = 300e9, kNvlink4 = 450e9, kNvlink5 = 900e9;
+// Bytes/s of the memory of the host that a GPU is assumed to be in: eight channels of DDR4-3200, or two of
+// DDR5-5600.
+constexpr double kServer = 205e9, kDesktop = 90e9;
+
+// Its multiprocessors; its memory in GiB, as recent drivers report it, rounded down (PyTorch's messages in
+// public issues, and for GPUs without one 97% of what the maker says). FLOP/s of dense products in bf16, in
+// TF32 and in fp32 without tensor cores; bytes/s of the GPU's memory, of its link to the host, each way, of
+// the host's memory, and of NVLink to all other GPUs of its machine, each way; without that they reach each
+// other over the link to the host.
+struct KnownGpu {
+    const char* name;  // empty: computed, not in the table
+    int multiprocessors;
+    double memory;
+    double flops, tf32, fp32, bandwidth, link, host = kServer, nvlink = 0;
+};
+
+// A GeForce from its fp32 TFLOP/s and GB/s: products in bf16 have twice that rate, in TF32 the same.
+constexpr KnownGpu geforce(const char* name, int multiprocessors, double memory, double fp32,
+                           double bandwidth, double link) {
+    return {name,        multiprocessors, memory, 2e12 * fp32, 1e12 * fp32,
+            1e12 * fp32, 1e9 * bandwidth, link,   kDesktop};
+}
+// A workstation's or a server's card with the same chips: four times that rate in bf16, and twice in TF32.
+constexpr KnownGpu workstation(const char* name, int multiprocessors, double memory, double fp32,
+                               double bandwidth, double link) {
+    return {name, multiprocessors, memory, 4e12 * fp32, 2e12 * fp32, 1e12 * fp32, 1e9 * bandwidth, link};
+}
+
+// What a build plans for if no GPU answers: one of several that NVLink connects.
+constexpr KnownGpu kA100 = {"A100", 108, 79.1, 312e12, 156e12, 19.5e12, 1.94e12, kPcie4, kServer, kNvlink3};
+
+constexpr KnownGpu kKnownGpus[] = {
+    // if two names fit, the first counts
+    {"GB200", 148, 184, 2500e12, 1250e12, 80e12, 8.0e12, kNvlinkC2c, kServer, kNvlink5},
+    {"B300", 148, 268, 2250e12, 1125e12, 75e12, 8.0e12, kPcie5, kServer, kNvlink5},
+    {"B200", 148, 178, 2250e12, 1125e12, 75e12, 8.0e12, kPcie5, kServer, kNvlink5},
+    {"GH200 480GB", 132, 94.5, 989e12, 494e12, 67e12, 4.0e12, kNvlinkC2c},
+    {"GH200 144G HBM3e", 132, 139.5, 989e12, 494e12, 67e12, 4.9e12, kNvlinkC2c},
+    {"H200 NVL", 132, 139.7, 835e12, 417e12, 60e12, 4.8e12, kPcie5},
+    {"H200", 132, 139.7, 989e12, 494e12, 67e12, 4.8e12, kPcie5, kServer, kNvlink4},
+    {"H100 PCIe", 114, 79.1, 756e12, 378e12, 51e12, 2.0e12, kPcie5},
+    {"H100 NVL", 132, 93.1, 835e12, 417e12, 60e12, 3.9e12, kPcie5},
+    {"H100", 132, 79.1, 989e12, 494e12, 67e12, 3.35e12, kPcie5, kServer, kNvlink4},
+    {"H20", 78, 94.9, 148e12, 74e12, 44e12, 4.0e12, kPcie5, kServer, kNvlink4},
+    {"A100-SXM4-80GB", 108, 79.1, 312e12, 156e12, 19.5e12, 2.039e12, kPcie4, kServer, kNvlink3},
+    {"A100-SXM4-40GB", 108, 39.3, 312e12, 156e12, 19.5e12, 1.555e12, kPcie4, kServer, kNvlink3},
+    {"A100-PCIE-40GB", 108, 39.3, 312e12, 156e12, 19.5e12, 1.555e12, kPcie4},
+    {"A100 80GB PCIe", 108, 79.1, 312e12, 156e12, 19.5e12, 1.94e12, kPcie4},
+    kA100,
+    {"A30", 56, 23.5, 165e12, 82e12, 10.3e12, 0.933e12, kPcie4},
+    {"A10G", 80, 22, 70e12, 35e12, 35e12, 0.6e12, kPcie4},
+    workstation("A40", 84, 44.3, 37.4, 696, kPcie4),
+    workstation("A10", 72, 22, 31.2, 600, kPcie4),
+    workstation("A2", 10, 14.5, 4.5, 200, kPcie4 / 2),
+    workstation("L40S", 142, 44.3, 91.6, 864, kPcie4),
+    {"L40", 142, 44.3, 181e12, 90.5e12, 90.5e12, 0.864e12, kPcie4},
+    workstation("L4", 58, 22, 30.3, 300, kPcie4),
+    workstation("RTX PRO 6000 Blackwell Workstation Edition", 188, 94.9, 125, 1792, kPcie5),
+    workstation("RTX PRO 6000 Blackwell Max-Q Workstation Edition", 188, 94.9, 110, 1792, kPcie5),
+    workstation("RTX PRO 6000 Blackwell Server Edition", 188, 94.9, 120, 1597, kPcie5),
+    workstation("RTX PRO 5000 Blackwell", 110, 47.3, 73.7, 1344, kPcie5),
+    workstation("RTX PRO 4500 Blackwell", 82, 31.3, 54.9, 896, kPcie5),
+    workstation("RTX PRO 4000 Blackwell", 70, 23.4, 46.9, 672, kPcie5),
+    workstation("RTX 6000 Ada Generation", 142, 47.3, 91.1, 960, kPcie4),
+    workstation("RTX 5000 Ada Generation", 100, 31.3, 65.3, 576, kPcie4),
+    workstation("RTX 4500 Ada Generation", 60, 23.5, 39.6, 432, kPcie4),
+    workstation("RTX 4000 Ada Generation", 48, 19.5, 26.7, 360, kPcie4),
+    workstation("RTX A6000", 84, 47.4, 38.7, 768, kPcie4),
+    workstation("RTX A5500", 80, 23.5, 34.1, 768, kPcie4),
+    workstation("RTX A5000", 64, 23.5, 27.8, 768, kPcie4),
+    workstation("RTX A4500", 56, 19.6, 23.7, 640, kPcie4),
+    workstation("RTX A4000", 48, 15.5, 19.2, 448, kPcie4),
+    geforce("RTX 5090 D", 170, 31.3, 104.8, 1792, kPcie5),
+    geforce("RTX 5090", 170, 31.3, 104.8, 1792, kPcie5),
+    geforce("RTX 5080", 84, 15.4, 56.3, 960, kPcie5),
+    geforce("RTX 5070 Ti", 70, 15.4, 43.9, 896, kPcie5),
+    geforce("RTX 5070", 48, 11.5, 30.9, 672, kPcie5),
+    geforce("RTX 5060 Ti", 36, 15.4, 23.7, 448, kPcie5 / 2),
+    geforce("RTX 5060", 30, 7.5, 19.2, 448, kPcie5 / 2),
+    geforce("RTX 5050", 20, 7.5, 13.2, 320, kPcie5 / 2),
+    geforce("RTX 4090 D", 114, 23.5, 73.5, 1008, kPcie4),
+    {"RTX 4090", 128, 23.5, 165e12, 82.6e12, 82.6e12, 1.01e12, kPcie4, kDesktop},
+    geforce("RTX 4080 SUPER", 80, 15.5, 52.2, 736, kPcie4),
+    geforce("RTX 4080", 76, 15.5, 48.7, 717, kPcie4),
+    geforce("RTX 4070 Ti SUPER", 66, 15.5, 44.1, 672, kPcie4),
+    geforce("RTX 4070 Ti", 60, 11.6, 40.1, 504, kPcie4),
+    geforce("RTX 4070 SUPER", 56, 11.6, 35.5, 504, kPcie4),
+    geforce("RTX 4070", 46, 11.6, 29.1, 504, kPcie4),
+    geforce("RTX 4060 Ti", 34, 7.6, 22.1, 288, kPcie4 / 2),
+    geforce("RTX 4060", 24, 7.6, 15.1, 272, kPcie4 / 2),
+    geforce("RTX 3090 Ti", 84, 23.5, 40.0, 1008, kPcie4),
+    {"RTX 3090", 82, 23.5, 71e12, 35.6e12, 35.6e12, 0.936e12, kPcie4, kDesktop},
+    geforce("RTX 3080 Ti", 80, 11.6, 34.1, 912, kPcie4),
+    geforce("RTX 3080", 68, 9.6, 29.8, 760, kPcie4),
+    geforce("RTX 3070 Ti", 48, 7.6, 21.7, 608, kPcie4),
+    geforce("RTX 3070", 46, 7.6, 20.3, 448, kPcie4),
+    geforce("RTX 3060 Ti", 38, 7.6, 16.2, 448, kPcie4),
+    geforce("RTX 3060", 28, 11.6, 12.7, 360, kPcie4),
+    geforce("RTX 3050", 20, 7.6, 9.1, 224, kPcie4 / 2),
+    // Estimated from NVIDIA's 1 PFLOP/s in sparse FP4: an eighth of that. Its memory is the host's.
+    {"GB10", 48, 119, 125e12, 62e12, 31e12, 0.273e12, 0.273e12 / 2, 0.273e12},
+    // Likewise from its 2070 TFLOP/s.
+    {"Thor", 20, 122, 258e12, 129e12, 8.1e12, 0.273e12, 0.273e12 / 2, 0.273e12},
+};
+
+// The known GPU that a driver's name refers to; null if there is none. The known name must occur in it as
+// whole words: an "RTX A1000" is no A100. A suffix makes an RTX another GPU ("Ti", "D", "Laptop GPU"); for
+// others it says how the GPU is built in.
+inline const KnownGpu* gpu_named(const std::string& name) {
+    const auto in_word = [&](size_t i) {
+        return i < name.size() && isalnum(static_cast<unsigned char>(name[i]));
+    };
+    for (const KnownGpu& gpu : kKnownGpus) {
+        const std::string known = gpu.name;
+        const size_t begin = name.find(known), end = begin + known.size();
+        if (begin == std::string::npos || (begin > 0 && in_word(begin - 1)) || in_word(end)) continue;
+        if (known.starts_with("RTX") && end < name.size()) continue;
+        return &gpu;
+    }
+    return nullptr;
+}
+
+// What a device reports of itself.
+struct GpuFacts {
+    std::string name;
+    int major, minor, multiprocessors;
+    double clock, memory_clock;  // Hz
+    int bus_bits;
+    bool integrated;  // its memory is the host's
+};
+
+// FLOPs of one multiprocessor per cycle, by compute capability.
+struct FlopsACycle {
+    double bf16, tf32, fp32;
+};
+inline FlopsACycle flops_a_cycle(int major, int minor, bool is_geforce) {
+    if (major == 8 && minor == 0) return {2048, 1024, 128};
+    if (major == 8 && minor == 7) return {2048, 1024, 256};    // Orin
+    if (major == 9) return {4096, 2048, 256};                  // Hopper
+    if (major == 10 || major == 11) return {8192, 4096, 256};  // Blackwell of servers, and Thor
+    return is_geforce ? FlopsACycle{512, 256, 256} : FlopsACycle{1024, 512, 256};  // 8.6, 8.9, 12.x
+}
+
+// The rates of a GPU that is not in the table, from what it reports. A module whose memory is its host's may
+// report any memory clock, so at least LPDDR5's 6.4 Gbit/s per line is assumed. If no bandwidth is reported,
+// an A100's for the same FLOP/s is assumed.
+inline KnownGpu computed_gpu(const GpuFacts& facts) {
+    const auto [bf16, tf32, fp32] =
+        flops_a_cycle(facts.major, facts.minor, facts.name.find("GeForce") != std::string::npos);
+    const double cycles = facts.multiprocessors * facts.clock;
+    const double transfers = std::max(2 * facts.memory_clock, facts.integrated ? 6.4e9 : 0.0);
+    double bandwidth = transfers * facts.bus_bits / 8;
+    if (bandwidth <= 0) bandwidth = kA100.bandwidth / kA100.flops * bf16 * cycles;
+    constexpr double kUnknown = 0;  // its memory: nothing is planned for it by name
+    KnownGpu gpu = {
+        "", facts.multiprocessors, kUnknown, bf16 * cycles, tf32 * cycles, fp32 * cycles, bandwidth, kPcie4};
+    if (facts.major >= 9) gpu.link = kPcie5;
+    if (facts.name.find("Laptop") != std::string::npos) gpu.link /= 2;  // eight lanes
+    if (facts.name.find("RTX") != std::string::npos) gpu.host = kDesktop;
+    if (facts.integrated) gpu.link = bandwidth / 2, gpu.host = bandwidth;  // a copy reads and writes
+    return gpu;
+}
+
+// ---- the GPU of --plan --gpu
+
+// A GPU that is named, as in "RTX 4060 Ti 16GB".
+struct PlannedGpu {
+    KnownGpu gpu;
+    std::string called;  // with its memory, if the name says that
+    size_t bytes() const { return static_cast<size_t>(gpu.memory * 1073741824.0); }
+};
+
+// The GPU that plans are for, whatever is in this machine; absent without --gpu.
+inline std::optional<PlannedGpu> planned_gpu;
+
+// The words of a GPU's name in lower case, without those that only say who makes it or how it is built in. A
+// word also ends between digits and letters: "rtx4060ti 16gb" has rtx, 4060, ti, 16 and gb; but "a100" is one
+// word.
+inline std::vector<std::string> words_of_gpu(const std::string& name) {
+    std::vector<std::string> words;
+    char before = ' ';
+    for (const char given : name) {
+        const char c = static_cast<char>(std::tolower(static_cast<unsigned char>(given)));
+        const auto is = [](int (*kind)(int), char of) { return kind(static_cast<unsigned char>(of)) != 0; };
+        const bool number_begins = is(std::isalpha, before) && is(std::isdigit, c) && words.back().size() > 2;
+        const bool number_ends = is(std::isdigit, before) && is(std::isalpha, c);
+        if (is(std::isalnum, c)) {
+            if (!is(std::isalnum, before) || number_begins || number_ends) words.emplace_back();
+            words.back() += c;
+        }
+        before = c;
+    }
+    for (size_t i = 0; i + 1 < words.size(); i++)  // "SXM4"
+        if (words[i] == "sxm" && words[i + 1].size() == 1)
+            words.erase(words.begin() + static_cast<ptrdiff_t>(i) + 1);
+    static const std::set<std::string> kLeftOut = {"nvidia", "geforce", "tesla", "quadro", "gpu", "sxm"};
+    std::erase_if(words, [](const std::string& w) { return kLeftOut.contains(w); });
+    return words;
+}
+
+// If the last words are an amount of memory, as in "16 gb", removes them and returns the GB; else 0.
+inline double take_memory(std::vector<std::string>& words) {
+    if (words.size() < 3 || (words.back() != "gb" && words.back() != "gib")) return 0;
+    const std::string& number = words[words.size() - 2];
+    if (number.size() > 4 || number.find_first_not_of("0123456789") != number.npos) return 0;
+    const double memory = std::stod(number);
+    words.resize(words.size() - 2);
+    return memory;
+}
+
+// The known GPU whose name begins with these words, where "RTX" may be left out; one whose name they are
+// comes first. Null if there is none.
+inline const KnownGpu* gpu_with_words(const std::vector<std::string>& words) {
+    const KnownGpu* found = nullptr;
+    for (const KnownGpu& gpu : kKnownGpus) {
+        std::vector<std::string> known = words_of_gpu(gpu.name);
+        if (known[0] == "rtx" && !words.empty() && words[0] != "rtx") known.erase(known.begin());
+        if (words.empty() || words.back() == "rtx" || words.size() > known.size() ||
+            !std::equal(words.begin(), words.end(), known.begin()))
+            continue;
+        // "RTX 4060" is no "RTX 4060 Ti", but "RTX 6000 Ada" is an "RTX 6000 Ada Generation".
+        static const std::set<std::string> kOtherChips = {"ti", "super", "d", "nvl", "pcie"};
+        if (words.size() == known.size()) return &gpu;
+        if (!found && !kOtherChips.contains(known[words.size()])) found = &gpu;
+    }
+    return found;
+}
+
+// The GPU that people call by this name. Fails if none is known, and then names those that are near.
+inline PlannedGpu find_gpu(const std::string& name) {
+    std::vector<std::string> words = words_of_gpu(name);
+    const KnownGpu* gpu = gpu_with_words(words);
+    const double memory = gpu ? 0 : take_memory(words);
+    if (!gpu) gpu = gpu_with_words(words);
+    if (!gpu) gpu = gpu_named(name);  // a driver's name, with more words
+    if (!gpu) {
+        std::string near;
+        for (const KnownGpu& known : kKnownGpus) {
+            const std::vector<std::string> of = words_of_gpu(known.name);
+            const bool is_near = std::any_of(words.begin(), words.end(), [&](const std::string& w) {
+                return w.size() > 1 && w != "rtx" && w != "gb" &&
+                       std::find(of.begin(), of.end(), w) != of.end();
+            });
+            if (is_near) near += (near.empty() ? "" : ", ") + std::string(known.name);
+        }
+        fail("--gpu %s: no GPU of this name is known; there are %s", name.c_str(),
+             near.empty()
+                 ? "RTX 3060, RTX 4090, RTX 5090, RTX 6000 Ada, L40S, A100 40GB, H100, and others like "
+                   "these"
+                 : near.c_str());
+    }
+    PlannedGpu planned{*gpu, gpu->name};
+    // A GPU that is sold with other amounts of memory too.
+    constexpr double kUsable = 0.97;
+    if (memory > 0 && std::abs(memory * kUsable / gpu->memory - 1) > 0.1) {
+        planned.gpu.memory = memory * kUsable;
+        planned.called += format(" with %g GB", memory);
+    }
+    return planned;
+}

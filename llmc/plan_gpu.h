@@ -1,0 +1,134 @@
+// plan_gpu.h - the answer to "will it fit my card?": --plan --gpu NAME. Whether a run fits a GPU that may be
+// anywhere, and what would; how fast it would be; and what that costs.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "llmc/options.h"
+#include "llmc/plan_free_memory.h"
+#include "llmc/plan_report.h"
+#include "llmc/plan_settings.h"
+
+// The memory that a run may take of the GPU that plans are for: a display and other programs keep 5%.
+inline FreeMemory memory_of_planned_gpu() { return with_reserve(device_memory_free(), context_bytes()); }
+
+// True if --memory is left out where it could choose: then it is the memory of the GPU of --gpu.
+inline bool fills_planned_gpu(const Options& o) {
+    return planned_gpu && !o.has("--memory") && !o.has("--recompute") && o.steps > 0 && o.batch > 0 &&
+           o.bench.empty() && o.offloaded_inputs <= 0;
+}
+
+// The options with that --memory; `with_host`: the GPU's host has as much memory as the run can use.
+inline Options filling_planned_gpu(Options o, bool with_host) {
+    o.memory = format("%zuMiB", memory_of_planned_gpu().bytes >> 20);
+    o.given["--memory"] = {o.memory};
+    if (!with_host) return o;
+    o.host_memory = kAnyHostMemory;
+    o.given["--memory.host"] = {o.host_memory};
+    return o;
+}
+
+inline double gibibytes(size_t bytes) { return static_cast<double>(bytes) / 1073741824.0; }
+// With at most three digits that count: "8.03 GB", "803 GB".
+inline std::string gigabytes(double bytes) {
+    return format(bytes < 100e9 ? "%.3g GB" : "%.0f GB", bytes / 1e9);
+}
+
+// The smallest GPUs of the table with room for `bytes`, at most three; "" if there is none.
+inline std::string gpus_with_room(size_t bytes) {
+    std::vector<const KnownGpu*> all;
+    for (const KnownGpu& gpu : kKnownGpus) {
+        const auto memory = static_cast<size_t>(gpu.memory * 1073741824.0);
+        const size_t context = cuda_context_bytes(gpu.multiprocessors);
+        if (with_reserve({memory - context, ""}, context).bytes >= bytes) all.push_back(&gpu);
+    }
+    std::stable_sort(all.begin(), all.end(),
+                     [](const KnownGpu* a, const KnownGpu* b) { return a->memory < b->memory; });
+    std::string names;
+    double last = 0;
+    int count = 0;
+    for (const KnownGpu* gpu : all) {
+        if (gpu->memory < last + 2) continue;  // one of each size
+        names += (count > 0 ? ", " : "") + format("%s (%.0f GiB)", gpu->name, gpu->memory);
+        last = gpu->memory;
+        if (++count == 3) break;
+    }
+    return names;
+}
+
+// Fails because a run that takes `least` bytes of a GPU, with `options`, does not fit the one of --gpu.
+[[noreturn]] inline void fail_to_fit_gpu(const Options& given, size_t least, const std::string& options) {
+    const std::string others = gpus_with_room(least);
+    const char* const less = !given.trains_adapter()
+                                 ? "--train lora, a shorter --seq-len or a smaller --batch"
+                             : given.base.empty() ? "--base nf4, a shorter --seq-len or a smaller --batch"
+                                                  : "a shorter --seq-len or a smaller --batch";
+    fail(
+        "this does not fit the GPU %s: of its %.1f GiB a run may use %.1f, and this one needs at least %.1f "
+        "(%s). "
+        "Less is needed with %s.%s",
+        planned_gpu->called.c_str(), planned_gpu->gpu.memory, gibibytes(memory_of_planned_gpu().bytes),
+        gibibytes(least), options.c_str(), less,
+        others.empty() ? "" : format(" GPUs that have room: %s.", others.c_str()).c_str());
+}
+
+// What is paid for fitting, in words.
+inline std::string costs_of_fitting(const MemoryReport& r) {
+    std::string costs;
+    const auto add = [&](const std::string& cost) { costs += (costs.empty() ? "" : "; ") + cost; };
+    const auto moved = [&](Route route) { return r.moved[static_cast<size_t>(route)]; };
+    if (!r.choice.empty()) {
+        const double slower = r.choice[0].slower;
+        add(slower < 0.001 ? "no time"
+            : slower < 1
+                ? format("a step takes %.1f%% longer than if the GPU could keep everything", 100 * slower)
+                : format("a step takes %.1f times as long as if the GPU could keep everything", 1 + slower));
+    }
+    if (r.all_pinned() >= 1 << 20)
+        add(format("%.1f GiB of the host's memory, pinned", gibibytes(r.all_pinned())));
+    if (r.in_files() > 0) add(format("%.1f GiB of files", gibibytes(r.in_files())));
+    if (const double link = moved(Route::FromHost) + moved(Route::ToHost); link > 0)
+        add(gigabytes(link) + " over the link to the host in each step");
+    if (moved(Route::DiskRead) > 0)
+        add(gigabytes(moved(Route::DiskRead)) + " read from the disk in each step");
+    if (moved(Route::DiskWrite) > 0) add(gigabytes(moved(Route::DiskWrite)) + " written to it");
+    return costs;
+}
+
+// Prints the three lines with which the plan for a named GPU begins.
+inline void print_gpu_answer(FILE* to, const Options& o, const MemoryReport& r) {
+    const size_t room = memory_of_planned_gpu().bytes;
+    const bool fits = r.total() <= room;
+    const char* const trains = o.steps == 0         ? "a validation"
+                               : o.train == "lora"  ? "LoRA"
+                               : o.trains_adapter() ? "a soft prompt"
+                                                    : "full training";
+    const std::string gpu =
+        (o.devices > 1 ? format("each of %d x ", o.devices) : "the ") + planned_gpu->called;
+    fprintf(to, "%s %s: %s with %d x %d tokens at a time takes %.1f GiB of the %.1f that a run may use",
+            fits ? "fits" : "does not fit", gpu.c_str(), trains, r.batch, r.seq_len, gibibytes(r.total()),
+            gibibytes(room));
+    if (const std::string others = fits ? "" : gpus_with_room(r.total()); !others.empty())
+        fprintf(to, "; GPUs that have room: %s", others.c_str());
+    if (!fits && o.has("--recompute")) fprintf(to, "; without --recompute, what fits is chosen");
+    fprintf(to, "\n");
+    if (r.seconds > 0)
+        fprintf(to, "about %.*f tokens/s, %.3g s for a step of %.0f tokens, by the GPU's nominal rates\n",
+                r.tokens() / r.seconds < 10 ? 2 : 0, r.tokens() / r.seconds, r.seconds, r.tokens());
+    if (const std::string costs = costs_of_fitting(r); !costs.empty())
+        fprintf(to, "that costs: %s\n", costs.c_str());
+    fprintf(to, "\n");
+}
+
+// The same for --plan json: the GPU, what a run may use of it, and whether this one fits.
+inline nlohmann::ordered_json gpu_answer_json(const MemoryReport& r) {
+    const size_t room = memory_of_planned_gpu().bytes;
+    return {{"name", planned_gpu->called},
+            {"bytes", planned_gpu->bytes()},
+            {"usable_bytes", room},
+            {"fits", r.total() <= room}};
+}

@@ -1,0 +1,249 @@
+"""Plans for a GPU by its name (--plan --gpu), in any build: they are those of the CUDA build to the byte, the answer comes
+first, and well-known models need no files."""
+
+import json
+import re
+import resource
+import subprocess
+
+import pytest
+from trainer_runs import ENVIRONMENT, ROOT, binaries
+
+CUDA = ROOT / "build/cuda-bf16/train"
+LLAMA_8B = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 131072, "rope_theta": 500000.0,
+            "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                             "original_max_position_embeddings": 8192}}
+# The parameters that the makers publish, by summing the tensors of their files.
+PARAMETERS = {
+    "llama-2-7b": 6738415616, "llama-2-13b": 13015864320, "llama-2-70b": 68976648192, "llama-3-8b": 8030261248,
+    "llama-3-70b": 70553706496, "llama-3.1-8b": 8030261248, "llama-3.1-70b": 70553706496, "llama-3.1-405b": 405853388800,
+    "llama-3.2-1b": 1235814400, "llama-3.2-3b": 3212749824, "llama-3.3-70b": 70553706496, "tinyllama-1.1b": 1100048384,
+    "smollm2-135m": 134515008, "smollm2-360m": 361821120, "smollm2-1.7b": 1711376384, "mistral-7b": 7248023552,
+    "mistral-7b-v0.1": 7241732096, "mistral-7b-v0.2": 7241732096, "mistral-7b-v0.3": 7248023552, "mistral-nemo-12b": 12247782400,
+    "mistral-small-24b": 23572403200, "qwen2.5-0.5b": 494032768, "qwen2.5-1.5b": 1543714304, "qwen2.5-3b": 3085938688,
+    "qwen2.5-7b": 7615616512, "qwen2.5-14b": 14770033664, "qwen2.5-32b": 32763876352, "qwen2.5-72b": 72706203648,
+    "qwen3-0.6b": 596049920, "qwen3-1.7b": 1720574976, "qwen3-4b": 4022468096, "qwen3-8b": 8190735360,
+    "qwen3-14b": 14768307200, "qwen3-32b": 32762123264, "distilgpt2": 81912576, "gpt2": 124439808, "gpt2-medium": 354823168,
+    "gpt2-large": 774030080, "gpt2-xl": 1557611200, "bloom-560m": 559214592, "bloom-1b1": 1065314304, "bloom-1b7": 1722408960,
+    "bloom-3b": 3002557440, "bloom-7b1": 7069016064, "bloom-176b": 176247271424}
+
+
+def run(binary, *options, **keys):
+    return subprocess.run([binary, "--plan", *map(str, options)], capture_output=True, text=True, timeout=300, env=ENVIRONMENT, **keys)
+
+
+def answer(binary, *options):
+    """The lines before the empty one with which the plan's report begins."""
+    ran = run(binary, *options)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.split("\n\n")[0].split("\n")
+
+
+@pytest.fixture(scope="module")
+def program():
+    """One trainer: the planner in it is the same in both precisions."""
+    return binaries()[0].path
+
+
+# ---- the CUDA build's plan
+
+CASES = [
+    ("RTX 4090", "--model llama-3.1-8b --train lora --batch 1 --seq-len 4096"),
+    ("RTX 3060", "--model llama-3.1-8b --train lora --base nf4-double --batch 2 --seq-len 1024"),
+    ("H100", "--model llama-3.1-8b --batch 4 --seq-len 4096"),
+    ("4060 Ti 16GB", "--model qwen3-8b --train lora --batch 1 --seq-len 2048"),
+    ("A100 40GB", "--model bloom-7b1 --batch 2 --seq-len 1000 --state-formats auto"),
+    ("L40S", "--model mistral-7b-v0.1 --train lora --lora-rank 64 --base nf4 --batch 1 --seq-len 9000"),
+    ("RTX 5090", "--model d48 --batch 32 --seq-len 1024 --recompute block"),
+    ("RTX 3090", "--model d12 --batch auto --seq-len 1024"),
+    ("RTX 3080", "--model qwen2.5-1.5b --train lora --batch 1 --seq-len auto"),
+    ("B200", "--model llama-3.1-70b --devices 8 --batch 1 --seq-len 4096"),
+    ("RTX 4080", "--model llama-3.1-8b --batch 1 --seq-len 2048 --memory 14GiB,host=40GiB"),
+    ("A6000", "--model gpt2-xl --steps 0 --batch 4"),
+    ("RTX 4090", "--model smollm2-135m --train prompt --soft-prompt 30 --batch 7 --seq-len 333 --dropout 0"),
+    ("RTX 3070", "--model llama-3.1-405b --batch 1 --seq-len 128"),
+]
+
+
+@pytest.mark.skipif(not CUDA.exists(), reason="no CUDA build")
+@pytest.mark.parametrize("gpu, options", CASES, ids=lambda value: value.split(" --")[0])
+def test_it_is_that_of_the_cuda_build(program, gpu, options):
+    """Byte for byte: all of the JSON, with every buffer's address, times and the choice; or the same refusal."""
+    ours, theirs = (run(binary, "json", "--gpu", gpu, *options.split()) for binary in (program, CUDA))
+    assert (ours.returncode, ours.stdout, ours.stderr) == (theirs.returncode, theirs.stdout, theirs.stderr)
+    if ours.returncode == 0:
+        plan = json.loads(ours.stdout)
+        assert plan["device"] == "cuda" and plan["precision"] == "bf16"
+    else:
+        assert ours.returncode == 2 and "does not fit the GPU" in ours.stderr
+
+
+@pytest.mark.skipif(not (ROOT / "build/emulated/train-bf16").exists(), reason="no emulated GPU")
+def test_it_is_that_of_the_gpu_itself(program):
+    """A CUDA build on the GPU that is named plans the same: its context, its rates."""
+    options = ["json", "--model", "d12", "--batch", "4", "--seq-len", "512"]
+    there = subprocess.run([ROOT / "build/emulated/train-bf16", "--plan", *options], capture_output=True, text=True, timeout=300,
+                           env={**ENVIRONMENT, "GPU": "H100"})
+    assert there.returncode == 0, there.stderr
+    here, there = json.loads(run(program, *options, "--gpu", "H100", "--recompute", "gelu").stdout), json.loads(there.stdout)
+    del here["planned_gpu"]
+    assert here == there
+
+
+# ---- names
+
+@pytest.mark.parametrize("name, is_called, gib", [
+    ("RTX 4090", "RTX 4090", 23.5), ("4090", "RTX 4090", 23.5), ("NVIDIA GeForce RTX 4090", "RTX 4090", 23.5),
+    ("rtx4090", "RTX 4090", 23.5), ("RTX-4090 24GB", "RTX 4090", 23.5), ("4060ti", "RTX 4060 Ti", 7.6),
+    ("RTX 4060 Ti 16 GB", "RTX 4060 Ti with 16 GB", 15.52), ("3060", "RTX 3060", 11.6), ("RTX 3080 12GB", "RTX 3080 with 12 GB", 11.64),
+    ("h100", "H100", 79.1), ("H100 SXM5 80GB", "H100", 79.1), ("h100 pcie", "H100 PCIe", 79.1), ("NVIDIA H100 80GB HBM3", "H100", 79.1),
+    ("A100", "A100", 79.1), ("a100 80gb", "A100-SXM4-80GB", 79.1), ("A100 40GB", "A100-SXM4-40GB", 39.3), ("A100-SXM4-40GB", "A100-SXM4-40GB", 39.3),
+    ("l4", "L4", 22), ("L40", "L40", 44.3), ("l40s", "L40S", 44.3), ("A10G", "A10G", 22), ("a10", "A10", 22), ("a6000", "RTX A6000", 47.4),
+    ("RTX 6000 Ada", "RTX 6000 Ada Generation", 47.3), ("RTX PRO 6000", "RTX PRO 6000 Blackwell Workstation Edition", 94.9),
+    ("GH200", "GH200 480GB", 94.5), ("5090", "RTX 5090", 31.3), ("4070 ti super", "RTX 4070 Ti SUPER", 15.5)])
+def test_gpus_by_the_names_that_people_use(program, name, is_called, gib):
+    plan = json.loads(run(program, "json", "--gpu", name, "--model", "d2", "--batch", "1").stdout)
+    assert plan["planned_gpu"]["name"] == is_called
+    assert plan["planned_gpu"]["bytes"] == pytest.approx(gib * 2**30, rel=2e-3)
+
+
+@pytest.mark.parametrize("name, says", [("RTX 4090 Laptop", ["RTX 4090 D, RTX 4090"]), ("GTX 1080", ["RTX 3060", "H100"]),
+                                        ("", ["--gpu"]), ("16GB", ["RTX 3060"]), ("rtx", ["RTX 3060"])])
+def test_a_gpu_that_is_not_known(program, name, says):
+    ran = run(program, "--gpu", name, "--model", "d2")
+    assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and all(part in ran.stderr for part in says), ran.stderr
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_well_known_models(program, name):
+    plan = json.loads(run(program, "json", "--model", name, "--gpu", "H100", "--steps", "0", "--batch", "1", "--seq-len", "16").stdout)
+    assert plan["parameters"] == PARAMETERS[name]
+
+
+def test_all_well_known_models_are_tested_and_in_the_guide():
+    text = (ROOT / "llmc/known_models.h").read_text()
+    names = re.findall(r'^    (?:\{|\w+\()"([\w.-]+)"', text, re.M)
+    guide = (ROOT / "dev/guide/memory.md").read_text()
+    listed = re.findall(r"[\w.-]+", " ".join(re.findall(r"^(?:- |  )((?:[a-z0-9.-]+,? ?)+)$", guide, re.M)))
+    assert sorted(names) == sorted(PARAMETERS) == sorted(listed)
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "meta-llama/Meta-Llama-3.1-8B-Instruct", "unsloth/llama-3.1-8b"])
+def test_a_name_from_the_hub(program, name):
+    """Without the model in the cache; a plan is that of its config.json."""
+    plans = [json.loads(run(program, "json", "--model", of, "--gpu", "L40S", "--train", "lora", "--batch", "1", "--seq-len", "4096").stdout)
+             for of in (name, "llama-3.1-8b")]
+    assert plans[0].pop("model") == name and plans[1].pop("model") == "llama-3.1-8b" and plans[0] == plans[1]
+
+
+def test_a_known_shape_is_that_of_its_config(program, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    options = ["--gpu", "RTX 4090", "--train", "lora", "--base", "nf4", "--batch", "1", "--seq-len", "20000"]
+    plans = [json.loads(run(program, "json", "--model", of, *options).stdout) for of in (tmp_path, "llama-3.1-8b")]
+    assert plans[0].pop("model") == str(tmp_path) and plans[1].pop("model") == "llama-3.1-8b" and plans[0] == plans[1]
+
+
+def test_a_plan_without_a_gpu_knows_the_models_too(program):
+    """It is for this machine then, in this build's precision."""
+    plan = json.loads(run(program, "json", "--model", "gpt2", "--batch", "1", "--seq-len", "64").stdout)
+    assert plan["parameters"] == PARAMETERS["gpt2"] and "planned_gpu" not in plan
+    assert plan["device"] == ("cuda" if "cuda" in str(program) else "cpu")
+
+
+# ---- the answer
+
+def test_it_fits(program):
+    fits, speed = answer(program, "--gpu", "RTX 4090", "--model", "smollm2-135m", "--batch", "2", "--seq-len", "512", "--recompute", "gelu")
+    assert re.fullmatch(r"fits the RTX 4090: full training with 2 x 512 tokens at a time takes [\d.]+ GiB of the 22\.3 that a run may use", fits)
+    assert re.fullmatch(r"about \d+ tokens/s, [\d.]+ s for a step of 1024 tokens, by the GPU's nominal rates", speed)
+
+
+def test_it_fits_with_recomputing(program):
+    options = ["--gpu", "RTX 3060", "--model", "llama-3.1-8b", "--train", "lora", "--base", "nf4-double", "--batch", "1", "--seq-len", "4096"]
+    fits, _, costs = answer(program, *options)
+    plan = json.loads(run(program, "json", *options).stdout)
+    assert fits.startswith("fits the RTX 3060: LoRA with 1 x 4096 tokens")
+    assert costs == f"that costs: a step takes {100 * plan['choice'][0]['slower']:.1f}% longer than if the GPU could keep everything"
+    assert plan["planned_gpu"]["fits"] and plan["totals"]["total"] <= plan["planned_gpu"]["usable_bytes"]
+    assert plan["host"]["pinned"] < 2**20 and "offload" not in plan["choice"][0]["placements"]
+
+
+def test_it_fits_with_the_hosts_memory(program):
+    options = ["--gpu", "RTX 4090", "--model", "llama-3.1-8b", "--batch", "1", "--seq-len", "1024"]
+    fits, _, costs = answer(program, *options)
+    plan = json.loads(run(program, "json", *options).stdout)
+    assert fits.startswith("fits the RTX 4090: full training")
+    assert plan["host"]["pinned"] > 60 << 30 and "disk" not in plan["choice"][0]["placements"]
+    assert f"{plan['host']['pinned'] / 2**30:.1f} GiB of the host's memory, pinned" in costs
+    moved = plan["moved"]["from_host"] + plan["moved"]["to_host"]
+    assert re.search(rf"{moved / 1e9:.3g}[\d]* GB over the link to the host in each step" if moved < 1e11 else
+                     rf"{moved / 1e9:.0f} GB over the link", costs), costs
+
+
+def test_it_does_not_fit_as_asked(program):
+    """With --recompute nothing is chosen: the plan is shown, and the first line says what would fit."""
+    ran = run(program, "--gpu", "RTX 4090", "--model", "llama-3.1-8b", "--batch", "1", "--recompute", "gelu")
+    assert ran.returncode == 0 and ran.stdout.startswith("does not fit the RTX 4090: full training")
+    first = ran.stdout.split("\n")[0]
+    assert "GPUs that have room: " in first and first.endswith("without --recompute, what fits is chosen")
+    assert not json.loads(run(program, "json", "--gpu", "RTX 4090", "--model", "llama-3.1-8b", "--batch", "1", "--recompute",
+                              "gelu").stdout)["planned_gpu"]["fits"]
+
+
+def test_nothing_fits(program):
+    """One line about the GPU, not about this machine."""
+    ran = run(program, "--gpu", "RTX 3050", "--model", "llama-3.1-70b", "--batch", "1", "--seq-len", "512")
+    assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and not ran.stdout
+    assert "does not fit the GPU RTX 3050: of its 7.6 GiB a run may use 7.2, and this one needs at least " in ran.stderr
+    assert "GPUs that have room: " in ran.stderr and "--train lora" in ran.stderr
+    assert "TMPDIR" not in ran.stderr and "/tmp" not in ran.stderr
+    least = float(re.search(r"at least ([\d.]+) \(", ran.stderr).group(1))
+    rooms = [float(gib) for gib in re.findall(r"\((\d+) GiB\)", ran.stderr)]
+    assert rooms and all(gib > least for gib in rooms)
+
+
+def test_the_longest_context(program):
+    options = ["--gpu", "RTX 4090", "--model", "qwen2.5-7b", "--train", "lora", "--batch", "1", "--memory", "18GiB"]
+    plan = json.loads(run(program, "json", *options, "--seq-len", "auto").stdout)
+    assert plan["seq_len"] % 64 == 0 and 1024 < plan["seq_len"] < 32768 and plan["totals"]["total"] <= 18 << 30
+    longer = run(program, "json", *options, "--seq-len", plan["seq_len"] + 64)
+    assert longer.returncode == 2 and "does not fit" in longer.stderr
+
+
+def test_neighbours_that_differ_by_a_thousandth_are_not_shown(program):
+    options = ["--gpu", "RTX 4090", "--model", "llama-3.1-8b", "--train", "lora", "--batch", "1", "--seq-len", "4096"]
+    choice = json.loads(run(program, "json", *options).stdout)["choice"]
+    worth = [c for c in choice[1:] if (c["seconds"] < 0.999 * choice[0]["seconds"] if c["seconds"] < choice[0]["seconds"] else
+                                       c["bytes"] < 0.999 * choice[0]["bytes"])]
+    assert len(choice) > 1 + len(worth) and run(program, *options).stdout.count("  next ") == len(worth)
+
+
+@pytest.mark.parametrize("options, says", [
+    ("--gpu H100", "--add --plan"),
+    ("--plan --gpu H100 --rates rates.json", "--rates"),
+    ("--model llama-3.1-8b --steps 1", "only --plan needs no more"),
+    ("--plan --gpu H100 --model unknown-8b", "is not a folder with config.json"),
+    ("--plan --gpu H100 --memory 80GB,host=x", "host"),
+])
+def test_mistakes(program, tmp_path, options, says):
+    ran = subprocess.run([program, *options.split()], capture_output=True, text=True, timeout=60, env=ENVIRONMENT, cwd=tmp_path)
+    assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and says.removeprefix("--add ") in ran.stderr, ran.stderr
+
+
+@pytest.mark.parametrize("options, seconds", [
+    ("--gpu 4090 --model llama-3.1-8b --train lora --batch 1 --seq-len 4096", 2),
+    ("--gpu 4090 --model llama-3.1-8b --batch 1 --seq-len 4096", 2),
+    ("--gpu H100 --model llama-3.1-8b --batch 4 --seq-len 4096", 2),
+    ("--gpu 4090 --model llama-3.1-70b --batch 1 --seq-len 2048", 5),
+    ("--gpu 3060 --model llama-3.1-70b --train lora --base nf4 --batch 1 --seq-len 1024", 5),
+    ("--gpu 4090 --model qwen3-8b --train lora --batch 1 --seq-len auto", 5),
+    ("--gpu 3060 --model llama-3.1-70b --train lora --base nf4 --batch 1 --seq-len auto", 5),
+])
+def test_answers_come_soon(program, options, seconds):
+    """Of processor time, as another test runs beside this one; a machine may be half as fast as the one that these
+    seconds are for."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert run(program, "json", *options.split()).returncode == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2 * seconds

@@ -40,7 +40,7 @@ TEXT_LIBS := -lpcre2-8 -lutf8proc -lsentencepiece
 DISK_LIBS := -luring
 CPU_LIBS := -ldnnl $(TEXT_LIBS) $(DISK_LIBS)
 
-# $(call keep_global,OBJECT,SYMBOL,TO) makes all symbols of an object local but one.
+# $(call keep_global,OBJECT,SYMBOL,TO) makes all symbols of an object local but one, and removes the object.
 define keep_global
 ld -r --force-group-allocation $(1) -o $(1).one
 objcopy --keep-global-symbol=$(2) $(1).one $(3)

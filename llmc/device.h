@@ -145,7 +145,7 @@ constexpr size_t cuda_context_bytes(int multiprocessors) {
 // no GPU answers).
 inline size_t context_bytes() {
     if (kHostIsDevice) return 0;
-    int count = planned_gpu ? planned_gpu->gpu.multiprocessors : kA100.multiprocessors;
+    int count = planned_gpu ? planned_gpu->multiprocessors : kA100.multiprocessors;
 #ifdef SIMT_GPU
     int here = 0;
     if (!planned_gpu && cudaDeviceGetAttribute(&here, cudaDevAttrMultiProcessorCount, 0) == cudaSuccess)
@@ -157,7 +157,7 @@ inline size_t context_bytes() {
 // The device's memory that this process could allocate now; of a GPU that is only planned for, all that its
 // context leaves.
 inline FreeMemory device_memory_free() {
-    if (planned_gpu) return {planned_gpu->bytes() - context_bytes(), "the memory of the GPU"};
+    if (planned_gpu) return {memory_of(*planned_gpu) - context_bytes(), "the memory of the GPU"};
 #if defined(SIMT_GPU)
     size_t free_bytes = 0, total = 0;
     CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total));

@@ -26,16 +26,19 @@ constexpr double kNvlink3 = 300e9, kNvlink4 = 450e9, kNvlink5 = 900e9;
 // DDR5-5600.
 constexpr double kServer = 205e9, kDesktop = 90e9;
 
-// Its multiprocessors; its memory in GiB, as recent drivers report it, rounded down (PyTorch's messages in
-// public issues, and for GPUs without one 97% of what the maker says). FLOP/s of dense products in bf16, in
-// TF32 and in fp32 without tensor cores; bytes/s of the GPU's memory, of its link to the host, each way, of
-// the host's memory, and of NVLink to all other GPUs of its machine, each way; without that they reach each
-// other over the link to the host.
+// Rates are in FLOP/s and bytes/s; those of links are each way.
 struct KnownGpu {
     const char* name;  // empty: computed, not in the table
     int multiprocessors;
+    // In GiB, as recent drivers report it, rounded down: from PyTorch's messages in public issues, and for
+    // GPUs without one 97% of what the maker says.
     double memory;
-    double flops, tf32, fp32, bandwidth, link, host = kServer, nvlink = 0;
+    double flops, tf32, fp32;  // of dense products in bf16, in TF32, and in fp32 without tensor cores
+    double bandwidth;          // of the GPU's memory
+    double link;               // to the host
+    double host = kServer;     // of the host's memory
+    double nvlink = 0;  // to all other GPUs of its machine; 0: they are reached over the link to the host
+    bool integrated = false;  // its memory is the host's
 };
 
 // A GeForce from its fp32 TFLOP/s and GB/s: products in bf16 have twice that rate, in TF32 the same.
@@ -50,7 +53,7 @@ constexpr KnownGpu workstation(const char* name, int multiprocessors, double mem
     return {name, multiprocessors, memory, 4e12 * fp32, 2e12 * fp32, 1e12 * fp32, 1e9 * bandwidth, link};
 }
 
-// What a build plans for if no GPU answers: one of several that NVLink connects.
+// What a build plans for if no GPU answers and none is named: one of several that NVLink connects.
 constexpr KnownGpu kA100 = {"A100", 108, 79.1, 312e12, 156e12, 19.5e12, 1.94e12, kPcie4, kServer, kNvlink3};
 
 constexpr KnownGpu kKnownGpus[] = {
@@ -100,6 +103,7 @@ constexpr KnownGpu kKnownGpus[] = {
     geforce("RTX 5070 Ti", 70, 15.4, 43.9, 896, kPcie5),
     geforce("RTX 5070", 48, 11.5, 30.9, 672, kPcie5),
     geforce("RTX 5060 Ti", 36, 15.4, 23.7, 448, kPcie5 / 2),
+    geforce("RTX 5060 Ti 8GB", 36, 7.5, 23.7, 448, kPcie5 / 2),
     geforce("RTX 5060", 30, 7.5, 19.2, 448, kPcie5 / 2),
     geforce("RTX 5050", 20, 7.5, 13.2, 320, kPcie5 / 2),
     geforce("RTX 4090 D", 114, 23.5, 73.5, 1008, kPcie4),
@@ -111,20 +115,24 @@ constexpr KnownGpu kKnownGpus[] = {
     geforce("RTX 4070 SUPER", 56, 11.6, 35.5, 504, kPcie4),
     geforce("RTX 4070", 46, 11.6, 29.1, 504, kPcie4),
     geforce("RTX 4060 Ti", 34, 7.6, 22.1, 288, kPcie4 / 2),
+    geforce("RTX 4060 Ti 16GB", 34, 15.5, 22.1, 288, kPcie4 / 2),
     geforce("RTX 4060", 24, 7.6, 15.1, 272, kPcie4 / 2),
     geforce("RTX 3090 Ti", 84, 23.5, 40.0, 1008, kPcie4),
     {"RTX 3090", 82, 23.5, 71e12, 35.6e12, 35.6e12, 0.936e12, kPcie4, kDesktop},
     geforce("RTX 3080 Ti", 80, 11.6, 34.1, 912, kPcie4),
     geforce("RTX 3080", 68, 9.6, 29.8, 760, kPcie4),
+    geforce("RTX 3080 12GB", 70, 11.6, 30.6, 912, kPcie4),
     geforce("RTX 3070 Ti", 48, 7.6, 21.7, 608, kPcie4),
     geforce("RTX 3070", 46, 7.6, 20.3, 448, kPcie4),
     geforce("RTX 3060 Ti", 38, 7.6, 16.2, 448, kPcie4),
     geforce("RTX 3060", 28, 11.6, 12.7, 360, kPcie4),
+    geforce("RTX 3060 8GB", 28, 7.6, 12.7, 240, kPcie4),
     geforce("RTX 3050", 20, 7.6, 9.1, 224, kPcie4 / 2),
+    geforce("RTX 3050 6GB", 18, 5.6, 6.8, 168, kPcie4 / 2),
     // Estimated from NVIDIA's 1 PFLOP/s in sparse FP4: an eighth of that. Its memory is the host's.
-    {"GB10", 48, 119, 125e12, 62e12, 31e12, 0.273e12, 0.273e12 / 2, 0.273e12},
+    {"GB10", 48, 119, 125e12, 62e12, 31e12, 0.273e12, 0.273e12 / 2, 0.273e12, 0, true},
     // Likewise from its 2070 TFLOP/s.
-    {"Thor", 20, 122, 258e12, 129e12, 8.1e12, 0.273e12, 0.273e12 / 2, 0.273e12},
+    {"Thor", 20, 122, 258e12, 129e12, 8.1e12, 0.273e12, 0.273e12 / 2, 0.273e12, 0, true},
 };
 
 // The known GPU that a driver's name refers to; null if there is none. The known name must occur in it as
@@ -187,44 +195,42 @@ inline KnownGpu computed_gpu(const GpuFacts& facts) {
 
 // ---- the GPU of --plan --gpu
 
-// A GPU that is named, as in "RTX 4060 Ti 16GB".
-struct PlannedGpu {
-    KnownGpu gpu;
-    std::string called;  // with its memory, if the name says that
-    size_t bytes() const { return static_cast<size_t>(gpu.memory * 1073741824.0); }
-};
-
 // The GPU that plans are for, whatever is in this machine; absent without --gpu.
-inline std::optional<PlannedGpu> planned_gpu;
+inline std::optional<KnownGpu> planned_gpu;
+
+constexpr size_t memory_of(const KnownGpu& gpu) { return static_cast<size_t>(gpu.memory * 1073741824.0); }
 
 // The words of a GPU's name in lower case, without those that only say who makes it or how it is built in. A
-// word also ends between digits and letters: "rtx4060ti 16gb" has rtx, 4060, ti, 16 and gb; but "a100" is one
-// word.
+// word also ends where digits turn into letters, or three or more letters into digits: "rtx4060ti 16gb" has
+// rtx, 4060, ti, 16 and gb; but "a100" is one word.
 inline std::vector<std::string> words_of_gpu(const std::string& name) {
+    const auto letter = [](char c) { return std::isalpha(static_cast<unsigned char>(c)) != 0; };
+    const auto digit = [](char c) { return std::isdigit(static_cast<unsigned char>(c)) != 0; };
     std::vector<std::string> words;
     char before = ' ';
     for (const char given : name) {
         const char c = static_cast<char>(std::tolower(static_cast<unsigned char>(given)));
-        const auto is = [](int (*kind)(int), char of) { return kind(static_cast<unsigned char>(of)) != 0; };
-        const bool number_begins = is(std::isalpha, before) && is(std::isdigit, c) && words.back().size() > 2;
-        const bool number_ends = is(std::isdigit, before) && is(std::isalpha, c);
-        if (is(std::isalnum, c)) {
-            if (!is(std::isalnum, before) || number_begins || number_ends) words.emplace_back();
+        if (letter(c) || digit(c)) {
+            const bool goes_on = (letter(before) && letter(c)) || (digit(before) && digit(c)) ||
+                                 (letter(before) && words.back().size() < 3);
+            if (!goes_on) words.emplace_back();
             words.back() += c;
         }
         before = c;
     }
-    for (size_t i = 0; i + 1 < words.size(); i++)  // "SXM4"
-        if (words[i] == "sxm" && words[i + 1].size() == 1)
+    for (size_t i = 0; i < words.size(); i++) {
+        if (words[i] == "g" || words[i] == "gib") words[i] = "gb";
+        if (words[i] == "sxm" && i + 1 < words.size() && words[i + 1].size() == 1)  // "SXM4"
             words.erase(words.begin() + static_cast<ptrdiff_t>(i) + 1);
-    static const std::set<std::string> kLeftOut = {"nvidia", "geforce", "tesla", "quadro", "gpu", "sxm"};
+    }
+    static const std::set<std::string> kLeftOut = {"nvidia", "geforce", "tesla", "gpu", "sxm"};
     std::erase_if(words, [](const std::string& w) { return kLeftOut.contains(w); });
     return words;
 }
 
 // If the last words are an amount of memory, as in "16 gb", removes them and returns the GB; else 0.
 inline double take_memory(std::vector<std::string>& words) {
-    if (words.size() < 3 || (words.back() != "gb" && words.back() != "gib")) return 0;
+    if (words.size() < 3 || words.back() != "gb") return 0;
     const std::string& number = words[words.size() - 2];
     if (number.size() > 4 || number.find_first_not_of("0123456789") != number.npos) return 0;
     const double memory = std::stod(number);
@@ -232,53 +238,61 @@ inline double take_memory(std::vector<std::string>& words) {
     return memory;
 }
 
-// The known GPU whose name begins with these words, where "RTX" may be left out; one whose name they are
-// comes first. Null if there is none.
-inline const KnownGpu* gpu_with_words(const std::vector<std::string>& words) {
-    const KnownGpu* found = nullptr;
+// The known GPU with these words, in any order; else the first whose name begins with them. "RTX" may be left
+// out. Null if there is none.
+inline const KnownGpu* gpu_with_words(std::vector<std::string> words) {
+    if (words.empty() || words.back() == "rtx") return nullptr;
+    const KnownGpu* begins = nullptr;
     for (const KnownGpu& gpu : kKnownGpus) {
         std::vector<std::string> known = words_of_gpu(gpu.name);
-        if (known[0] == "rtx" && !words.empty() && words[0] != "rtx") known.erase(known.begin());
-        if (words.empty() || words.back() == "rtx" || words.size() > known.size() ||
-            !std::equal(words.begin(), words.end(), known.begin()))
+        if (known[0] == "rtx" && words[0] != "rtx") known.erase(known.begin());
+        if (std::is_permutation(words.begin(), words.end(), known.begin(), known.end())) return &gpu;
+        if (begins || words.size() >= known.size() || !std::equal(words.begin(), words.end(), known.begin()))
             continue;
         // "RTX 4060" is no "RTX 4060 Ti", but "RTX 6000 Ada" is an "RTX 6000 Ada Generation".
         static const std::set<std::string> kOtherChips = {"ti", "super", "d", "nvl", "pcie"};
-        if (words.size() == known.size()) return &gpu;
-        if (!found && !kOtherChips.contains(known[words.size()])) found = &gpu;
+        if (!kOtherChips.contains(known[words.size()])) begins = &gpu;
     }
-    return found;
+    return begins;
 }
 
-// The GPU that people call by this name. Fails if none is known, and then names those that are near.
-inline PlannedGpu find_gpu(const std::string& name) {
+// The known GPUs whose names have one of these words, those apart that many names have: "A, B".
+inline std::string gpus_like(const std::vector<std::string>& words) {
+    static const std::set<std::string> kCommon = {"rtx", "gb",  "ti",         "super",
+                                                  "d",   "pro", "generation", "edition"};
+    std::string names;
+    for (const KnownGpu& gpu : kKnownGpus) {
+        const std::vector<std::string> known = words_of_gpu(gpu.name);
+        const bool is_like = std::any_of(words.begin(), words.end(), [&](const std::string& w) {
+            return !kCommon.contains(w) && w.size() > 2 &&
+                   std::find(known.begin(), known.end(), w) != known.end();
+        });
+        if (is_like) names += (names.empty() ? "" : ", ") + std::string(gpu.name);
+    }
+    return names;
+}
+
+// The GPU that people call by this name. Fails if none is known, and then names those that are like it.
+inline KnownGpu find_gpu(const std::string& name) {
     std::vector<std::string> words = words_of_gpu(name);
     const KnownGpu* gpu = gpu_with_words(words);
-    const double memory = gpu ? 0 : take_memory(words);
+    const double memory = gpu ? 0 : take_memory(words);  // GB
     if (!gpu) gpu = gpu_with_words(words);
     if (!gpu) gpu = gpu_named(name);  // a driver's name, with more words
     if (!gpu) {
-        std::string near;
-        for (const KnownGpu& known : kKnownGpus) {
-            const std::vector<std::string> of = words_of_gpu(known.name);
-            const bool is_near = std::any_of(words.begin(), words.end(), [&](const std::string& w) {
-                return w.size() > 1 && w != "rtx" && w != "gb" &&
-                       std::find(of.begin(), of.end(), w) != of.end();
-            });
-            if (is_near) near += (near.empty() ? "" : ", ") + std::string(known.name);
-        }
-        fail("--gpu %s: no GPU of this name is known; there are %s", name.c_str(),
-             near.empty()
-                 ? "RTX 3060, RTX 4090, RTX 5090, RTX 6000 Ada, L40S, A100 40GB, H100, and others like "
-                   "these"
-                 : near.c_str());
+        const std::string like = gpus_like(words);
+        fail(
+            "--gpu %s: no GPU of this name is known (and none before compute capability 8.0 can be used); "
+            "there "
+            "are %s",
+            name.c_str(),
+            like.empty()
+                ? "RTX 3060, RTX 4090, RTX 5090, RTX 6000 Ada, L40S, A100 40GB, H100, and others like these"
+                : like.c_str());
     }
-    PlannedGpu planned{*gpu, gpu->name};
-    // A GPU that is sold with other amounts of memory too.
-    constexpr double kUsable = 0.97;
-    if (memory > 0 && std::abs(memory * kUsable / gpu->memory - 1) > 0.1) {
-        planned.gpu.memory = memory * kUsable;
-        planned.called += format(" with %g GB", memory);
-    }
-    return planned;
+    constexpr double kReported = 0.97;  // GiB that drivers report of a GB on the package, about
+    if (memory > 0 && std::abs(memory * kReported / gpu->memory - 1) > 0.1)
+        fail("--gpu %s: the %s that is known has %.1f GiB; --memory SIZE plans for less", name.c_str(),
+             gpu->name, gpu->memory);
+    return *gpu;
 }

@@ -11,13 +11,14 @@
 #include <vector>
 
 #include "llmc/families.h"
+#include "llmc/hub_cache.h"
 
 struct KnownModel {
     const char* name;
     const Family* family;
     int layers, channels, heads, kv_heads, head_size, mlp_width, vocabulary, positions;
     double theta = 0;       // of rotary positions
-    bool tied = false;      // the head is the token embedding; GPT-2's and BLOOM's always are
+    bool tied = false;      // the head is the token embedding; always so in GPT-2 and BLOOM
     int llama3_factor = 0;  // of Llama 3.1's scaling of rotary positions; 0: none
     int window = 0;         // of attention; 0: none
 };
@@ -28,6 +29,7 @@ constexpr KnownModel llama3(const char* name, int layers, int channels, int head
     return {name,      &kLlama, layers, channels, heads, 8,     head_size,
             mlp_width, 128256,  131072, 5e5,      tied,  factor};
 }
+// Qwen2 and Qwen2.5 with the context of their instruct models; that of some base models is 131072.
 constexpr KnownModel qwen25(const char* name, int layers, int channels, int heads, int kv_heads,
                             int mlp_width, int vocabulary, bool tied) {
     return {name,      &kQwen2,    layers, channels, heads, kv_heads, channels / heads,
@@ -67,6 +69,10 @@ inline constexpr KnownModel kKnownModels[] = {
     {"mistral-7b-v0.3", &kMistral, 32, 4096, 32, 8, 128, 14336, 32768, 32768, 1e6},
     {"mistral-nemo-12b", &kMistral, 40, 5120, 32, 8, 128, 14336, 131072, 131072, 1e6},
     {"mistral-small-24b", &kMistral, 40, 5120, 32, 8, 128, 32768, 131072, 32768, 1e8},
+    qwen25("qwen2-0.5b", 24, 896, 14, 2, 4864, 151936, true),
+    qwen25("qwen2-1.5b", 28, 1536, 12, 2, 8960, 151936, true),
+    qwen25("qwen2-7b", 28, 3584, 28, 4, 18944, 152064, false),
+    qwen25("qwen2-72b", 80, 8192, 64, 8, 29568, 152064, false),
     qwen25("qwen2.5-0.5b", 24, 896, 14, 2, 4864, 151936, true),
     qwen25("qwen2.5-1.5b", 28, 1536, 12, 2, 8960, 151936, true),
     qwen25("qwen2.5-3b", 36, 2048, 16, 2, 11008, 151936, true),
@@ -100,7 +106,8 @@ inline std::string plain_model_name(std::string name) {
     if (name.starts_with("meta-")) name.erase(0, 5);
     if (name == "bloom") return "bloom-176b";
     // Versions of one shape: "mistral-nemo-base-2407" has that of Mistral Nemo.
-    const std::vector<std::string> kVersions = {"instruct", "chat", "base", "hf", "it", "2407", "2501"};
+    const std::vector<std::string> kVersions = {"instruct", "chat", "base", "hf",  "it",
+                                                "2407",     "2501", "2507", "v1.0"};
     std::vector<std::string> words;
     for (size_t begin = 0; begin <= name.size();) {
         const size_t end = std::min(name.find('-', begin), name.size());
@@ -114,12 +121,21 @@ inline std::string plain_model_name(std::string name) {
     return plain;
 }
 
-// The known model of this name, or null.
+// The known model of this name, with or without an organisation of the hub before it; or null.
 inline const KnownModel* find_known_model(const std::string& name) {
+    if (name.find('/') != name.npos && !is_hub_name(name)) return nullptr;
     const std::string plain = plain_model_name(name);
     for (const KnownModel& known : kKnownModels)
         if (plain == known.name) return &known;
     return nullptr;
+}
+
+// The known model of this name if it is not here: neither a file or folder, nor in the hub's cache.
+inline const KnownModel* known_shape(const std::string& name) {
+    const KnownModel* known = find_known_model(name);
+    if (!known || file_exists(name)) return nullptr;
+    const std::string cached = is_hub_name(name) ? hub_snapshot(name) : "";
+    return !cached.empty() && file_exists(cached + "/config.json") ? nullptr : known;
 }
 
 // The configuration of a known model, as far as its shape goes.

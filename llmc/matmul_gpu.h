@@ -6,9 +6,10 @@
 
 constexpr size_t kCublasWorkspace = 32 << 20;  // what NVIDIA recommends for Hopper
 
-// The rows of out that are computed at a time: all, unless that is expected to take long.
+// The rows of out that are computed at a time: all, unless that is more work than longest_product. Otherwise
+// a multiple of 256, so that operands stay aligned.
 inline int64_t rows_at_once(const Product& p) {
-    constexpr int64_t kFewest = 256;  // operands keep their alignment
+    constexpr int64_t kFewest = 256;
     if (!(p.flops() > longest_product)) return p.m;
     const double rows = static_cast<double>(p.m) * longest_product / p.flops();
     return std::max(kFewest, static_cast<int64_t>(rows) / kFewest * kFewest);

@@ -80,8 +80,9 @@ struct Options {
     std::string memory, host_memory;
     bool allow_8bit = false;
     bool plan = false, json = false;
-    std::string gpu;    // that --plan is for
-    std::string bench;  // "step" or "forward"; empty: no bench
+    std::string gpu;         // that --plan is for
+    bool fills_gpu = false;  // not an option: --memory was not given, and is the memory of that GPU
+    std::string bench;       // "step" or "forward"; empty: no bench
     int bench_warmup = 2, bench_steps = 10;
     bool profile_ops = false;
     std::string timeline;

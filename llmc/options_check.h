@@ -153,7 +153,7 @@ inline void check_memory(const Options& o) {
              o.memory.c_str(), activation_placement_name());
     if (o.allow_8bit && !o.resume.empty())
         fail("--state-formats auto: a resumed run keeps the formats of --resume %s", o.resume.c_str());
-    if (o.allow_8bit && !o.has("--memory"))
+    if (o.allow_8bit && !o.has("--memory") && (!o.has("--gpu") || o.has("--recompute")))
         fail(
             "--state-formats auto is for --memory to choose by; for 8-bit moments use --state-formats "
             "m=8bit,v=8bit");

@@ -131,19 +131,13 @@ inline bool only_generates(const Options& o) {
            o.bench.empty();
 }
 
-// True if --model is the name of a well-known model that is not here, and a plan needs its shape alone.
-inline bool is_known_shape(const Options& o) {
-    return o.plan && find_known_model(o.model) && !file_exists(o.model) &&
-           (!is_hub_name(o.model) || hub_snapshot(o.model).empty());
-}
-
 // --model ORG/NAME and --adapter ORG/NAME become the folders that Hugging Face's tools have downloaded.
 inline void open_from_hub(Options& o) {
     const auto open = [&](const char* option, std::string& value) {
         const std::string found = find_on_hub(option, value, o.saved.contains(option));
         if (found != value) value = found, o.given[option] = {found};
     };
-    if (!parse_new_model(o.model) && !is_known_shape(o)) open("--model", o.model);
+    if (!parse_new_model(o.model) && !(o.plan && known_shape(o.model))) open("--model", o.model);
     open("--adapter", o.adapter);
 }
 
@@ -202,18 +196,21 @@ inline void complete_options(Options& o) {
 // --gpu.
 extern "C" __attribute__((weak)) int plan_for_gpu(int argc, char** argv);
 
-// For --gpu: in a build for a CPU lets the planner answer and exits; in the others says which GPU plans are
-// for.
+// Sets the GPU that plans are for, if --gpu names one. In a build for a CPU this does not return: the planner
+// answers, and the program exits.
 inline void plan_for_named_gpu(const Options& o, int argc, char** argv) {
     if (o.gpu.empty()) return;
-    if constexpr (!kHostIsDevice) {
-        planned_gpu = find_gpu(o.gpu);
-    } else {
+    if (!o.rank.is_alone()) fail("--gpu %s: a plan needs one process: without mpirun", o.gpu.c_str());
+    if constexpr (kHostIsDevice) {
         if (!plan_for_gpu)
             fail("--gpu %s: this program was built without plans for GPUs; make builds ./train with them",
                  o.gpu.c_str());
         exit(plan_for_gpu(argc, argv));
     }
+    planned_gpu = find_gpu(o.gpu);
+    if (o.has("--memory") && parse_bytes(o.memory, "--memory") > memory_of(*planned_gpu))
+        fail("--memory %s: the %s of --gpu has %.1f GiB", o.memory.c_str(), planned_gpu->name,
+             planned_gpu->memory);
 }
 
 // Reads the command line. For a resumed run, saved(save) returns that save's SavedOptions; those that were

@@ -99,15 +99,15 @@ Options with_setting_for_memory(const Options& given, RunInputs& inputs, Choices
     }
     Options chosen = given;
     if (budget && given.batch > 0) {
-        const auto mixes = [&](bool with_files) {
+        const auto configurations = [&](bool with_files) {
             return placements_to_try(given, movable<T>(given, inputs, with_files));
         };
-        const auto fit = [&](const Options& mix, const BesideDevice& space, const Fit* best) {
-            Trial trial(mix, inputs);
-            return fit_settings(mix, std::is_same_v<T, bf16>, rehearsals_of(trial, given, inputs, most),
-                                space, best);
+        const auto fit = [&](const Options& configuration, const BesideDevice& space, const Fit* best) {
+            Trial trial(configuration, inputs);
+            return fit_settings(configuration, std::is_same_v<T, bf16>,
+                                rehearsals_of(trial, given, inputs, most), space, best);
         };
-        chosen = fit_memory(given, mixes, fit, choices);
+        chosen = fit_memory(given, configurations, fit, choices);
     } else {
         MemorySetting open = setting_of(given);
         open.levels = parse_levels(given.recompute, recompute_names(), inputs.config.layers, "--recompute");
@@ -137,13 +137,15 @@ Options with_setting_for_memory(const Options& given, RunInputs& inputs, Choices
 }
 
 // The options with all open settings chosen; how they were chosen goes to `choices`. For a GPU that --gpu
-// names, first with everything on it; if that does not fit, also with its host's memory and disk.
+// names, first with everything on it; if that does not fit, also with its host's memory.
 template <class Trial>
 Options with_chosen_setting(const Options& given, RunInputs& inputs, Choices& choices) {
     if (fills_planned_gpu(given)) {
+        const bool host_has_its_own = !planned_gpu->integrated;
         try {
             return with_setting_for_memory<Trial>(filling_planned_gpu(given, false), inputs, choices);
         } catch (const UserError&) {
+            if (!host_has_its_own) throw;
             return with_setting_for_memory<Trial>(filling_planned_gpu(given, true), inputs, choices);
         }
     }

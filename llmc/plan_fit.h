@@ -163,10 +163,10 @@ inline Profiles profiles_of(std::vector<MemorySetting> settings, bool by_block,
     return made;
 }
 
-// One configuration of placements (`mix`), the settings that were tried with it, and the fastest setting that
-// fits.
+// One configuration of placements (`configuration`), the settings that were tried with it, and the fastest
+// setting that fits.
 struct Fit {
-    Options mix;
+    Options configuration;
     std::vector<MemorySetting> settings;
     Solution solution;  // its seconds come from rehearsals: sums do not know the waits of mixed levels
     // If nothing fits, for solution.least: its largest buffer, and what it has outside the device.
@@ -190,15 +190,16 @@ struct Fit {
 };
 
 constexpr size_t kTooMuchOffloaded = SIZE_MAX;  // of a setting that does not fit outside the device
-constexpr double kMostSaved = 1.05;  // by mixed levels, of the memory with all blocks at the last level
+// Mixed levels hardly ever save more of a plan than this, against all blocks at the last level.
+constexpr double kMostSaved = 1.05;
 
-// Shows with two rehearsals whether a configuration cannot fit, or cannot be better than `best`; then returns
-// the least memory that it takes. This is so if its smallest setting, with all blocks at the last level, does
-// not fit outside the device, or takes more of the device than any choice of levels could save. It is also so
-// if its first setting, the fastest, is slower with all blocks at the first level.
-inline std::optional<size_t> least_of_hopeless(std::vector<MemorySetting> settings, size_t budget,
-                                               const Fit& best, const Rehearsals& rehearsals,
-                                               const BesideDevice& space) {
+// Rules a configuration out with two or three rehearsals, and returns the least memory that it takes; nothing
+// if all its settings must be tried. It is ruled out if its smallest setting, with all blocks at the last
+// level, does not fit outside the device, or takes more of the device than mixed levels would save. So it is
+// if its first setting, the fastest, is slower than `best` even with all blocks at the first level.
+inline std::optional<size_t> least_if_ruled_out(std::vector<MemorySetting> settings, size_t budget,
+                                                const Fit& best, const Rehearsals& rehearsals,
+                                                const BesideDevice& space) {
     const auto outline = [&](MemorySetting& s, int level) {
         s.levels.assign(rehearsals.layers, level);
         return rehearsals.outline(s);
@@ -206,11 +207,11 @@ inline std::optional<size_t> least_of_hopeless(std::vector<MemorySetting> settin
     const MemoryReport smallest = outline(settings.back(), kLastLevel);
     if (!smallest.beside().fits(space)) return kTooMuchOffloaded;
     size_t least = smallest.total();
-    // If sequences are only just long enough for it, attention in chunks takes more than it saves.
-    const auto whole = std::find_if(settings.rbegin(), settings.rend(), [&](const MemorySetting& s) {
+    // Where a sequence is barely longer than a chunk, attention in chunks takes more than it saves.
+    const auto unchunked = std::find_if(settings.rbegin(), settings.rend(), [&](const MemorySetting& s) {
         return s.attention_rows == settings.front().attention_rows;
     });
-    if (whole != settings.rbegin()) least = std::min(least, outline(*whole, kLastLevel).total());
+    if (unchunked != settings.rbegin()) least = std::min(least, outline(*unchunked, kLastLevel).total());
     const Solution& solution = best.solution;
     if (static_cast<double>(least) > kMostSaved * static_cast<double>(budget)) return least;
     if (solution.chosen && outline(settings.front(), 0).seconds > solution.chosen->seconds) return least;
@@ -224,7 +225,7 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
                         const BesideDevice& space, const Fit* best) {
     const size_t budget = budget_of(o.memory, o.rank).bytes;
     Fit fit;
-    fit.mix = o;
+    fit.configuration = o;
     std::vector<MemorySetting>& settings = fit.settings;
     std::vector<size_t> ends;  // where each format's settings end
     for (const MemorySetting& format : formats_to_try(o, narrow_weights)) {
@@ -235,7 +236,7 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
         fail("--memory %s: of --batch %d x --grad-accum %d sequences no part can be a micro-batch",
              o.memory.c_str(), o.batch, o.grad_accum);
     if (best)
-        if (const auto least = least_of_hopeless(settings, budget, *best, rehearsals, space)) {
+        if (const auto least = least_if_ruled_out(settings, budget, *best, rehearsals, space)) {
             fit.solution.least.exact = *least;
             fit.is_estimate = true;
             return fit;
@@ -254,8 +255,8 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
     for (size_t end : ends) {
         std::vector<Profile> allowed(profiles.begin(), profiles.begin() + static_cast<ptrdiff_t>(end));
         Solution more = solve(allowed, budget, refine);
-        // How long a mix of levels waits is only known after its rehearsal. So we solve twice, with no
-        // waiting and with the waiting of the last level, and take the faster solution.
+        // How long a configuration of levels waits is only known after its rehearsal. So we solve twice, with
+        // no waiting and with the waiting of the last level, and take the faster solution.
         bool waits_anywhere = false;
         for (Profile& p : allowed) {
             p.fixed_seconds += p.runs * p.waited_seconds;
@@ -277,11 +278,12 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
     return fit;
 }
 
-// Fails with the least memory that a run would take, the options for that, and what would lower it. If memory
-// outside the device was `short_of_memory`, suggests more of that.
+// Fails with the least memory that a run would take, the options for that, and what would lower it.
+// `short_of_memory`: some configuration failed only because there was too little memory outside the device;
+// then suggests more of that.
 [[noreturn]] inline void fail_to_fit(const Options& given, const Fit& fit, const std::string& options,
                                      bool short_of_memory) {
-    if (planned_gpu && fit.solution.least.exact != kTooMuchOffloaded)
+    if (given.fills_gpu && fit.solution.least.exact != kTooMuchOffloaded)
         fail_to_fit_gpu(given, fit.solution.least.exact, options);
     if (fit.solution.least.exact == kTooMuchOffloaded) {
         const int ranks = given.rank.on_this_machine;
@@ -302,9 +304,10 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
     if (may_move && !kHostIsDevice && !given.has("--memory.host"))
         less = "host=SIZE in --memory, so that more can be offloaded";
     if (short_of_memory)
-        less =
-            format("%sa TMPDIR with room: %s has %s", kHostIsDevice ? "" : "a larger host= in --memory, or ",
-                   temporary_folder().c_str(), size_text(space_on_disk()).c_str());
+        less = planned_gpu ? "a larger host= in --memory"
+                           : format("%sa TMPDIR with room: %s has %s",
+                                    kHostIsDevice ? "" : "a larger host= in --memory, or ",
+                                    temporary_folder().c_str(), size_text(space_on_disk()).c_str());
     fail("--memory %s: the least that this takes is %.1f MiB (%s), %s of it for %s; less with %s",
          describe_budget(given.memory, budget_of(given.memory, given.rank)).c_str(),
          mebibytes(fit.solution.least.exact), options.c_str(), size_text(bytes).c_str(), name.c_str(),
@@ -313,12 +316,14 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
 
 // --memory: returns the options whose plan fits and is the fastest by estimate; `choices` gets this choice
 // and then its neighbours. Configurations that stream are tried if nothing fits without streaming, and with
-// host= also if they might be faster. The first of mixes() is the configuration that was given;
-// fit(mix, space, best) tries its settings. With a GPU, trained state goes to files only if the host's memory
-// is too small. Streaming without prefetching is tried only if nothing else fits, and longer prefetch
-// distances are used if they are faster. What several devices share is tried before anything is streamed.
-template <class Mixes, class FitMix>
-Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, Choices& choices) {
+// host= also if they might be faster. The first of configurations() is the configuration that was given;
+// fit(configuration, space, best) tries its settings. With a GPU, trained state goes to files only if the
+// host's memory is too small. Streaming without prefetching is tried only if nothing else fits, and longer
+// prefetch distances are used if they are faster. What several devices share is tried before anything is
+// streamed.
+template <class Configurations, class FitConfiguration>
+Options fit_memory(const Options& given, Configurations&& configurations, FitConfiguration&& fit,
+                   Choices& choices) {
     const bool offered = given.has("--memory.host");
     const BesideDevice given_space = offered ? memory_beside_device(given) : BesideDevice();
     const std::vector<Options> as_given = ways_to_share(given);
@@ -331,38 +336,38 @@ Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, Choices& c
     std::vector<Fit> estimates;
     const auto try_all = [&](const std::vector<Options>& all, bool only_files) {
         const BesideDevice space = memory_beside_device(given);
-        for (const Options& mix : all) {
-            if (only_files && !has_files(mix)) continue;  // tried before
-            Fit more = fit(mix, space, &best);
+        for (const Options& configuration : all) {
+            if (only_files && !has_files(configuration)) continue;  // tried before
+            Fit more = fit(configuration, space, &best);
             if (more.solution.least.exact == kTooMuchOffloaded) short_of_memory = true;
             if (more.is_estimate) estimates.push_back(more);
             if (more.is_better_than(best)) best = std::move(more);
         }
     };
-    const auto other_mixes = [&](bool with_files) {
-        std::vector<Options> all = mixes(with_files);
+    const auto other_configurations = [&](bool with_files) {
+        std::vector<Options> all = configurations(with_files);
         all.erase(all.begin(), all.begin() + static_cast<ptrdiff_t>(as_given.size()));
         return all;
     };
     if (!best.solution.chosen || (offered && best.solution.chosen->seconds > 1.01 * fastest))
-        try_all(other_mixes(kHostIsDevice), false);
+        try_all(other_configurations(kHostIsDevice), false);
     if (!best.solution.chosen && offered && !has_any_host_memory(given))
-        try_all(other_mixes(true), !kHostIsDevice);
+        try_all(other_configurations(true), !kHostIsDevice);
     if (!given.has("--prefetch")) {
         if (!best.solution.chosen)
-            try_all(without_prefetching(mixes(kHostIsDevice || offered)), false);
-        else if (streams_blocks_of(best.mix))
-            try_all(with_more_buffers(best.mix), false);
+            try_all(without_prefetching(configurations(kHostIsDevice || offered)), false);
+        else if (streams_blocks_of(best.configuration))
+            try_all(with_more_buffers(best.configuration), false);
     }
     // The least memory that is reported must be exact.
     const auto may_be_least = static_cast<double>(best.solution.least.exact) * kMostSaved;
     for (const Fit& estimate : estimates)
         if (const size_t least = estimate.solution.least.exact;
             !best.solution.chosen && least != kTooMuchOffloaded && static_cast<double>(least) <= may_be_least)
-            if (Fit exact = fit(estimate.mix, memory_beside_device(given), nullptr);
+            if (Fit exact = fit(estimate.configuration, memory_beside_device(given), nullptr);
                 best.is_estimate || exact.is_better_than(best))
                 best = std::move(exact);
-    if (!host_can_update(best.mix)) best.mix.updates = "device";
+    if (!host_can_update(best.configuration)) best.configuration.updates = "device";
     auto described = [&](const Choice& c) {
         const MemorySetting s = best.setting(c);
         std::string state;
@@ -374,7 +379,7 @@ Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, Choices& c
         if (s.adam_v != given.adam_v) add("v", s.adam_v);
         return MemoryChoice{levels_text(s.levels, recompute_names()),
                             state,
-                            placements_text(best.mix, given),
+                            placements_text(best.configuration, given),
                             s.head_rows,
                             s.mlp_rows,
                             s.attention_rows,
@@ -386,14 +391,14 @@ Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, Choices& c
     };
     const Solution& solution = best.solution;
     if (!solution.chosen) {
-        apply_setting(best.setting(solution.least), choices.smallest.emplace(best.mix));
+        apply_setting(best.setting(solution.least), choices.smallest.emplace(best.configuration));
         fail_to_fit(given, best, described(solution.least).text(), short_of_memory);
     }
     choices.memory = {described(*solution.chosen)};
     if (solution.next_cheaper) choices.memory.push_back(described(*solution.next_cheaper));
     if (solution.next_smaller) choices.memory.push_back(described(*solution.next_smaller));
-    apply_setting(best.setting(*solution.chosen), best.mix);
-    return best.mix;
+    apply_setting(best.setting(*solution.chosen), best.configuration);
+    return best.configuration;
 }
 
 // --batch auto: the largest micro-batch up to `cap` whose plan fits into `space`, with all other options

@@ -1,5 +1,5 @@
-// plan_gpu.h - the answer to "will it fit my card?": --plan --gpu NAME. Whether a run fits a GPU that may be
-// anywhere, and what would; how fast it would be; and what that costs.
+// plan_gpu.h - the answer to "will it fit my card?": --plan --gpu NAME. Whether a run fits a GPU that need
+// not be in this machine, and what would; how fast it would be; and what that costs.
 #pragma once
 
 #include <algorithm>
@@ -16,14 +16,17 @@
 // The memory that a run may take of the GPU that plans are for: a display and other programs keep 5%.
 inline FreeMemory memory_of_planned_gpu() { return with_reserve(device_memory_free(), context_bytes()); }
 
-// True if --memory is left out where it could choose: then it is the memory of the GPU of --gpu.
+// True if the plan should choose settings for the whole memory of the GPU of --gpu: without --memory, and
+// unless an option asks for something that --memory would choose.
 inline bool fills_planned_gpu(const Options& o) {
+    const bool places_some_inputs = o.offloaded_inputs > 0;
     return planned_gpu && !o.has("--memory") && !o.has("--recompute") && o.steps > 0 && o.batch > 0 &&
-           o.bench.empty() && o.offloaded_inputs <= 0;
+           o.bench.empty() && !places_some_inputs;
 }
 
-// The options with that --memory; `with_host`: the GPU's host has as much memory as the run can use.
+// The options with the GPU's memory as --memory; `with_host`: and with unlimited memory of its host.
 inline Options filling_planned_gpu(Options o, bool with_host) {
+    o.fills_gpu = true;
     o.memory = format("%zuMiB", memory_of_planned_gpu().bytes >> 20);
     o.given["--memory"] = {o.memory};
     if (!with_host) return o;
@@ -33,18 +36,19 @@ inline Options filling_planned_gpu(Options o, bool with_host) {
 }
 
 inline double gibibytes(size_t bytes) { return static_cast<double>(bytes) / 1073741824.0; }
-// With at most three digits that count: "8.03 GB", "803 GB".
+// "8.03 GB", "803 GB".
 inline std::string gigabytes(double bytes) {
     return format(bytes < 100e9 ? "%.3g GB" : "%.0f GB", bytes / 1e9);
 }
 
-// The smallest GPUs of the table with room for `bytes`, at most three; "" if there is none.
+// The smallest GPUs of the table with room for a run that takes `bytes` of the planned one, at most three; ""
+// if there is none.
 inline std::string gpus_with_room(size_t bytes) {
+    const size_t without_context = bytes - std::min(bytes, context_bytes());
     std::vector<const KnownGpu*> all;
     for (const KnownGpu& gpu : kKnownGpus) {
-        const auto memory = static_cast<size_t>(gpu.memory * 1073741824.0);
-        const size_t context = cuda_context_bytes(gpu.multiprocessors);
-        if (with_reserve({memory - context, ""}, context).bytes >= bytes) all.push_back(&gpu);
+        const size_t free = memory_of(gpu) - cuda_context_bytes(gpu.multiprocessors);
+        if (with_reserve({free, ""}, 0).bytes >= without_context) all.push_back(&gpu);
     }
     std::stable_sort(all.begin(), all.end(),
                      [](const KnownGpu* a, const KnownGpu* b) { return a->memory < b->memory; });
@@ -60,19 +64,27 @@ inline std::string gpus_with_room(size_t bytes) {
     return names;
 }
 
+// What would take less memory than these options, as far as they leave it open.
+inline std::string what_takes_less(const Options& o) {
+    std::string all;
+    const auto add = [&](const char* what) { all += (all.empty() ? "" : ", ") + std::string(what); };
+    if (!o.trains_adapter() && !parse_new_model(o.model)) add("--train lora");
+    if (o.trains_adapter() && o.base.empty() && !RunInputs::is_gguf(o.model)) add("--base nf4");
+    if (o.batch * o.grad_accum > 1) add("a smaller --batch");
+    if (o.context.empty()) add("a shorter --seq-len");
+    if (o.devices == 1 && !o.trains_adapter()) add("more --devices");
+    return all.empty() ? "a smaller --model" : all;
+}
+
 // Fails because a run that takes `least` bytes of a GPU, with `options`, does not fit the one of --gpu.
 [[noreturn]] inline void fail_to_fit_gpu(const Options& given, size_t least, const std::string& options) {
     const std::string others = gpus_with_room(least);
-    const char* const less = !given.trains_adapter()
-                                 ? "--train lora, a shorter --seq-len or a smaller --batch"
-                             : given.base.empty() ? "--base nf4, a shorter --seq-len or a smaller --batch"
-                                                  : "a shorter --seq-len or a smaller --batch";
     fail(
         "this does not fit the GPU %s: of its %.1f GiB a run may use %.1f, and this one needs at least %.1f "
         "(%s). "
         "Less is needed with %s.%s",
-        planned_gpu->called.c_str(), planned_gpu->gpu.memory, gibibytes(memory_of_planned_gpu().bytes),
-        gibibytes(least), options.c_str(), less,
+        planned_gpu->name, planned_gpu->memory, gibibytes(memory_of_planned_gpu().bytes), gibibytes(least),
+        options.c_str(), what_takes_less(given).c_str(),
         others.empty() ? "" : format(" GPUs that have room: %s.", others.c_str()).c_str());
 }
 
@@ -83,7 +95,7 @@ inline std::string costs_of_fitting(const MemoryReport& r) {
     const auto moved = [&](Route route) { return r.moved[static_cast<size_t>(route)]; };
     if (!r.choice.empty()) {
         const double slower = r.choice[0].slower;
-        add(slower < 0.001 ? "no time"
+        add(slower < 0.001 ? "a step takes no longer than if the GPU could keep everything"
             : slower < 1
                 ? format("a step takes %.1f%% longer than if the GPU could keep everything", 100 * slower)
                 : format("a step takes %.1f times as long as if the GPU could keep everything", 1 + slower));
@@ -99,7 +111,8 @@ inline std::string costs_of_fitting(const MemoryReport& r) {
     return costs;
 }
 
-// Prints the three lines with which the plan for a named GPU begins.
+// Prints the lines with which the plan for a named GPU begins: whether it fits; for a training, how fast it
+// is; and what fitting costs, if anything was chosen.
 inline void print_gpu_answer(FILE* to, const Options& o, const MemoryReport& r) {
     const size_t room = memory_of_planned_gpu().bytes;
     const bool fits = r.total() <= room;
@@ -107,28 +120,29 @@ inline void print_gpu_answer(FILE* to, const Options& o, const MemoryReport& r) 
                                : o.train == "lora"  ? "LoRA"
                                : o.trains_adapter() ? "a soft prompt"
                                                     : "full training";
-    const std::string gpu =
-        (o.devices > 1 ? format("each of %d x ", o.devices) : "the ") + planned_gpu->called;
-    fprintf(to, "%s %s: %s with %d x %d tokens at a time takes %.1f GiB of the %.1f that a run may use",
+    const std::string gpu = o.devices > 1 ? format("each of %d GPUs %s", o.devices, planned_gpu->name)
+                                          : format("the %s", planned_gpu->name);
+    fprintf(to, "%s %s: %s with %d x %d tokens at a time takes %.2f GiB of the %.2f that a run may use",
             fits ? "fits" : "does not fit", gpu.c_str(), trains, r.batch, r.seq_len, gibibytes(r.total()),
             gibibytes(room));
     if (const std::string others = fits ? "" : gpus_with_room(r.total()); !others.empty())
         fprintf(to, "; GPUs that have room: %s", others.c_str());
-    if (!fits && o.has("--recompute")) fprintf(to, "; without --recompute, what fits is chosen");
+    if (!fits && o.steps > 0 && o.has("--recompute"))
+        fprintf(to, "; without --recompute, the plan chooses what to recompute and to offload");
     fprintf(to, "\n");
     if (r.seconds > 0)
         fprintf(to, "about %.*f tokens/s, %.3g s for a step of %.0f tokens, by the GPU's nominal rates\n",
                 r.tokens() / r.seconds < 10 ? 2 : 0, r.tokens() / r.seconds, r.seconds, r.tokens());
     if (const std::string costs = costs_of_fitting(r); !costs.empty())
-        fprintf(to, "that costs: %s\n", costs.c_str());
+        fprintf(to, "cost of fitting: %s\n", costs.c_str());
     fprintf(to, "\n");
 }
 
 // The same for --plan json: the GPU, what a run may use of it, and whether this one fits.
 inline nlohmann::ordered_json gpu_answer_json(const MemoryReport& r) {
     const size_t room = memory_of_planned_gpu().bytes;
-    return {{"name", planned_gpu->called},
-            {"bytes", planned_gpu->bytes()},
+    return {{"name", planned_gpu->name},
+            {"bytes", memory_of(*planned_gpu)},
             {"usable_bytes", room},
             {"fits", r.total() <= room}};
 }

@@ -168,7 +168,7 @@ MemorySetting with_chosen_rows(MemorySetting s, int64_t seq_len, size_t layers, 
 // The placements that --memory chooses among: combinations of what is kept outside the device, from only what
 // the options ask for up to everything that may be.
 
-// The --memory host= of a GPU whose host has as much memory as a run can use; then nothing needs a disk.
+// The --memory host= that stands for unlimited host memory. Then nothing is put on a disk.
 inline constexpr const char* kAnyHostMemory = "1000TiB";
 inline bool has_any_host_memory(const Options& o) { return o.host_memory == kAnyHostMemory; }
 
@@ -187,7 +187,7 @@ Movable movable(const Options& o, const RunInputs& inputs, bool with_files) {
     Movable m;
     const bool frozen = static_cast<bool>(inputs.adapter), offered = o.has("--memory.host");
     const bool moves = kHostIsDevice || offered;
-    if (planned_gpu && !offered) return m;  // the first question is whether it fits the GPU alone
+    if (o.fills_gpu && !offered) return m;  // the first question is whether it fits the GPU alone
     const auto is_open = [&](const char* key) { return !o.has(placement(key).setting()); };
     std::vector<std::string> placements;
     if (!kHostIsDevice) placements.push_back("host");
@@ -311,18 +311,18 @@ inline std::vector<Options> placements_to_try(const Options& given, const Movabl
 }
 
 // The combinations that stream blocks, with prefetching turned off: these take the least memory.
-inline std::vector<Options> without_prefetching(std::vector<Options> mixes) {
-    std::erase_if(mixes, [](const Options& o) { return !streams_blocks_of(o); });
-    for (Options& o : mixes) o.prefetch = 0;
-    return mixes;
+inline std::vector<Options> without_prefetching(std::vector<Options> configurations) {
+    std::erase_if(configurations, [](const Options& o) { return !streams_blocks_of(o); });
+    for (Options& o : configurations) o.prefetch = 0;
+    return configurations;
 }
 
 // A combination with larger prefetch distances than the default, and so with more buffers. If transfers take
 // longer than the computation, a step gains the blocks that are still in buffers when it turns from forward
 // to backward: these are not fetched again.
-inline std::vector<Options> with_more_buffers(const Options& mix) {
+inline std::vector<Options> with_more_buffers(const Options& configuration) {
     std::vector<Options> all;
-    for (const int ahead : {2, 4, 8, 16}) all.emplace_back(mix).prefetch = ahead;
+    for (const int ahead : {2, 4, 8, 16}) all.emplace_back(configuration).prefetch = ahead;
     return all;
 }
 

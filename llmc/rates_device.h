@@ -82,7 +82,7 @@ inline NominalGpu gpu_planned_for(const GpuFacts& facts) {
 }
 inline const NominalGpu& nominal_gpu() {
     static const NominalGpu gpu =
-        planned_gpu ? NominalGpu{planned_gpu->gpu, planned_gpu->called} : gpu_planned_for(gpu_facts());
+        planned_gpu ? NominalGpu{*planned_gpu, planned_gpu->name} : gpu_planned_for(gpu_facts());
     return gpu;
 }
 

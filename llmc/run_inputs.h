@@ -94,8 +94,11 @@ class RunInputs {
     const std::vector<int>& first_tokens() const;
     // The tokens of a conversation up to where the next answer begins. Only with a `chat`.
     std::vector<int> conversation_tokens(const std::vector<Message>& messages) const {
+        return conversation_tokens(Conversation{.messages = messages});
+    }
+    std::vector<int> conversation_tokens(const Conversation& conversation) const {
         return naming("the conversation", [&] {
-            std::vector<int> tokens = tokenizer->encode(chat->prompt(messages));
+            std::vector<int> tokens = tokenizer->encode(chat->prompt(conversation));
             if (tokens.empty()) fail("%s writes no token of it", chat->description().c_str());
             return tokens;
         });
@@ -353,7 +356,7 @@ inline ModelConfig RunInputs::choose_config() const {
         config = *saved;  // the folder that the run started from may have been removed
     } else if (gguf) {
         config = gguf->config();
-    } else if (const KnownModel* known = find_known_model(model); known && o_.plan && !file_exists(model)) {
+    } else if (const KnownModel* known = known_shape(model); known && o_.plan) {
         config = config_of(*known);
     } else {
         config = read_model_config(model, "--model");
@@ -682,7 +685,8 @@ inline void RunInputs::open_prompts() {
                 fail("%s: has messages, and %s: --chat-format NAME gives one", where.c_str(),
                      o_.raw_prompt ? "--raw-prompt leaves out the chat format"
                                    : "the model has no chat format");
-            p.tokens = conversation_tokens(read_messages(p.line["messages"], where, false));
+            p.tokens = conversation_tokens(Conversation{read_messages(p.line["messages"], where, false),
+                                                        read_chat_variables(p.line, where)});
         } else {
             const std::string text = text_field(p.line, "prompt", where);
             p.tokens = chat ? conversation_tokens({said("user", text)}) : prompt_tokens(text, where);

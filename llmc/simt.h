@@ -1,4 +1,4 @@
-// simt.h - one kernel source, three ways to run it, and one to plan what a GPU would run.
+// simt.h - one kernel source, three ways to run it, and one to plan for a GPU.
 //
 // Every kernel is a CUDA __global__ function, written once:
 //
@@ -6,7 +6,7 @@
 //   GPU              nvcc      32     16 bytes  a CUDA thread
 //   CPU, fast        g++       1      64 bytes  the only thread of its block, a plain call
 //   CPU, faithful    g++       32     16 bytes  a fiber: the same warps, barriers and shuffles as on the GPU
-//   planner          g++       32     16 bytes  nothing: it plans the GPU build's steps and runs none
+//   planner          g++       32     16 bytes  never run: it only plans what the GPU build would do
 //
 // The faithful build (-DSIMT_LANES=32) is for tests; simt_fibers.h says what it checks. The planner
 // (-DLLMC_PLANNER) is for `--plan --gpu`; simt_planner.h says how it works. The same loops serve all:

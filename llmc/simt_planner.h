@@ -1,13 +1,13 @@
 // simt_planner.h - simt.h in the planner: the GPU build's plans without CUDA and without a GPU.
 //
-// The planner (-DLLMC_PLANNER) has the lanes, vectors and tiles of the GPU build, and none of its kernels: a
-// dry run of a step takes the same tensors and counts the same work there, and launches nothing. ./train for
-// a CPU contains it, for
-// `--plan --gpu NAME`.
+// The planner (-DLLMC_PLANNER) has the lanes, vectors and tiles of the GPU build. A dry run of a step takes
+// the same tensors there and counts the same work, and launches nothing, so the plan is the same. Kernels
+// need only compile; none is ever launched. ./train for a CPU contains the planner, for `--plan --gpu NAME`.
 #pragma once
 
 #include "llmc/error.h"
 
+// What kernels call, so that they compile.
 inline void __syncthreads() {}
 inline void __syncwarp() {}
 template <class T>
@@ -19,7 +19,7 @@ T __shfl_sync(unsigned, T v, int) {
     return v;
 }
 
-// Does nothing in a dry run. There is no other use of it.
+// Does nothing: a planner only makes dry runs.
 template <auto kernel, class... A>
 void launch(dim3, dim3, size_t, Stream, A&&...) {
     if (!simt::launches_off) bug("a planner has no kernels to launch");

@@ -305,6 +305,24 @@ def test_a_conversation(train_fp32, work):
     assert said == "".join(text + "\n" for text in expected)
 
 
+@pytest.mark.parametrize("where", ["gguf", "weights=disk", "embeddings=disk", "save", "resumed"])
+def test_a_conversation_wherever_the_model_is(train_fp32, work, tmp_path, where):
+    """The template of a GGUF is in its metadata; a save has the one of the model that it began with."""
+    text = "Who?\nAnd thou?\n"
+    expected, _ = chat(train_fp32, work, text)
+    if where == "gguf":
+        train_fp32("--model", work / "model", "--steps", 0, "--export", f"{tmp_path}/m.gguf,type=f32")
+        options = ("--model", tmp_path / "m.gguf")
+    elif "=" in where:
+        options = ("--offload", where)
+    else:
+        (tmp_path / "chats.json").write_text(json.dumps([{"messages": [says("user", "Who?"), says("assistant", "I.")]}]))
+        train_fp32("--model", work / "model", "--data", tmp_path / "chats.json", "--steps", 1, "--batch", 1, "--lr", 1e-30,
+                   "--min-lr", 0, "--out", tmp_path / "out", "--sample", "tokens=0")
+        options = ("--model", tmp_path / "out") if where == "save" else ("--resume", tmp_path / "out")
+    assert chat(train_fp32, work, text, *options)[0] == expected
+
+
 def test_commands(train_fp32, work):
     out, notes = chat(train_fp32, work, "/nonsense\n/help\n/exit\nWho?\n")
     assert out == "" and "/nonsense: there is no such command" in notes and notes.count("/system TEXT") == 2

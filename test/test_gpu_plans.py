@@ -21,7 +21,8 @@ PARAMETERS = {
     "llama-3.2-1b": 1235814400, "llama-3.2-3b": 3212749824, "llama-3.3-70b": 70553706496, "tinyllama-1.1b": 1100048384,
     "smollm2-135m": 134515008, "smollm2-360m": 361821120, "smollm2-1.7b": 1711376384, "mistral-7b": 7248023552,
     "mistral-7b-v0.1": 7241732096, "mistral-7b-v0.2": 7241732096, "mistral-7b-v0.3": 7248023552, "mistral-nemo-12b": 12247782400,
-    "mistral-small-24b": 23572403200, "qwen2.5-0.5b": 494032768, "qwen2.5-1.5b": 1543714304, "qwen2.5-3b": 3085938688,
+    "mistral-small-24b": 23572403200, "qwen2-0.5b": 494032768, "qwen2-1.5b": 1543714304,
+    "qwen2-7b": 7615616512, "qwen2-72b": 72706203648, "qwen2.5-0.5b": 494032768, "qwen2.5-1.5b": 1543714304, "qwen2.5-3b": 3085938688,
     "qwen2.5-7b": 7615616512, "qwen2.5-14b": 14770033664, "qwen2.5-32b": 32763876352, "qwen2.5-72b": 72706203648,
     "qwen3-0.6b": 596049920, "qwen3-1.7b": 1720574976, "qwen3-4b": 4022468096, "qwen3-8b": 8190735360,
     "qwen3-14b": 14768307200, "qwen3-32b": 32762123264, "distilgpt2": 81912576, "gpt2": 124439808, "gpt2-medium": 354823168,
@@ -62,21 +63,35 @@ CASES = [
     ("RTX 4080", "--model llama-3.1-8b --batch 1 --seq-len 2048 --memory 14GiB,host=40GiB"),
     ("A6000", "--model gpt2-xl --steps 0 --batch 4"),
     ("RTX 4090", "--model smollm2-135m --train prompt --soft-prompt 30 --batch 7 --seq-len 333 --dropout 0"),
-    ("RTX 3070", "--model llama-3.1-405b --batch 1 --seq-len 128"),
+    ("RTX 3060", "--model llama-3.1-8b --train lora --batch 1 --seq-len 512 --memory 10GiB"),
+]
+REFUSED = [
+    ("RTX 3070", "--model llama-3.1-405b --batch 1 --seq-len 128", "does not fit the GPU RTX 3070"),
+    ("GB10", "--model llama-3.1-70b --batch 1", "does not fit the GPU GB10"),
+    ("RTX 4090", "--model llama-3.1-8b --batch 1 --memory 8GiB", "--memory 8GiB: the least that this takes"),
+    ("RTX 4080", "--model llama-3.1-8b --batch 1 --memory 14GiB,host=2GiB", "a larger host= in --memory"),
+    ("RTX 3060", "--model llama-3.1-8b --train lora --batch auto", "--batch auto: a batch of 1 takes"),
 ]
 
 
 @pytest.mark.skipif(not CUDA.exists(), reason="no CUDA build")
 @pytest.mark.parametrize("gpu, options", CASES, ids=lambda value: value.split(" --")[0])
 def test_it_is_that_of_the_cuda_build(program, gpu, options):
-    """Byte for byte: all of the JSON, with every buffer's address, times and the choice; or the same refusal."""
+    """Byte for byte: all of the JSON, with every buffer's address, times and the choice."""
     ours, theirs = (run(binary, "json", "--gpu", gpu, *options.split()) for binary in (program, CUDA))
-    assert (ours.returncode, ours.stdout, ours.stderr) == (theirs.returncode, theirs.stdout, theirs.stderr)
-    if ours.returncode == 0:
-        plan = json.loads(ours.stdout)
-        assert plan["device"] == "cuda" and plan["precision"] == "bf16"
-    else:
-        assert ours.returncode == 2 and "does not fit the GPU" in ours.stderr
+    assert ours.returncode == 0 and (ours.stdout, ours.stderr) == (theirs.stdout, theirs.stderr), ours.stderr + theirs.stderr
+    plan = json.loads(ours.stdout)
+    assert plan["device"] == "cuda" and plan["precision"] == "bf16" and len(plan["buffers"]) > 5
+
+
+@pytest.mark.parametrize("gpu, options, says", REFUSED, ids=lambda value: value.split(" --")[0])
+def test_refusals(program, gpu, options, says):
+    """In one line, about the GPU and not about this machine; the CUDA build's is the same."""
+    ran = run(program, "--gpu", gpu, *options.split())
+    assert ran.returncode == 2 and not ran.stdout and says in ran.stderr and "TMPDIR" not in ran.stderr, ran.stderr
+    assert [line for line in ran.stderr.splitlines() if line.startswith("train: ")] == ran.stderr.splitlines()[-1:]
+    if CUDA.exists():
+        assert run(CUDA, "--gpu", gpu, *options.split()).stderr == ran.stderr
 
 
 @pytest.mark.skipif(not (ROOT / "build/emulated/train-bf16").exists(), reason="no emulated GPU")
@@ -96,11 +111,12 @@ def test_it_is_that_of_the_gpu_itself(program):
 @pytest.mark.parametrize("name, is_called, gib", [
     ("RTX 4090", "RTX 4090", 23.5), ("4090", "RTX 4090", 23.5), ("NVIDIA GeForce RTX 4090", "RTX 4090", 23.5),
     ("rtx4090", "RTX 4090", 23.5), ("RTX-4090 24GB", "RTX 4090", 23.5), ("4060ti", "RTX 4060 Ti", 7.6),
-    ("RTX 4060 Ti 16 GB", "RTX 4060 Ti with 16 GB", 15.52), ("3060", "RTX 3060", 11.6), ("RTX 3080 12GB", "RTX 3080 with 12 GB", 11.64),
+    ("RTX 4060 Ti 16 GB", "RTX 4060 Ti 16GB", 15.5), ("3060", "RTX 3060", 11.6), ("RTX 3080 12GB", "RTX 3080 12GB", 11.6),
     ("h100", "H100", 79.1), ("H100 SXM5 80GB", "H100", 79.1), ("h100 pcie", "H100 PCIe", 79.1), ("NVIDIA H100 80GB HBM3", "H100", 79.1),
     ("A100", "A100", 79.1), ("a100 80gb", "A100-SXM4-80GB", 79.1), ("A100 40GB", "A100-SXM4-40GB", 39.3), ("A100-SXM4-40GB", "A100-SXM4-40GB", 39.3),
     ("l4", "L4", 22), ("L40", "L40", 44.3), ("l40s", "L40S", 44.3), ("A10G", "A10G", 22), ("a10", "A10", 22), ("a6000", "RTX A6000", 47.4),
     ("RTX 6000 Ada", "RTX 6000 Ada Generation", 47.3), ("RTX PRO 6000", "RTX PRO 6000 Blackwell Workstation Edition", 94.9),
+    ("A100 PCIe 80GB", "A100 80GB PCIe", 79.1), ("GH200 144GB", "GH200 144G HBM3e", 139.5), ("4090 24G", "RTX 4090", 23.5),
     ("GH200", "GH200 480GB", 94.5), ("5090", "RTX 5090", 31.3), ("4070 ti super", "RTX 4070 Ti SUPER", 15.5)])
 def test_gpus_by_the_names_that_people_use(program, name, is_called, gib):
     plan = json.loads(run(program, "json", "--gpu", name, "--model", "d2", "--batch", "1").stdout)
@@ -109,10 +125,13 @@ def test_gpus_by_the_names_that_people_use(program, name, is_called, gib):
 
 
 @pytest.mark.parametrize("name, says", [("RTX 4090 Laptop", ["RTX 4090 D, RTX 4090"]), ("GTX 1080", ["RTX 3060", "H100"]),
-                                        ("", ["--gpu"]), ("16GB", ["RTX 3060"]), ("rtx", ["RTX 3060"])])
+                                        ("", ["names no GPU"]), ("16GB", ["RTX 3060"]), ("rtx", ["RTX 3060"]),
+                                        ("Quadro RTX 6000", ["RTX 6000 Ada"]), ("2080 Ti", ["compute capability 8.0"]),
+                                        ("RTX 3060 500GB", ["the RTX 3060 that is known has 11.6 GiB"])])
 def test_a_gpu_that_is_not_known(program, name, says):
     ran = run(program, "--gpu", name, "--model", "d2")
     assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and all(part in ran.stderr for part in says), ran.stderr
+    assert "4060 Ti" not in ran.stderr
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -155,7 +174,7 @@ def test_a_plan_without_a_gpu_knows_the_models_too(program):
 
 def test_it_fits(program):
     fits, speed = answer(program, "--gpu", "RTX 4090", "--model", "smollm2-135m", "--batch", "2", "--seq-len", "512", "--recompute", "gelu")
-    assert re.fullmatch(r"fits the RTX 4090: full training with 2 x 512 tokens at a time takes [\d.]+ GiB of the 22\.3 that a run may use", fits)
+    assert re.fullmatch(r"fits the RTX 4090: full training with 2 x 512 tokens at a time takes \d\.\d\d GiB of the 22\.34 that a run may use", fits)
     assert re.fullmatch(r"about \d+ tokens/s, [\d.]+ s for a step of 1024 tokens, by the GPU's nominal rates", speed)
 
 
@@ -164,7 +183,7 @@ def test_it_fits_with_recomputing(program):
     fits, _, costs = answer(program, *options)
     plan = json.loads(run(program, "json", *options).stdout)
     assert fits.startswith("fits the RTX 3060: LoRA with 1 x 4096 tokens")
-    assert costs == f"that costs: a step takes {100 * plan['choice'][0]['slower']:.1f}% longer than if the GPU could keep everything"
+    assert costs == f"cost of fitting: a step takes {100 * plan['choice'][0]['slower']:.1f}% longer than if the GPU could keep everything"
     assert plan["planned_gpu"]["fits"] and plan["totals"]["total"] <= plan["planned_gpu"]["usable_bytes"]
     assert plan["host"]["pinned"] < 2**20 and "offload" not in plan["choice"][0]["placements"]
 
@@ -177,8 +196,7 @@ def test_it_fits_with_the_hosts_memory(program):
     assert plan["host"]["pinned"] > 60 << 30 and "disk" not in plan["choice"][0]["placements"]
     assert f"{plan['host']['pinned'] / 2**30:.1f} GiB of the host's memory, pinned" in costs
     moved = plan["moved"]["from_host"] + plan["moved"]["to_host"]
-    assert re.search(rf"{moved / 1e9:.3g}[\d]* GB over the link to the host in each step" if moved < 1e11 else
-                     rf"{moved / 1e9:.0f} GB over the link", costs), costs
+    assert f"{moved / 1e9:.0f} GB over the link to the host in each step" in costs and moved > 1e11, costs
 
 
 def test_it_does_not_fit_as_asked(program):
@@ -186,7 +204,7 @@ def test_it_does_not_fit_as_asked(program):
     ran = run(program, "--gpu", "RTX 4090", "--model", "llama-3.1-8b", "--batch", "1", "--recompute", "gelu")
     assert ran.returncode == 0 and ran.stdout.startswith("does not fit the RTX 4090: full training")
     first = ran.stdout.split("\n")[0]
-    assert "GPUs that have room: " in first and first.endswith("without --recompute, what fits is chosen")
+    assert "GPUs that have room: " in first and first.endswith("without --recompute, the plan chooses what to recompute and to offload")
     assert not json.loads(run(program, "json", "--gpu", "RTX 4090", "--model", "llama-3.1-8b", "--batch", "1", "--recompute",
                               "gelu").stdout)["planned_gpu"]["fits"]
 
@@ -208,7 +226,7 @@ def test_the_longest_context(program):
     plan = json.loads(run(program, "json", *options, "--seq-len", "auto").stdout)
     assert plan["seq_len"] % 64 == 0 and 1024 < plan["seq_len"] < 32768 and plan["totals"]["total"] <= 18 << 30
     longer = run(program, "json", *options, "--seq-len", plan["seq_len"] + 64)
-    assert longer.returncode == 2 and "does not fit" in longer.stderr
+    assert longer.returncode == 2 and "--memory 18GiB: the least that this takes" in longer.stderr
 
 
 def test_neighbours_that_differ_by_a_thousandth_are_not_shown(program):
@@ -220,15 +238,18 @@ def test_neighbours_that_differ_by_a_thousandth_are_not_shown(program):
 
 
 @pytest.mark.parametrize("options, says", [
-    ("--gpu H100", "--add --plan"),
-    ("--plan --gpu H100 --rates rates.json", "--rates"),
+    ("--gpu H100", "add --plan"),
+    ("--plan --gpu H100 --rates rates.json", "nominal rates"),
     ("--model llama-3.1-8b --steps 1", "only --plan needs no more"),
     ("--plan --gpu H100 --model unknown-8b", "is not a folder with config.json"),
-    ("--plan --gpu H100 --memory 80GB,host=x", "host"),
+    ("--plan --gpu H100 --model ./gpt2-large", "is not a folder with config.json"),
+    ("--plan --gpu H100 --model /models/x/gpt2-large", "is not a folder with config.json"),
+    ("--plan --gpu 3060 --memory 40GiB", "--memory 40GiB: the RTX 3060 of --gpu has 11.6 GiB"),
+    ("--plan --gpu H100 --memory 80GB,host=x", "host=x"),
 ])
 def test_mistakes(program, tmp_path, options, says):
     ran = subprocess.run([program, *options.split()], capture_output=True, text=True, timeout=60, env=ENVIRONMENT, cwd=tmp_path)
-    assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and says.removeprefix("--add ") in ran.stderr, ran.stderr
+    assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and says in ran.stderr, ran.stderr
 
 
 @pytest.mark.parametrize("options, seconds", [

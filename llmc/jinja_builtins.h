@@ -573,6 +573,48 @@ inline std::optional<Value> string_question(const Value& self, const std::string
     return std::nullopt;
 }
 
+// str.format() with the fields {}, {0} and {name}. Attributes, elements, conversions and formats of fields
+// are not supported.
+inline std::string formatted_fields(Work& work, const std::string& text, const Arguments& a) {
+    std::string out;
+    size_t next = 0;  // argument of the next {}
+    bool counts = false, numbers = false;
+    for (size_t i = 0; i < text.size(); i++) {
+        const char c = text[i];
+        if (c != '{' && c != '}') {
+            out += c;
+            continue;
+        }
+        if (i + 1 < text.size() && text[i + 1] == c) {
+            out += c, i++;
+            continue;
+        }
+        const size_t end = text.find('}', i);
+        if (c == '}') fail("Single '}' encountered in format string");
+        if (end == text.npos) fail("expected '}' before end of string");
+        const std::string field = text.substr(i + 1, end - i - 1);
+        if (field.find_first_of("{.[!:") != field.npos)
+            fail("a field like '%s' is not supported", printable(field.substr(0, 60)).c_str());
+        i = end;
+        const bool is_number = !field.empty() && field.find_first_not_of("0123456789") == field.npos;
+        if (field.empty() || is_number) {
+            (field.empty() ? counts : numbers) = true;
+            if (counts && numbers)
+                fail("cannot switch between automatic field numbering and manual field specification");
+            const size_t index = field.empty() ? next++ : field.size() > 6 ? SIZE_MAX : std::stoul(field);
+            if (index >= a.positional.size()) fail("a replacement index is out of range");
+            out += str(work, a.positional[index]);
+        } else {
+            const auto named = std::ranges::find(a.named, field, &std::pair<std::string, Value>::first);
+            if (named == a.named.end())
+                fail("there is no argument '%s'", printable(field.substr(0, 60)).c_str());
+            out += str(work, named->second);
+        }
+        work.spend(out.size());
+    }
+    return out;
+}
+
 inline Value string_method(Work& work, const Value& self, const std::string& name, const Arguments& a) {
     const std::string& text = self.text();
     work.spend(4 * text.size());
@@ -593,6 +635,7 @@ inline Value string_method(Work& work, const Value& self, const std::string& nam
     }
     if (name == "splitlines")
         return new_strings(work, split_lines(text, Parameters(a, {"keepends"}).truth(0)));
+    if (name == "format") return new_string(work, formatted_fields(work, text, a));
     if (name == "replace") {
         const Parameters p(a, {"old", "new", "count"}, 2);
         const uint64_t times = p.text(0).empty() ? text.size() + 1 : text.size() / p.text(0).size();

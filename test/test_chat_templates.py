@@ -52,6 +52,7 @@ CONSTRUCTS = r"""
 {{ missing | default('d') }} {{ no | default('d') }} {{ no | default('d', true) }} {{ '' | default('d', boolean=true) }} {{ missing | d }}| {{ '12' | int }} {{ 'x' | int }} {{ 'x' | int(5) }} {{ 3.9 | int }} {{ '1.5' | float }} {{ 'x' | float }} {{ -3 | abs }} {{ 2.5 | round }} {{ 3.14159 | round(2) }} {{ 2.1 | round(method='ceil') }} {{ 7 | round }}
 {{ 'a\nb\n\nc' | indent }} {{ 'a\nb' | indent(2, true) }} {{ 'a\n\nb' | indent(1, blank=true) }} {{ 'a' | string }} {{ 5 | string }} {{ '<a>' | safe }} {{ ('<' | safe) + '<&' }} {{ ('<' | safe) ~ '<' }} {{ '%s/%s' | format('a', 1) }} {{ 'a b' | replace(' ', '_') | upper }}
 {{ '%d %i %5d|%-5d|%05d|%+d' % (3.7, -3.7, 42, 42, -42, 7) }} {{ '%.2f|%8.3f|%-8.1f|%e|%g|%G|%f' % (3.14159, 2, 1.25, 12345.678, 1e-7, 1e20, true) }} {{ '%5s|%-5s|%.2s|%4r' % ('é', 'b', 'xyz', 1) }} {{ '%s: %.1f' | format('a', 2.25) }}
+{{ '<{}é|{}>'.format('a', 1) }} {{ '{1}{0}{1}'.format('a', none) }} {{ '{x} {y} {{}} {}'.format(true, x=2.5, y=[1]) }} {{ '{{{}}}'.format('') }} {{ ''.format() }}
 {{ 'a-b-é-b'.find('b', 3) }} {{ 'abab'.find('a', 1, 2) }} {{ 'abab'.rfind('a', 0, 2) }} {{ 'abab'.find('', 9) }} {{ 'abab'.count('a', 1) }} {{ 'abab'.count('b', 0, -1) }} {{ 'abab'.count('', 2) }} {{ 'abab'.index('b', -2) }} {{ 'abab'.startswith('', 9) }} {{ 'abab'.startswith('b', -1) }}
 {{ ' 12 ' | int }} {{ '\u200312\u3000' | int }} {{ '\x1c+7\x85' | int }} {{ '\u2003-3.9' | int }} {{ '--5' | int }} {{ '' | int(4) }}
 {{ messages | selectattr('role', '==', 'user') | list | length }} {{ [1, 2, 3] | select('>=', 2) | list }} {{ [1, 2, 3] | reject('<', 3) | list }} {{ [1, 2] | select('!=', 1) | list }} {{ [1, 2, 3] | select('<=', 2) | list }} {{ [1, 2] | select('>', 1) | list }} {{ 1 is ge 1 }} {{ ('<' | e) is escaped }}
@@ -311,7 +312,11 @@ REFUSED = {
     "{{ 1 | nofilter }}": '(line 1): the filter "nofilter" is unknown', "{{ 1 is notest }}": 'the test "notest" is unknown',
     "\n{% if 1 %}{{ 1 | nofilter }}{% endif %}": '(line 2): the filter "nofilter" is unknown',
     "\n{% include 'x' %}": "(line 2): the tag {% include %} is not supported", "{% call m() %}{% endcall %}": "the tag {% call %} is not supported",
-    "{% for x in y recursive %}{% endfor %}": "recursive loops are not supported", "{{ 'a'.format(1) }}": "str.format(): the method is not supported",
+    "{% for x in y recursive %}{% endfor %}": "recursive loops are not supported", "{{ '{:5}'.format(1) }}": "a field like ':5' is not supported",
+    "{{ '{0.x}'.format(1) }}": "a field like '0.x' is not supported", "{{ '{!r}'.format(1) }}": "a field like '!r' is not supported",
+    "{{ '{} {0}'.format(1) }}": "cannot switch", "{{ '{}{}'.format(1) }}": "a replacement index is out of range", "{{ '{99999999}'.format(1) }}": "out of range",
+    "{{ '{a}'.format(1) }}": "there is no argument 'a'", "{{ 'a}'.format(1) }}": "Single '}' encountered", "{{ 'a{'.format(1) }}": "expected '}'",
+    LONG + "{{ '" + "{}" * 200 + "'.format(" + "n.a, " * 200 + ") }}": "does too much", "{{ 'a'.encode() }}": "str.encode(): the method is not supported",
     "{% if x %}": "{% elif %} is missing", "{{ x": "ends inside of a tag", "{{ x }": "unexpected '}'", "{# x": "a comment does not end",
     "{% raw %}": "{% raw %} does not end", "{{ 'x }}": "a string does not end", "{{ }}": "a tag ends too early", "{{ a b }}": "unexpected 'b'",
     "{% break %}": "outside of a loop", "{% set true = 1 %}": "can't assign to 'true'", "{{ x.y }}": "'x' is undefined",

@@ -69,7 +69,8 @@ REFUSED = [
     ("RTX 3070", "--model llama-3.1-405b --batch 1 --seq-len 128", "does not fit the GPU RTX 3070"),
     ("GB10", "--model llama-3.1-70b --batch 1", "does not fit the GPU GB10"),
     ("RTX 4090", "--model llama-3.1-8b --batch 1 --memory 8GiB", "--memory 8GiB: the least that this takes"),
-    ("RTX 4080", "--model llama-3.1-8b --batch 1 --memory 14GiB,host=2GiB", "a larger host= in --memory"),
+    ("RTX 4080", "--model llama-3.1-70b --batch 1 --memory 4GiB,host=2GiB", "less with a larger host= in --memory"),
+    ("RTX 4080", "--model llama-3.1-8b --batch 1 --memory 14GiB,host=2GiB --offload state=host", "--memory host=2GiB: what is offloaded"),
     ("RTX 3060", "--model llama-3.1-8b --train lora --batch auto", "--batch auto: a batch of 1 takes"),
 ]
 

@@ -183,34 +183,38 @@ class Decoding {
         return slot.goes_on();
     }
 
-    // Continues all texts by a token. The row of a free slot is computed too, and not used. Returns false if
-    // a text has ended, whose slot is then free for another one.
+    // Continues all texts by a token. Their rows come first; those of free slots follow and are not used.
+    // Returns false if a text has ended, whose slot is then free for another one.
     template <class Texts>
     bool step_together(Texts& texts) {
+        std::vector<Slot*> by_row;
+        for (Slot& slot : slots_) by_row.push_back(&slot);
+        std::ranges::stable_partition(by_row, [](const Slot* slot) { return slot->goes_on(); });
+        const auto count = std::ranges::count_if(slots_, &Slot::goes_on);
         std::vector<int> tokens, positions;
         KvCache together;
         together.length = 1;  // these tokens follow others
-        for (Slot& slot : slots_) {
-            if (arena_.rehearsing()) slot.cache.length = static_cast<int>(rows_) - 1;
-            tokens.push_back(slot.goes_on() ? slot.pending[0] : 0);
-            positions.push_back(std::min(slot.cache.length, static_cast<int>(rows_) - 1));
-            together.each.push_back({&slot.cache, positions.back()});
+        for (Slot* slot : by_row) {
+            if (arena_.rehearsing()) slot->cache.length = static_cast<int>(rows_) - 1;
+            tokens.push_back(slot->goes_on() ? slot->pending[0] : 0);
+            positions.push_back(std::min(slot->cache.length, static_cast<int>(rows_) - 1));
+            together.each.push_back({&slot->cache, positions.back()});
         }
         const Tensor<int> inputs = tokens_on_device(arena_, stream_, tokens);
         Documents documents;
         documents.positions = tokens_on_device(arena_, stream_, positions);
         Rows rows;
         rows.documents = &documents;
-        rows.alone = true;
+        rows.alone = arena_.rehearsing() ? static_cast<int64_t>(slots_.size()) : count;
         const TensorX x = model_.forward_only(inputs, rows, &together);
         const TensorX logits = model_.logits_of(x, rows);
         if (arena_.rehearsing()) return false;
         bool all_go_on = true;
-        for (Slot& slot : slots_) {
-            if (!slot.goes_on()) continue;
+        for (int64_t row = 0; row < count; row++) {
+            Slot& slot = *by_row[static_cast<size_t>(row)];
             slot.cache.length++;
             processed(slot, 1);
-            choose(slot, logits, number_of(slot), texts);
+            choose(slot, logits, row, texts);
             all_go_on = all_go_on && slot.goes_on();
         }
         return all_go_on;

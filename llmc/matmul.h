@@ -21,9 +21,10 @@ struct MatmulOptions {
     // (N) += the sums of b's columns: a bias's gradient, beside its weight's. Without `accumulate` it must be
     // zero before, as the product may overwrite it. b must not be transposed.
     Tensor<T>* bias_gradient = nullptr;
-    // The rows are few and of different texts (decoding.h). On a CPU, each then has the bits of a product
-    // with this row alone.
-    bool rows_alone = false;
+    // If not 0, the rows are few and of different texts (decoding.h), and only the first `rows_alone` are
+    // needed. On a CPU, each of these then has the bits of a product with this row alone, and the others are
+    // not computed.
+    int64_t rows_alone = 0;
 };
 
 // Computes out (M, N) = a (M, K) b (K, N) with the options. Leading dimensions of a tensor count as rows.

@@ -296,50 +296,108 @@ MatvecValue load_value(const T* p) {
     return value;
 }
 
-// The sum of a value's elements, added in the order of sum_of(), but in registers.
-inline float sum_of_value(const MatvecValue& x) {
-    using Half = float __attribute__((vector_size(kMatvecRun / 2 * sizeof(float))));
-    using Quarter = float __attribute__((vector_size(kMatvecRun / 4 * sizeof(float))));
-    Half halves[2];
-    memcpy(halves, &x, sizeof x);
-    halves[0] += halves[1];
-    Quarter quarters[2];
-    memcpy(quarters, halves, sizeof halves[0]);
-    quarters[0] += quarters[1];
+// Several values' sums of elements, each added in the order of sum_of(): first the elements that are 8 apart,
+// then those 4, 2 and 1 apart. Four values share these additions.
+template <int kRows>
+SIMT_DEVICE void sums_of_values(float (&sums)[kRows], const MatvecValue (&x)[kRows]) {
     static_assert(kMatvecRun == 16);
-    return (quarters[0][0] + quarters[0][2]) + (quarters[0][1] + quarters[0][3]);
+    constexpr int kFours = (kRows + 3) / 4;
+#pragma GCC unroll 2
+    for (int four = 0; four < kFours; four++) {
+        const int r = 4 * four;
+        const MatvecValue none = {};
+        const MatvecValue &a = x[r], &b = r + 1 < kRows ? x[r + 1] : none,
+                          &c = r + 2 < kRows ? x[r + 2] : none, &d = r + 3 < kRows ? x[r + 3] : none;
+        const MatvecValue ab =
+            __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+            __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+        const MatvecValue cd =
+            __builtin_shufflevector(c, d, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+            __builtin_shufflevector(c, d, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+        const MatvecValue all =
+            __builtin_shufflevector(ab, cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+            __builtin_shufflevector(ab, cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+        const MatvecValue pairs =
+            all + __builtin_shufflevector(all, all, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+        const MatvecValue sum = pairs + __builtin_shufflevector(pairs, pairs, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8,
+                                                                11, 10, 13, 12, 15, 14);
+        for (int i = 0; i < 4 && r + i < kRows; i++) sums[r + i] = sum[4 * i];
+    }
 }
 
-// sums[r] = dot() of row r of x (kRows, n) with y (n), with the same bits.
-template <int kRows, class T>
-void dots(float (&sums)[kRows], const float* x, const T* y, int64_t n) {
-    MatvecValue even[kRows] = {}, odd[kRows] = {};
-    const auto add = [&](MatvecValue(&to)[kRows], int64_t at) SIMT_INLINE {
+// Widens `rows` rows of x (rows, n) and puts them into the order in which dots() reads them: a run of each
+// row, then the next run of each. What does not fill a run stays behind.
+template <class T>
+void pack_rows(float* packed, const T* x, int64_t rows, int64_t n) {
+    for (int64_t c = 0; c + kMatvecRun <= n; c += kMatvecRun)
+        for (int64_t r = 0; r < rows; r++, packed += kMatvecRun) store(packed, load_widened(x + r * n + c));
+}
+
+// sums[o][r] = dot() of row r of x (kRows, n) with row o of y (kOutputs, n), with the same bits. `packed` is
+// pack_rows() of x.
+template <int kOutputs, int kRows, class T>
+void dots(float (&sums)[kOutputs][kRows], const float* packed, const T* x, const T* y, int64_t n) {
+    MatvecValue even[kOutputs][kRows], odd[kOutputs][kRows];
+#pragma GCC unroll 8
+    for (int o = 0; o < kOutputs; o++)
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; r++) even[o][r] = odd[o][r] = MatvecValue{};
+    const auto add = [&](MatvecValue(&to)[kOutputs][kRows], int64_t at) SIMT_INLINE {
         constexpr int kAhead = 2048;  // bytes
-        __builtin_prefetch(reinterpret_cast<const char*>(y + at) + kAhead);
-        const MatvecValue b = load_value(y + at);
-        for (int r = 0; r < kRows; r++) to[r] += load_value(x + r * n + at) * b;
+        MatvecValue b[kOutputs];
+#pragma GCC unroll 8
+        for (int o = 0; o < kOutputs; o++) {
+            __builtin_prefetch(reinterpret_cast<const char*>(y + o * n + at) + kAhead);
+            b[o] = load_value(y + o * n + at);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; r++) {
+            const MatvecValue a = load_value(packed + at * kRows + r * kMatvecRun);
+#pragma GCC unroll 8
+            for (int o = 0; o < kOutputs; o++) to[o][r] += a * b[o];
+        }
     };
     int64_t c = 0;
     for (; c + 2 * kMatvecRun <= n; c += 2 * kMatvecRun) add(even, c), add(odd, c + kMatvecRun);
     if (c + kMatvecRun <= n) add(even, c), c += kMatvecRun;
-    for (int r = 0; r < kRows; r++) {
-        even[r] += odd[r];
-        sums[r] = sum_of_value(even[r]);
-        for (int64_t rest = c; rest < n; rest++) sums[r] += x[r * n + rest] * to_float(y[rest]);
+#pragma GCC unroll 8
+    for (int o = 0; o < kOutputs; o++) {
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; r++) even[o][r] += odd[o][r];
+        sums_of_values(sums[o], even[o]);
+        for (int r = 0; r < kRows; r++)
+            for (int64_t rest = c; rest < n; rest++)
+                sums[o][r] += to_float(x[r * n + rest]) * to_float(y[o * n + rest]);
     }
 }
 
-// Calls use(first row, a constant of how many) for groups of the rows of x (rows, n) that fit into a core's
-// first cache.
+// Calls f with min(rows, 8) as an integral constant.
+template <int kRows = 8, class F>
+void with_row_count(int64_t rows, F&& f) {
+    if constexpr (kRows > 1)
+        if (rows < kRows) return with_row_count<kRows - 1>(rows, std::forward<F>(f));
+    f(std::integral_constant<int, kRows>());
+}
+
+// Calls use(first row, constants of how many rows and outputs) for groups of the rows of x (rows, n) that
+// dots() takes at a time: up to 8 rows if 8 fit a core's first cache; otherwise up to 4, and 3 outputs that
+// share what is loaded of them.
 template <class Use>
 void for_each_row_group(int64_t rows, int64_t n, Use&& use) {
-    constexpr int64_t kCached = 24 << 10;
-    int64_t row = 0;
-    if (8 * n * static_cast<int64_t>(sizeof(float)) <= kCached)
-        for (; row + 8 <= rows; row += 8) use(row, std::integral_constant<int, 8>());
-    for (; row + 4 <= rows; row += 4) use(row, std::integral_constant<int, 4>());
-    for (; row < rows; row++) use(row, std::integral_constant<int, 1>());
+    constexpr int64_t kCached = 24 << 10;  // bytes
+    const bool fits = 8 * n * static_cast<int64_t>(sizeof(float)) <= kCached;
+    for (int64_t row = 0; row < rows;) {
+        const int64_t left = rows - row;
+        with_row_count(fits ? left : std::min<int64_t>(left, 4),
+                       [&]<int kRows>(std::integral_constant<int, kRows> count) {
+                           constexpr int kOutputs = kRows <= 4 ? 3 : 1;
+                           if (fits)
+                               use(row, count, std::integral_constant<int, 1>());
+                           else
+                               use(row, count, std::integral_constant<int, kOutputs>());
+                           row += kRows;
+                       });
+    }
 }
 
 // sums (n) += x (kRows) times kRows rows of n. A sum stays in a register for all these rows: one row at a
@@ -386,17 +444,29 @@ template <class T, class Out>
 __global__ void matvec_by_outputs_kernel(Matvec<T, Out> p) {
     const int64_t first = blockIdx.x * kMatvecOutputs, end = std::min(first + kMatvecOutputs, p.n);
     DYNAMIC_SHARED(float, x);
-    for (int64_t l = 0; l < p.rows * p.k; l++) x[l] = to_float(p.x[l]);
-    for_each_row_group(p.rows, p.k, [&]<int kRows>(int64_t row, std::integral_constant<int, kRows>) {
-        float sums[kRows];
-        for (int64_t j = first; j < end; j++) {
-            if constexpr (kRows == 1)
-                sums[0] = dot(x + row * p.k, p.weights + j * p.k, p.k);
-            else
-                dots(sums, x + row * p.k, p.weights + j * p.k, p.k);
-            for (int r = 0; r < kRows; r++) p.finish(row + r, j, sums[r]);
-        }
-    });
+    for_each_row_group(p.rows, p.k,
+                       [&]<int kRows, int kOutputs>(int64_t row, std::integral_constant<int, kRows>,
+                                                    std::integral_constant<int, kOutputs>) {
+                           const T* const own = p.x + row * p.k;
+                           if constexpr (kRows == 1) {
+                               for (int64_t l = 0; l < p.k; l++) x[l] = to_float(own[l]);
+                               for (int64_t j = first; j < end; j++)
+                                   p.finish(row, j, dot(x, p.weights + j * p.k, p.k));
+                           } else {
+                               pack_rows(x, own, kRows, p.k);
+                               const auto outputs = [&]<int kSome>(int64_t j,
+                                                                   std::integral_constant<int, kSome>) {
+                                   float sums[kSome][kRows];
+                                   dots(sums, x, own, p.weights + j * p.k, p.k);
+                                   for (int o = 0; o < kSome; o++)
+                                       for (int r = 0; r < kRows; r++) p.finish(row + r, j + o, sums[o][r]);
+                               };
+                               int64_t j = first;
+                               for (; j + kOutputs <= end; j += kOutputs)
+                                   outputs(j, std::integral_constant<int, kOutputs>());
+                               for (; j < end; j++) outputs(j, std::integral_constant<int, 1>());
+                           }
+                       });
 }
 
 // parts (blocks, rows, n): each block's inputs times their rows of weights.
@@ -431,7 +501,8 @@ void matvec_on_cpu(Arena& arena, const Matvec<T, Out>& p, Stream stream) {
     const auto blocks = [](int64_t n, int64_t size) { return static_cast<unsigned>(ceil_div(n, size)); };
     if (p.by_outputs) {
         launch<matvec_by_outputs_kernel<T, Out>>(
-            blocks(p.n, kMatvecOutputs), 1, static_cast<size_t>(p.rows * p.k) * sizeof(float), stream, p);
+            blocks(p.n, kMatvecOutputs), 1,
+            static_cast<size_t>(std::min<int64_t>(p.rows, 8) * p.k) * sizeof(float), stream, p);
         return;
     }
     const unsigned count = blocks(p.k, kMatvecInputs);

@@ -41,7 +41,9 @@ struct Rows {
     int64_t first = 0;  // the number of the first row in the micro-batch
     const Documents* documents = &kWholeSequences;
     DropoutOptions dropout = {};
-    bool alone = false;  // each is of another text (decoding.h): see MatmulOptions::rows_alone
+    // If not 0, each row is of another text (decoding.h), and the first `alone` of them count: see
+    // MatmulOptions::rows_alone.
+    int64_t alone = 0;
 
     // These rows without the first `row` of them.
     Rows from(int64_t row) const {

@@ -38,7 +38,8 @@ def loss_of(options, model):
 
 def text_of(options, model):
     """A greedy continuation."""
-    said = run(options.train, "--model", model, "--steps", 0, "--prompt", PROMPT, "--sample", f"tokens={TOKENS},temperature=0")
+    said = run(options.train, "--model", model, "--steps", 0, "--prompt", PROMPT, "--raw-prompt",
+               "--sample", f"tokens={TOKENS},temperature=0")
     return said.removesuffix("\n")
 
 

@@ -268,6 +268,10 @@ SIMT_DEVICE MatvecRun load_widened(const T* p) {
     return r;
 }
 
+// a * b + c, rounded once. Where dot() and dots() must give the same bits, the compiler must not choose
+// between one rounding and two.
+inline float fused_sum(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+
 // The dot product of x and y (n).
 template <class T>
 float dot(const float* x, const T* y, int64_t n) {
@@ -281,7 +285,7 @@ float dot(const float* x, const T* y, int64_t n) {
     if (c + kMatvecRun <= n) add(even, c), c += kMatvecRun;
     for (int i = 0; i < kMatvecRun; i++) even.v[i] += odd.v[i];
     float sum = sum_of(even.v);
-    for (; c < n; c++) sum += x[c] * to_float(y[c]);
+    for (; c < n; c++) sum = fused_sum(x[c], to_float(y[c]), sum);
     return sum;
 }
 
@@ -367,7 +371,7 @@ void dots(float (&sums)[kOutputs][kRows], const float* packed, const T* x, const
         sums_of_values(sums[o], even[o]);
         for (int r = 0; r < kRows; r++)
             for (int64_t rest = c; rest < n; rest++)
-                sums[o][r] += to_float(x[r * n + rest]) * to_float(y[o * n + rest]);
+                sums[o][r] = fused_sum(to_float(x[r * n + rest]), to_float(y[o * n + rest]), sums[o][r]);
     }
 }
 

@@ -162,6 +162,46 @@ TYPED_TEST(Matmul, OneRowHasTheSameBitsWithAnyNumberOfThreads) {
     }
     omp_set_num_threads(before);
 }
+
+// Rows of several texts: each has the bits of a product with this row alone, for any number of them, and
+// those that do not count are not written. Sizes around whole runs and around what fits a core's first cache.
+TYPED_TEST(Matmul, RowsOfSeveralTexts) {
+    for (const bool by_outputs : {true, false})
+        for (const int64_t k : {5, 16, 40, 577, 768, 769, 2050})
+            for (const int64_t n : {1, 34, 70}) {
+                constexpr int64_t kMost = 17;
+                DeviceArray<TypeParam> a(random_values<TypeParam>(size(kMost, k), 1, 1)),
+                    b(random_values<TypeParam>(size(k, n), 1, 2)),
+                    bias(random_values<TypeParam>(size(1, n), 1, 3));
+                const auto of_rows = [&](int64_t first, int64_t rows, int64_t counting) {
+                    DeviceArray<TypeParam> c(poisoned<TypeParam>(size(rows, n)));
+                    auto out = c.tensor({rows, n}), t_bias = bias.tensor({n});
+                    const Tensor<TypeParam> left(a.data() + first * k, {rows, k});
+                    const auto right = b.tensor(by_outputs ? Shape{n, k} : Shape{k, n});
+                    Arena arena;
+                    auto run = [&] {
+                        matmul(arena, Stream{}, out, left, right,
+                               {.transpose_b = by_outputs, .bias = &t_bias, .rows_alone = counting});
+                    };
+                    Plan plan = arena.rehearse(run);
+                    arena.allocate({&plan});
+                    arena.run(plan, run);
+                    return c.download();
+                };
+                std::vector<TypeParam> alone;
+                for (int64_t row = 0; row < kMost; row++)
+                    for (const TypeParam x : of_rows(row, 1, 0)) alone.push_back(x);
+                const std::vector<TypeParam> poison = poisoned<TypeParam>(size(2, n));
+                for (int64_t rows = 1; rows <= kMost; rows++) {
+                    const std::vector<TypeParam> all = of_rows(0, std::min(rows + 2, kMost), rows);
+                    const size_t counting = size(rows, n);
+                    ASSERT_EQ(0, memcmp(all.data(), alone.data(), counting * sizeof(TypeParam)))
+                        << rows << " rows, n " << n << ", k " << k << ", by outputs " << by_outputs;
+                    ASSERT_EQ(0, memcmp(all.data() + counting, poison.data(),
+                                        (all.size() - counting) * sizeof(TypeParam)));
+                }
+            }
+}
 #endif
 
 // Columns of a wider matrix, transposed, into fp32: a slice of a weight's gradient, and of LoRA's dB, for

@@ -40,13 +40,6 @@ TEXT_LIBS := -lpcre2-8 -lutf8proc -lsentencepiece
 DISK_LIBS := -luring
 CPU_LIBS := -ldnnl $(TEXT_LIBS) $(DISK_LIBS)
 
-# $(call keep_global,OBJECT,SYMBOL,TO) makes all symbols of an object local but one, and removes the object.
-define keep_global
-ld -r --force-group-allocation $(1) -o $(1).one
-objcopy --keep-global-symbol=$(2) $(1).one $(3)
-@rm -f $(1) $(1).one
-endef
-
 # Chooses the device, the precision and the GPU architectures; compile_cuda, and CUDA_FLAGS, which changes with them.
 include dev/cuda.mk
 BUILD := build/$(DEVICE)-$(PRECISION)
@@ -92,15 +85,15 @@ build/cpu-fp32/train.o build/cpu-bf16/train.o: train_gpt.cu Makefile
 	@mkdir -p $(@D)
 	$(CXX) -x c++ $(CXXFLAGS) $(NVTX_INCLUDE) $(DEFINES) -MF $@.d -MT $@ -c $< -o $@
 
-# The planner: plans of the build for a GPU in bf16, for --plan --gpu. All of its symbols but one become local, because inline
-# functions of the same names are different code in the program's own object.
+# The planner: plans of the build for a GPU in bf16. ./train runs it for --plan --gpu.
 build/planner.o: train_gpt.cu Makefile
 	$(call need_headers,$(CPU_HEADERS),deps)
 	@mkdir -p $(@D)
-	$(CXX) -x c++ $(CXX_COMMON) -O1 -fno-gnu-unique -DLLMC_BF16 -DLLMC_PLANNER -MF $@.d -MT $@ -c $< -o $@.all
-	$(call keep_global,$@.all,plan_for_gpu,$@)
+	$(CXX) -x c++ $(CXX_COMMON) -O1 -DLLMC_BF16 -DLLMC_PLANNER -MF $@.d -MT $@ -c $< -o $@
+build/planner: build/planner.o build/ranks_mpi.o build/commit.o
+	$(CXX) $(WARNINGS) -fopenmp $^ -o $@ $(CPU_LIBS)
 
-build/cpu-fp32/train build/cpu-bf16/train: build/cpu-%/train: build/cpu-%/train.o build/planner.o build/ranks_mpi.o build/commit.o
+build/cpu-fp32/train build/cpu-bf16/train: build/cpu-%/train: build/cpu-%/train.o build/ranks_mpi.o build/commit.o | build/planner
 	$(CXX) $(WARNINGS) -fopenmp $(filter %.o,$^) -o $@ $(CPU_LIBS)
 
 build/cuda-fp32/train.o: DEFINES :=
@@ -132,9 +125,11 @@ deps:
 # The installed scripts find the program and the text where they are in the repository.
 PREFIX ?= $(HOME)/.local
 SHARE := $(PREFIX)/share/train-gpt
+LIBEXEC := $(PREFIX)/libexec/train-gpt
 PAGES := man:man/man1/train.1 bash:bash-completion/completions/train zsh:zsh/site-functions/_train
 install: _notice $(BUILD)/train
 	@install -D $(BUILD)/train $(DESTDIR)$(PREFIX)/bin/train
+	@[ $(DEVICE) = cuda ] || install -D build/planner $(DESTDIR)$(LIBEXEC)/planner
 	@install -D -m 644 -t $(DESTDIR)$(SHARE)/dev/data dev/data/tinyshakespeare.txt
 	@install -D -t $(DESTDIR)$(SHARE)/scripts $(filter-out scripts/profile%,$(wildcard scripts/*.sh))
 	@ln -sfn ../../bin/train $(DESTDIR)$(SHARE)/train
@@ -143,7 +138,7 @@ install: _notice $(BUILD)/train
 	@echo "installed $(DESTDIR)$(PREFIX)/bin/train"
 	@case ":$$PATH:" in *":$(PREFIX)/bin:"*) ;; *) echo "$(PREFIX)/bin is not on the PATH" ;; esac
 uninstall:
-	rm -rf $(DESTDIR)$(PREFIX)/bin/train $(foreach p,$(PAGES),$(DESTDIR)$(PREFIX)/share/$(lastword $(subst :, ,$(p)))) $(DESTDIR)$(SHARE)
+	rm -rf $(DESTDIR)$(PREFIX)/bin/train $(foreach p,$(PAGES),$(DESTDIR)$(PREFIX)/share/$(lastword $(subst :, ,$(p)))) $(DESTDIR)$(SHARE) $(DESTDIR)$(LIBEXEC)
 
 include dev/bench/Makefile test/Makefile
 

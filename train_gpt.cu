@@ -1206,11 +1206,7 @@ int run(int argc, char** argv, RankEngine* engine) {
     return 0;
 }
 
-#if defined(LLMC_PLANNER)
-extern "C" int plan_for_gpu(int argc, char** argv) {  // a part of the program for a CPU
-#else
 int main(int argc, char** argv) {
-#endif
     open_standard_streams();
     set_openmp_environment(argv);
     prepare_signals();

@@ -124,4 +124,6 @@ HOST_ARCH := $(if $(filter x86_64,$(shell uname -m)),-march=x86-64-v3)
 build/update_on_host-fp32.o build/update_on_host-bf16.o: build/update_on_host-%.o: llmc/update_on_host.cpp Makefile
 	@mkdir -p $(@D)
 	$(CXX) $(CXXFLAGS) $(HOST_ARCH) -fno-gnu-unique $(if $(filter bf16,$*),-DLLMC_BF16) -MF $@.d -MT $@ -c $< -o $@.all
-	$(call keep_global,$@.all,update_on_host,$@)
+	ld -r --force-group-allocation $@.all -o $@.one
+	objcopy --keep-global-symbol=update_on_host $@.one $@
+	@rm -f $@.all $@.one

@@ -499,9 +499,10 @@ __global__ void matvec_add_parts_kernel(const float* parts, int count, Matvec<T,
     }
 }
 
-// Computes the product. Scratch comes from the arena.
+// Computes the product. Scratch comes from the arena; a step always takes what `most_rows` need, as p.rows
+// may differ from those of its rehearsal.
 template <class T, class Out>
-void matvec_on_cpu(Arena& arena, const Matvec<T, Out>& p, Stream stream) {
+void matvec_on_cpu(Arena& arena, const Matvec<T, Out>& p, int64_t most_rows, Stream stream) {
     const auto blocks = [](int64_t n, int64_t size) { return static_cast<unsigned>(ceil_div(n, size)); };
     if (p.by_outputs) {
         launch<matvec_by_outputs_kernel<T, Out>>(
@@ -510,7 +511,7 @@ void matvec_on_cpu(Arena& arena, const Matvec<T, Out>& p, Stream stream) {
         return;
     }
     const unsigned count = blocks(p.k, kMatvecInputs);
-    const Tensor<float> parts = arena.take<float>("matvec_parts", {count, p.rows * p.n});
+    const Tensor<float> parts = arena.take<float>("matvec_parts", {count, most_rows * p.n});
     launch<matvec_by_inputs_kernel<T, Out>>(count, 1, 0, stream, parts.data(), p);
     launch<matvec_add_parts_kernel<T, Out>>(blocks(p.n, kMatvecColumns), 1, 0, stream, parts.data(),
                                             static_cast<int>(count), p);

@@ -191,7 +191,8 @@ void matmul(Arena& arena, Stream stream, Tensor<Out>& out, const Tensor<T>& a, c
             const T* const bias = options.bias ? options.bias->data() : nullptr;
             const int64_t rows = options.rows_alone > 0 ? options.rows_alone : 1;
             return matvec_on_cpu<T, Out>(
-                arena, {out.data(), a.data(), b.data(), bias, rows, p.n, p.k, p.transpose_b, p.gelu}, stream);
+                arena, {out.data(), a.data(), b.data(), bias, rows, p.n, p.k, p.transpose_b, p.gelu}, p.m,
+                stream);
         }
     const OnednnProduct product = onednn_product(p, a, b, options);
     const PiecesOfProduct<T, Out> pieces(product);

@@ -1,9 +1,12 @@
 // options_parse.h - parse_options(): from a command line to checked options.
 #pragma once
 
+#include <unistd.h>
+
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <string>
 #include <vector>
 
@@ -192,21 +195,21 @@ inline void complete_options(Options& o) {
     o.steps = standard.steps, o.warmup = standard.warmup;
 }
 
-// The planner (simt_planner.h), which is a part of the program for a CPU: its main(), which answers --plan
-// --gpu.
-extern "C" __attribute__((weak)) int plan_for_gpu(int argc, char** argv);
+// Runs the planner (simt_planner.h) in place of this program; it is where make or make install puts it.
+[[noreturn]] inline void become_planner(const std::string& gpu, char** argv) {
+    std::error_code none;
+    const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe", none).parent_path();
+    for (const char* place : {"../planner", "../libexec/train-gpt/planner"})
+        execv((program / place).c_str(), argv);
+    fail("--gpu %s: there is no %s, which plans for GPUs: make builds it beside this program", gpu.c_str(),
+         (program / "../planner").lexically_normal().c_str());
+}
 
-// Sets the GPU that plans are for, if --gpu names one. In a build for a CPU this does not return: the planner
-// answers, and the program exits.
-inline void plan_for_named_gpu(const Options& o, int argc, char** argv) {
+// Sets the GPU that plans are for, if --gpu names one. In a build for a CPU this does not return.
+inline void plan_for_named_gpu(const Options& o, char** argv) {
     if (o.gpu.empty()) return;
     if (!o.rank.is_alone()) fail("--gpu %s: a plan needs one process: without mpirun", o.gpu.c_str());
-    if constexpr (kHostIsDevice) {
-        if (!plan_for_gpu)
-            fail("--gpu %s: this program was built without plans for GPUs; make builds ./train with them",
-                 o.gpu.c_str());
-        exit(plan_for_gpu(argc, argv));
-    }
+    if (kHostIsDevice) become_planner(o.gpu, argv);
     planned_gpu = find_gpu(o.gpu);
     if (o.has("--memory") && parse_bytes(o.memory, "--memory") > memory_of(*planned_gpu))
         fail("--memory %s: the %s of --gpu has %.1f GiB", o.memory.c_str(), planned_gpu->name,
@@ -222,7 +225,7 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
     CLI::App app;
     declare_options(app, o);
     set_given(app, o, argc, argv);
-    plan_for_named_gpu(o, argc, argv);
+    plan_for_named_gpu(o, argv);
     if (o.only_answers() && !o.has("--steps")) o.steps = 0, o.given["--steps"] = {"0"};
     const bool automatic = o.resume == "auto";
     if (automatic) resume_what_is_there(o);

@@ -2,7 +2,9 @@
 //
 // The planner (-DLLMC_PLANNER) has the lanes, vectors and tiles of the GPU build. A dry run of a step takes
 // the same tensors there and counts the same work, and launches nothing, so the plan is the same. Kernels
-// need only compile; none is ever launched. ./train for a CPU contains the planner, for `--plan --gpu NAME`.
+// need only compile; none is ever launched. The planner is a
+// program of its own beside ./train for a CPU, which runs it for `--plan --gpu NAME`: in one program its code
+// would count in the memory of every run.
 #pragma once
 
 #include "llmc/error.h"

@@ -43,7 +43,7 @@ def answer(binary, *options):
 
 @pytest.fixture(scope="module")
 def program():
-    """One trainer: the planner in it is the same in both precisions."""
+    """One trainer: the planner beside it is the same in both precisions."""
     return binaries()[0].path
 
 
@@ -82,7 +82,7 @@ def test_it_is_that_of_the_cuda_build(program, gpu, options):
     ours, theirs = (run(binary, "json", "--gpu", gpu, *options.split()) for binary in (program, CUDA))
     assert ours.returncode == 0 and (ours.stdout, ours.stderr) == (theirs.stdout, theirs.stderr), ours.stderr + theirs.stderr
     plan = json.loads(ours.stdout)
-    assert plan["device"] == "cuda" and plan["precision"] == "bf16" and len(plan["buffers"]) > 5
+    assert plan["device"] == "cuda" and plan["precision"] == "bf16" and plan["buffers"]
 
 
 @pytest.mark.parametrize("gpu, options, says", REFUSED, ids=lambda value: value.split(" --")[0])

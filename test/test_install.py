@@ -24,6 +24,8 @@ def options_of_help(train):
 def test_it_runs_from_any_folder(prefix, tmp_path):
     ran = subprocess.run([prefix / "bin/train", "--steps", "2", "--sample", "tokens=0"], cwd=tmp_path, capture_output=True, check=True)
     assert b"step     2/2" in ran.stdout and not list(tmp_path.iterdir())
+    ran = subprocess.run([prefix / "bin/train", "--plan", "--gpu", "RTX 4090", "--model", "gpt2-xl"], cwd=tmp_path, capture_output=True)
+    assert ran.stdout.startswith(b"fits the RTX 4090: "), ran.stderr
     script = prefix / "share/train-gpt/scripts/tinyshakespeare.sh"
     ran = subprocess.run([script, "--steps", "2", "--sample", "tokens=0", "--model", "d1", "--out", "here"], cwd=tmp_path,
                          capture_output=True, check=True)

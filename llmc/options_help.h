@@ -25,13 +25,13 @@ constexpr char kNoBreak = '\x01';  // a space at which no line ends
 
 // What most runs need: the options that --help alone shows.
 inline const std::set<std::string> kUsualOptions = {
-    "--model",     "--data",       "--val-data",     "--seq-len",   "--loss-on", "--seed",
-    "--batch",     "--grad-accum", "--steps",        "--epochs",    "--lr",      "--warmup",
-    "--schedule",  "--clip",       "--weight-decay", "--optimizer", "--train",   "--base",
-    "--lora-rank", "--lora-alpha", "--lora-targets", "--adapter",   "--merge",   "--memory",
-    "--plan",      "--gpu",        "--recompute",    "--offload",   "--log",     "--eval-every",
-    "--prompt",    "--sample",     "--chat",         "--prompts",   "--out",     "--save-every",
-    "--resume",    "--threads",    "--config",       "--help",      "--version"};
+    "--model",      "--data",         "--val-data",  "--seq-len", "--loss-on",    "--seed",
+    "--batch",      "--grad-accum",   "--steps",     "--epochs",  "--lr",         "--warmup",
+    "--schedule",   "--weight-decay", "--optimizer", "--train",   "--base",       "--lora-rank",
+    "--lora-alpha", "--lora-targets", "--adapter",   "--merge",   "--memory",     "--plan",
+    "--gpu",        "--recompute",    "--offload",   "--log",     "--eval-every", "--prompt",
+    "--sample",     "--chat",         "--prompts",   "--out",     "--save-every", "--resume",
+    "--threads",    "--config",       "--help",      "--version"};
 
 constexpr const char* kHelpExamples = R"(Examples:
   ./train --data book.txt --steps 500 --out out/book

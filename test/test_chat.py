@@ -243,6 +243,19 @@ def test_several_at_a_time_are_those_of_one_by_one(train_fp32, tmp_path, tokeniz
     assert drawn[0] == drawn[1] != one
 
 
+def test_tools_of_a_prompt(train_fp32, tmp_path, tokenizer):
+    """They are beside the messages, and the template writes them."""
+    template = "{%- if tools %}{{- '<|im_start|>system\\n' + tools[0].name + '<|im_end|>' + '\\n' }}{%- endif %}" + TEMPLATE
+    make_chat(tmp_path / "model", tokenizer, *LLAMA, template=template)
+    question = says("user", "Who?")
+    lines = [{"messages": [question], "tools": [{"name": "speak"}]}, {"messages": [question]}]
+    texts = ["<|im_start|>system\nspeak<|im_end|>\n" + written(question), written(question)]
+    out = answers(train_fp32, tmp_path, lines, "--model", "model", *GREEDY, "--sample", "tokens=12")
+    expected = [answer(train_fp32, tmp_path, text, 12, raw=True).decode() for text in texts]
+    assert [line["answer"] for line in out] == [text.split("<|endoftext|>")[0] for text in expected]  # which ends answers alone
+    assert out[0]["answer"] != out[1]["answer"]
+
+
 @pytest.mark.parametrize("kind", ["lora", "prompt", "8bit", "nf4"])
 def test_several_at_a_time_with_adapters_and_quantized(train_fp32, work, tmp_path, kind):
     options = ["--model", work / "model"]

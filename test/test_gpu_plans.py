@@ -263,9 +263,9 @@ def test_mistakes(program, tmp_path, options, says):
     ("--gpu 3060 --model llama-3.1-70b --train lora --base nf4 --batch 1 --seq-len auto", 5),
 ])
 def test_answers_come_soon(program, options, seconds):
-    """Of processor time, as another test runs beside this one; a machine may be half as fast as the one that these
-    seconds are for."""
+    """Of processor time, and four times the seconds of a quiet machine: where another test runs on the same core's other
+    thread, this one takes twice as long."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert run(program, "json", *options.split()).returncode == 0
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2 * seconds
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 4 * seconds

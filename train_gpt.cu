@@ -1006,7 +1006,7 @@ const MemoryReport& Trainer::rehearse(bool placed) {
         plans_.add = o_.own_micro_batches() > together() ? rehearse_training(true, placed) : Plan();
         // The report shows `train` alone.
         plans_.train.workspace = std::max(plans_.train.workspace, plans_.add.workspace);
-        // Of all settings only the state's formats change the update.
+        // The update depends on the state's formats, and on nothing else that a setting changes.
         if (!o_.update_in_backward && plans_.update.work.empty()) {
             plans_.update = arena_.rehearse([&] { updates_.update_all(); });
             plans_.update_phases.reset();

@@ -152,6 +152,12 @@ constexpr size_t kPagesWindow = 8 << 20;
 // Drops an open file's pages from the page cache.
 inline void drop_pages_of(int fd) { posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED); }
 
+// The folder of this program's executable; empty without /proc.
+inline std::filesystem::path program_folder() {
+    std::error_code none;
+    return std::filesystem::read_symlink("/proc/self/exe", none).parent_path();
+}
+
 // Reads a file piece by piece, so it takes no more memory than the pieces asked for. Fails if the file is
 // missing or unreadable, or if it is a folder, a FIFO or a device (which may have no end).
 class FileReader {

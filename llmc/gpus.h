@@ -240,7 +240,7 @@ inline double take_memory(std::vector<std::string>& words) {
 
 // The known GPU with these words, in any order; else the first whose name begins with them. "RTX" may be left
 // out. Null if there is none.
-inline const KnownGpu* gpu_with_words(std::vector<std::string> words) {
+inline const KnownGpu* gpu_with_words(const std::vector<std::string>& words) {
     if (words.empty() || words.back() == "rtx") return nullptr;
     const KnownGpu* begins = nullptr;
     for (const KnownGpu& gpu : kKnownGpus) {
@@ -256,7 +256,7 @@ inline const KnownGpu* gpu_with_words(std::vector<std::string> words) {
     return begins;
 }
 
-// The known GPUs whose names have one of these words, those apart that many names have: "A, B".
+// The known GPUs whose names share a telling word with these: "A, B".
 inline std::string gpus_like(const std::vector<std::string>& words) {
     static const std::set<std::string> kCommon = {"rtx", "gb",  "ti",         "super",
                                                   "d",   "pro", "generation", "edition"};
@@ -283,8 +283,7 @@ inline KnownGpu find_gpu(const std::string& name) {
         const std::string like = gpus_like(words);
         fail(
             "--gpu %s: no GPU of this name is known (and none before compute capability 8.0 can be used); "
-            "there "
-            "are %s",
+            "there are %s",
             name.c_str(),
             like.empty()
                 ? "RTX 3060, RTX 4090, RTX 5090, RTX 6000 Ada, L40S, A100 40GB, H100, and others like these"

@@ -68,8 +68,8 @@ class EditedLine {
         while (from > 0 && text_[from - 1] != ' ') from--;
         erase(from, at_);
     }
-    // The text that redraws the prompt and the line on a terminal of so many columns. Of a line that is too
-    // long, the part around the cursor is shown. Line ends are shown as arrows.
+    // The text that redraws the prompt and the line on a terminal with this many columns. If the line is too
+    // long, it shows the part around the cursor. Line ends are shown as arrows.
     std::string drawn(const std::string& prompt, int columns) const {
         const int room = std::max(8, columns - static_cast<int>(prompt.size()) - 1);
         size_t from = at_;

@@ -197,8 +197,7 @@ inline void complete_options(Options& o) {
 
 // Runs the planner (simt_planner.h) in place of this program; it is where make or make install puts it.
 [[noreturn]] inline void become_planner(const std::string& gpu, char** argv) {
-    std::error_code none;
-    const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe", none).parent_path();
+    const std::filesystem::path program = program_folder();
     for (const char* place : {"../planner", "../libexec/train-gpt/planner"})
         execv((program / place).c_str(), argv);
     fail("--gpu %s: there is no %s, which plans for GPUs: make builds it beside this program", gpu.c_str(),

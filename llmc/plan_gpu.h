@@ -138,7 +138,8 @@ inline void print_gpu_answer(FILE* to, const Options& o, const MemoryReport& r) 
     fprintf(to, "\n");
 }
 
-// The same for --plan json: the GPU, what a run may use of it, and whether this one fits.
+// What --plan json says of the named GPU: its memory, how much of that a run may use, and whether this run
+// fits.
 inline nlohmann::ordered_json gpu_answer_json(const MemoryReport& r) {
     const size_t room = memory_of_planned_gpu().bytes;
     return {{"name", planned_gpu->name},

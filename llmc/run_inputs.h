@@ -35,8 +35,7 @@ constexpr const char* kFirstText = "dev/data/tinyshakespeare.txt";
 // The path of that text: in this folder, where `make install` puts it, or where the program was built; "" if
 // it is in none of them.
 inline std::string first_text() {
-    std::error_code none;
-    const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe", none).parent_path();
+    const std::filesystem::path program = program_folder();
     for (const std::filesystem::path& folder :
          {std::filesystem::path(), program / "../share/train-gpt", program / "../.."})
         if (std::filesystem::exists(folder / kFirstText))

@@ -53,7 +53,7 @@ inline MemoryReport report_of_run(const Options& o, const RunInputs& in, const P
 // Prints the report as the options ask: for --plan in full or as JSON, otherwise in short before the run
 // allocates. Also writes --timeline.
 inline void print_plan(const Options& o, const MemoryReport& report, const Plan& update, const Rates& rates) {
-    if (const KnownModel* known = known_shape(o.model); known && o.plan && o.model != known->name)
+    if (const KnownModel* known = o.plan ? known_shape(o.model) : nullptr; known && o.model != known->name)
         fprintf(stderr, "%s is not here: the plan is for the shape of %s\n", o.model.c_str(), known->name);
     if (!o.timeline.empty()) write_timeline(o.timeline, report, update, rates);
     if (o.json) {

@@ -208,13 +208,11 @@ inline void* workspace(size_t bytes) {
 }
 }  // namespace simt
 
-#if defined(LLMC_PLANNER)
-#include "llmc/simt_planner.h"
-#else
-#if SIMT_LANES == 32
+#if SIMT_LANES == 32 && !defined(LLMC_PLANNER)
 #define SIMT_FAITHFUL 1
 #include "llmc/simt_fibers.h"
 #else
+// A block has one thread or, in the planner, never runs.
 inline void __syncthreads() {}
 inline void __syncwarp() {}
 template <class T>
@@ -225,6 +223,12 @@ template <class T>
 T __shfl_sync(unsigned, T v, int) {
     return v;
 }
+#endif
+
+#if defined(LLMC_PLANNER)
+#include "llmc/simt_planner.h"
+#else
+#if SIMT_LANES == 1
 
 namespace simt {
 // Runs body() once per block. Threads take blocks in runs, so that neighbours in memory stay on one core.

@@ -1,25 +1,12 @@
 // simt_planner.h - simt.h in the planner: the GPU build's plans without CUDA and without a GPU.
 //
 // The planner (-DLLMC_PLANNER) has the lanes, vectors and tiles of the GPU build. A dry run of a step takes
-// the same tensors there and counts the same work, and launches nothing, so the plan is the same. Kernels
-// need only compile; none is ever launched. The planner is a
-// program of its own beside ./train for a CPU, which runs it for `--plan --gpu NAME`: in one program its code
-// would count in the memory of every run.
+// the same tensors there, counts the same work and launches nothing, so the plan is the same. Kernels need
+// only compile. ./train for a CPU runs the planner, a program of its own, for `--plan --gpu NAME`: in one
+// program its code would count in the memory of every run.
 #pragma once
 
 #include "llmc/error.h"
-
-// What kernels call, so that they compile.
-inline void __syncthreads() {}
-inline void __syncwarp() {}
-template <class T>
-T __shfl_xor_sync(unsigned, T v, int) {
-    return v;
-}
-template <class T>
-T __shfl_sync(unsigned, T v, int) {
-    return v;
-}
 
 // Does nothing: a planner only makes dry runs.
 template <auto kernel, class... A>

@@ -941,7 +941,7 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
       gpt_(arena_, stream_, model_.state, model_.outside(), model_.trained(), o_.attention != "common"),
       batches_(o_, in_, stream_),
       square_sums_(square_sums_of(model_.trained().layout)),
-      slices_{o_.rank.number, o_.devices, square_sums_.stretch},
+      slices_(slices_of(o_.rank, square_sums_.stretch)),
       exchange_(arena_, stream_, slices_),
       metrics_(static_cast<int64_t>(model_.state.layout.units().size()), o_.clip_per_block,
                o_.steps == 0 ? 0 : square_sums_.first.back()),

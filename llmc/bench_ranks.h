@@ -36,9 +36,9 @@ class MeasuredEngine : public RankEngine {
     }
     void set_patience(double seconds) override { engine_.set_patience(seconds); }
     void set_where(const std::string& where) override { engine_.set_where(where); }
-    void start(std::span<const Part> send, std::span<const Part> receive) override {
+    void start(std::vector<ExchangeStep> steps) override {
         began_.push_back(now());
-        engine_.start(send, receive);
+        engine_.start(std::move(steps));
     }
     void finish(size_t number) override {
         const double asked = now();
@@ -53,7 +53,7 @@ class MeasuredEngine : public RankEngine {
     }
     double seconds_of(size_t number) const override { return engine_.seconds_of(number); }
     void end_all(int code) override { engine_.end_all(code); }
-    int on_this_machine() const override { return engine_.on_this_machine(); }
+    RankSpread spread() const override { return engine_.spread(); }
 
     // Returns the exchanges that were measured since the last call, in order.
     std::vector<ExchangeTime> take() { return std::exchange(times_, {}); }

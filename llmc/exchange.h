@@ -5,6 +5,9 @@
 // A sum of gradients is divided: each rank receives the others' gradients of its own slice, and adds them. So
 // each rank sends and receives (ranks - 1) / ranks of the bytes. Gathering the updated slices takes as much.
 // A unit's gradients are exchanged while backward computes those of the next unit.
+//
+// On several machines with several ranks each, sums are made inside each machine first, and then over the
+// machines: so a machine sends each slice once to the machine that needs it, and not once for each rank.
 #pragma once
 
 #include <algorithm>
@@ -45,60 +48,60 @@ class Exchange {
     // micro-batches before the last share its plan.
     void set_active(bool active) { active_ = active; }
 
-    // The rank's own slice of x, a unit's `size` elements, becomes the sum over all ranks: between the two
-    // calls the exchange goes on beside the computation, which must not touch x. One sum can be under way.
-    void start_sum(floatX* x, int64_t size) {
-        assert(!summed_);
+    // The rank's own slice of x, a unit's `size` elements, is summed over all ranks, and the sum is written to
+    // `to`, or in its place in x if that is null. Until finish_sum() the exchange goes on beside the
+    // computation, which must not touch x. One sum can be under way.
+    void start_sum(floatX* x, int64_t size, floatX* to = nullptr) {
+        assert(!summed_.parts);
+        const Slices s = slices_.for_steps();
         const int64_t columns = std::min(slices_.length(size), most_elements());
-        summed_.emplace(
-            Sum{x, size, arena_.take<floatX>("ranks_gradients", {slices_.ranks, columns}, "exchange")});
-        const auto [sent, received] = parts_of_sum(0);
-        start(sent, received, "gradients");
+        const auto take = [&]<class T>(int64_t rows, T) {
+            return arena_.take<T>("ranks_gradients", {rows, columns}, "exchange");
+        };
+        summed_.parts = take(s.ranks_of_a_machine(), floatX{});
+        if (s.machines() > 1) summed_.sent = take(2, 0.f), summed_.received = take(s.machines(), 0.f);
+        if (!to) to = x + slices_.own(size).first;
+        std::vector<ExchangeStep> steps;
+        for (int64_t first = 0; first < slices_.length(size); first += columns)
+            add_steps_of_sum(steps, s, {x, size, first, columns}, to + first);
+        if (active_ && arena_.rehearsing()) note_sum_ranks(s, size);
+        start(std::move(steps), "gradients");
     }
-    // Finishes that sum, if one is under way: writes it to `to`, or to x if that is null. Slices that are
-    // longer than the receiving memory are completed now, piece by piece.
-    void finish_sum(floatX* to = nullptr) {
-        if (!summed_) return;
-        const int64_t length = slices_.length(summed_->size);
-        const Slice own = slices_.own(summed_->size);
-        if (!to) to = summed_->x + own.first;
-        for (int64_t first = 0; first < length; first += summed_->parts.columns()) {
-            if (first > 0) {
-                const auto [sent, received] = parts_of_sum(first);
-                start(sent, received, "gradients");
-            }
-            join();
-            const Tensor<floatX> sum(to + first, {count_from(first, own.count)});
-            if (active_) sum_ranks(sum, summed_->parts, stream_);
-        }
-        summed_.reset();
+    // Finishes that sum, if one is under way.
+    void finish_sum() {
+        if (!summed_.parts) return;
+        join();
+        summed_ = {};
     }
-    // Every rank gets the other ranks' slices of x, a unit's `size` elements: of its weights or gradients.
-    void gather_slices(floatX* x, int64_t size, const char* content) {
-        const int64_t length = slices_.length(size), most = most_elements();
-        for (int64_t first = 0; first < length; first += most) {
-            const auto part = [&](int rank) {
-                const Slice s = slices_.of(size, rank);
-                return part_of(x + s.first + first, std::clamp<int64_t>(s.count - first, 0, most));
-            };
-            Parts sent, received;
-            for (int rank = 0; rank < slices_.ranks; rank++)
-                sent.push_back(part(slices_.rank)), received.push_back(part(rank));
-            start(sent, received, content);
-            join();
-        }
+    // Starts to gather: every rank gets the other ranks' slices of x, a unit's `size` elements, of its
+    // weights or gradients. Until join(), x must not be changed.
+    void start_gather(floatX* x, int64_t size, const char* content) {
+        const auto part = [&](int rank) {
+            const Slice s = slices_.of(size, rank);
+            return part_of(x + s.first, s.count);
+        };
+        start(gather_steps(slices_, part(slices_.rank), part), content);
+    }
+    // Waits for all that was started.
+    void join() {
+        if (!active_ || !std::exchange(under_way_, false)) return;
+        if (arena_.rehearsing()) return note_wait(Transfer::Ranks, noted_);
+        host_act([this] {
+            const Waiting waiting(Transfer::Ranks);
+            transfers_->finish(number_, stream_);
+        });
     }
     // x (n) becomes its sum over all ranks, on every rank.
     void sum(const Tensor<float>& x) {
         const int64_t n = x.size(), columns = ceil_div(n, int64_t{kVectorSize<float>}) * kVectorSize<float>;
         const Tensor<float> parts = arena_.take<float>("ranks_sums", {slices_.ranks, columns}, "exchange");
-        Parts sent, received;
-        for (int rank = 0; rank < slices_.ranks; rank++)
-            sent.push_back(part_of(x.data(), n)), received.push_back(part_of(parts.at(rank * columns), n));
-        start(sent, received, "sums");
+        start(gather_steps(slices_, part_of(x.data(), n),
+                           [&](int rank) { return part_of(parts.at(rank * columns), n); }),
+              "sums");
         join();
         if (!active_) return;
         const Tensor<float> sum(parts.data(), {n});  // in place, because x may not be aligned
+        const Operation operation(kSumRanks, 0, static_cast<double>((slices_.ranks + 1) * n) * sizeof(float));
         sum_ranks(sum, parts, stream_);
         copy_rows_on_device(x.data(), n, sum.data(), n, n, 1, stream_);
     }
@@ -141,61 +144,102 @@ class Exchange {
         return std::max<int64_t>(
             4096, (int64_t{32} << 20) / static_cast<int64_t>(sizeof(floatX)) / slices_.ranks / 256 * 256);
     }
-    using Parts = std::vector<Part>;
-    // A sum of gradients that is under way: the unit's elements, and what was received of the rank's own
-    // slice.
-    struct Sum {
-        floatX* x;
-        int64_t size;
-        Tensor<floatX> parts;  // (ranks, elements of a slice at a time)
-    };
     template <class T>
     static Part part_of(T* at, int64_t elements) {
         return {at, static_cast<size_t>(elements) * sizeof(T)};
     }
-    // A slice of `of_slice` elements is exchanged in pieces; returns how many are in the piece that begins at
-    // `first`.
-    int64_t count_from(int64_t first, int64_t of_slice) const {
-        return std::clamp<int64_t>(of_slice - first, 0, summed_->parts.columns());
-    }
-    // What is sent and received of the slices' elements from `first` on.
-    std::pair<Parts, Parts> parts_of_sum(int64_t first) const {
-        const auto& [x, size, parts] = *summed_;
-        const int64_t own = count_from(first, slices_.own(size).count);
-        std::pair<Parts, Parts> both;
-        for (int rank = 0; rank < slices_.ranks; rank++) {
-            const Slice s = slices_.of(size, rank);
-            both.first.push_back(part_of(x + s.first + first, count_from(first, s.count)));
-            both.second.push_back(part_of(parts.at(rank * parts.columns()), own));
+    // The memory of a sum of gradients that is under way: what ranks of this machine have sent, and, if there
+    // are others, the machine's sums that are sent there and what was received from there.
+    struct Summed {
+        Tensor<floatX> parts = {};                // (ranks of a machine, columns)
+        Tensor<float> sent = {}, received = {};  // (2, columns), (machines, columns)
+    };
+    // Elements [first, first + columns) of every slice of a unit's x.
+    struct Columns {
+        floatX* x;
+        int64_t size, first, columns;
+        // Those of a rank's slice.
+        Part of(const Slices& s, int rank) const {
+            const Slice slice = s.of(size, rank);
+            return part_of(x + slice.first + first, count(s, rank));
         }
-        return both;
+        int64_t count(const Slices& s, int rank) const {
+            return std::clamp<int64_t>(s.of(size, rank).count - first, 0, columns);
+        }
+    };
+    // Adds the steps that sum these columns of all slices. On several machines, each step sums the slices of
+    // one machine over the ranks of this one, and sends the sum of the step before to the machine that needs
+    // it; that of this machine is the last.
+    void add_steps_of_sum(std::vector<ExchangeStep>& steps, const Slices& s, const Columns& c, floatX* to) {
+        const int machines = s.machines(), here = s.machine_of(s.rank);
+        const auto row = [&](const auto& rows, int number) { return rows.at(number * c.columns); };
+        // Sums rows, in their order, into n elements at `sum`.
+        const auto add = [this](auto* sum, const auto* rows, int64_t n, int64_t count, int64_t columns) {
+            using Term = std::remove_const_t<std::remove_pointer_t<decltype(rows)>>;
+            sum_ranks(Tensor(sum, {n}), Tensor(const_cast<Term*>(rows), {count, columns}),
+                      transfers_->stream());
+        };
+        for (int k = 1; k <= machines; k++) {
+            const int machine = (here + k) % machines;
+            const int owner = s.same_place_on(machine, s.rank);  // whose slice this rank sums
+            const int64_t n = c.count(s, owner);
+            ExchangeStep& step = steps.emplace_back(empty_step(s));
+            for (int place = 0; place < s.ranks_of_a_machine(); place++) {
+                const auto other = static_cast<size_t>(s.same_place_on(here, place));
+                step.send[other] = c.of(s, s.same_place_on(machine, place));
+                step.receive[other] = part_of(row(summed_.parts, place), n);
+            }
+            if (k > 1) {
+                const int next = s.same_place_on((here + k - 1) % machines, s.rank),
+                          from = (here - k + 1 + machines) % machines;
+                step.send[static_cast<size_t>(next)] =
+                    part_of(row(summed_.sent, (k - 1) % 2), c.count(s, next));
+                step.receive[static_cast<size_t>(s.same_place_on(from, s.rank))] =
+                    part_of(row(summed_.received, from), c.count(s, s.rank));
+            }
+            const auto parts = [add, rows = summed_.parts.data(), n, count = summed_.parts.rows(),
+                                columns = c.columns](auto* sum) { add(sum, rows, n, count, columns); };
+            if (machines == 1)
+                step.then = [parts, to] { parts(to); };
+            else if (k < machines)
+                step.then = [parts, sum = row(summed_.sent, k % 2)] { parts(sum); };
+            else
+                step.then = [parts, add, to, sum = row(summed_.received, here), rows = summed_.received.data(),
+                             n, machines, columns = c.columns] {
+                    parts(sum);
+                    add(to, rows, n, machines, columns);
+                };
+        }
+    }
+    // In a dry run, records the work of a sum of a unit's gradients.
+    static void note_sum_ranks(const Slices& s, int64_t size) {
+        const int machines = s.machines();
+        const double of_parts = machines * (s.ranks_of_a_machine() * sizeof(floatX) + sizeof(float)),
+                     of_machines = machines > 1 ? (machines + 1) * sizeof(float) : 0;
+        const Operation operation(kSumRanks, 0,
+                                  static_cast<double>(s.own(size).count) * (of_parts + of_machines));
     }
 
-    // start() starts an exchange, which join() waits for.
-    void start(const Parts& sent, const Parts& received, const char* content) {
+    // Starts an exchange, which join() waits for.
+    void start(std::vector<ExchangeStep> steps, const char* content) {
         if (!active_) return;
-        size_t bytes = 0;
-        for (int rank = 0; rank < slices_.ranks; rank++)
-            if (rank != slices_.rank) bytes += sent[static_cast<size_t>(rank)].bytes;
+        under_way_ = true;
+        const SentBytes sent = sent_bytes(steps, slices_);
         if (arena_.rehearsing()) {
-            noted_ = note_transfer({.of = Transfer::Ranks,
-                                    .waits = false,
-                                    .route = Route::ToRanks,
-                                    .bytes = static_cast<double>(bytes),
-                                    .content = content});
+            const auto note = [&](Route route, size_t bytes) {
+                noted_ = note_transfer({.of = Transfer::Ranks,
+                                        .waits = false,
+                                        .route = route,
+                                        .bytes = static_cast<double>(bytes),
+                                        .content = content});
+            };
+            if (slices_.machines() > 1) note(Route::ToMachines, sent.to_machines);
+            if (slices_.ranks_of_a_machine() > 1) note(Route::ToRanks, sent.to_ranks);
             return;
         }
-        host_act([this, sent, received, bytes] {
-            count_moved(Route::ToRanks, bytes);
-            number_ = transfers_->start(sent, received, stream_);
-        });
-    }
-    void join() {
-        if (!active_) return;
-        if (arena_.rehearsing()) return note_wait(Transfer::Ranks, noted_);
-        host_act([this] {
-            const Waiting waiting(Transfer::Ranks);
-            transfers_->finish(number_, stream_);
+        host_act([this, steps = std::move(steps), sent] {
+            count_sent(sent);
+            number_ = transfers_->start(steps, stream_);
         });
     }
 
@@ -206,6 +250,7 @@ class Exchange {
     std::optional<RankTransfers> transfers_;
     size_t number_ = 0;  // of the latest exchange
     bool active_ = true;
-    std::optional<Sum> summed_;
+    bool under_way_ = false;  // something was started, and is not joined
+    Summed summed_;
     int noted_ = -1;  // in a dry run: the number of the latest exchange
 };

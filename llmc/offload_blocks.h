@@ -55,11 +55,13 @@ inline size_t buffers_for(int ahead, size_t blocks) {
     return std::min(static_cast<size_t>(ahead) + 1, blocks);
 }
 
-// The bytes of a block in its buffer, and how many of them one transfer of it moves.
+// The bytes of a block in its buffer, and what one transfer of it moves; if ranks gather it, also what one
+// sends to other machines.
 struct BlockBytes {
-    size_t all, moved;
+    size_t all, moved, to_machines = 0;
     BlockBytes(size_t bytes) : all(bytes), moved(bytes) {}
-    BlockBytes(size_t bytes, size_t transferred) : all(bytes), moved(transferred) {}
+    BlockBytes(size_t bytes, size_t transferred, size_t sent_to_machines)
+        : all(bytes), moved(transferred), to_machines(sent_to_machines) {}
 };
 
 // Streams the blocks that sweeps over the model use: while one is used, the next ones are prefetched. The
@@ -160,7 +162,8 @@ class BlockStream {
     void fetch(int block, Slot& slot) {
         const auto piece = [this](int number) -> std::optional<OffloadBuffer::Piece> {
             if (number == kNoBlock) return std::nullopt;
-            return {{number, bytes_[static_cast<size_t>(number)].moved}};
+            const BlockBytes& bytes = bytes_[static_cast<size_t>(number)];
+            return {{number, bytes.moved, bytes.to_machines}};
         };
         const int changed = std::exchange(slot.changed, false) ? slot.block : kNoBlock;
         slot.block = block;

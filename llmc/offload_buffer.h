@@ -60,10 +60,12 @@ struct Pieces {
 // One exchange is under way at a time. Until it is joined, the buffer must not be used.
 class OffloadBuffer {
   public:
-    // A piece, by its number, and what is transferred of it.
+    // A piece, by its number, and what is transferred of it; of what is gathered from other ranks, also what
+    // is sent to other machines.
     struct Piece {
         int number;
         size_t bytes;
+        size_t to_machines = 0;
     };
     // In a dry run, which of the transfers of its kind join() waits for. A dry run executes one turn of a
     // loop over chunks, so the numbers of transfers are wrong there, and join() waits for the latest one.
@@ -99,6 +101,7 @@ class OffloadBuffer {
         under_way_ = true;
         if (arena_.rehearsing()) {
             if (to) note(route_back(pieces_.route), to->bytes);
+            if (from && from->to_machines > 0) note(Route::ToMachines, from->to_machines);
             if (from) note(pieces_.route, from->bytes);
             return;
         }

@@ -153,8 +153,9 @@ inline RanksReport report_ranks(const Options& o, const Plans& plans, int micro_
             for (size_t i = 0; i < std::size(kExchanged); i++) {
                 const bool is_gathered = t.of == Transfer::StreamedBlock;  // a block's weights
                 const std::string_view content = is_gathered ? "weights" : t.content;
-                if (!t.waits && t.route == Route::ToRanks && content == kExchanged[i])
-                    r.sent[i] += times * t.bytes;
+                if (t.waits || !is_exchange(t.route) || content != kExchanged[i]) continue;
+                r.sent[i] += times * t.bytes;
+                if (t.route == Route::ToMachines) r.sent_to_machines += times * t.bytes;
             }
     };
     if (micro_batches > 1) add(plans.train, 1);

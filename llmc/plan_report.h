@@ -71,6 +71,7 @@ struct RanksReport {
     int devices = 1, on_a_machine = 1;
     std::string zero;                                     // what each of them keeps
     std::array<double, std::size(kExchanged)> sent = {};  // bytes, by content
+    double sent_to_machines = 0;                          // how many of these leave the machine
     RankLinks links;
     double link_rate = 0;                    // bytes/s of the link of a rank
     double seconds = 0, waited_seconds = 0;  // of exchanges, and those of them that a step waits for
@@ -212,10 +213,10 @@ inline nlohmann::ordered_json ranks_json(const RanksReport& r) {
                                 {"sent_bytes", r.all_sent()}};
     for (size_t i = 0; i < r.sent.size(); i++) j["sent"][kExchanged[i]] = r.sent[i];
     j["link"] = {{"bytes_per_second", r.link_rate}, {"of", r.links.link_is_nominal ? "nominal" : "measured"}};
-    if (r.links.outside > 0)
+    if (r.on_a_machine < r.devices)
         j["network"] = {{"bytes_per_second", r.links.network},
                         {"of", r.links.network_of},
-                        {"sent_by_a_machine", r.all_sent() * r.links.outside * r.on_a_machine}};
+                        {"sent_by_a_machine", r.sent_to_machines * r.on_a_machine}};
     j["exchange_seconds"] = r.seconds;
     j["waited_seconds"] = r.waited_seconds;
     return j;
@@ -411,11 +412,11 @@ inline void print_ranks(FILE* to, const RanksReport& r) {
     fprintf(to, "\n  over %s of %.4g GB/s each way, %s\n",
             r.links.over_host_link ? "its link to the host" : "a link", r.link_rate / 1e9,
             r.links.link_is_nominal ? "a nominal rate (--devices N --calibrate measures it)" : "as measured");
-    if (r.links.outside > 0)
+    if (r.on_a_machine < r.devices)
         fprintf(to,
                 "  %.0f%% of it leaves the machine, whose %d devices share a network of %.4g GB/s each way "
                 "(%s)\n",
-                100 * r.links.outside, r.on_a_machine, r.links.network / 1e9, r.links.network_of);
+                100 * r.sent_to_machines / r.all_sent(), r.on_a_machine, r.links.network / 1e9, r.links.network_of);
     fprintf(to, "  that takes %.4g s, of which a step waits for %.4g s\n", r.seconds, r.waited_seconds);
 }
 

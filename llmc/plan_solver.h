@@ -80,8 +80,9 @@ inline double moving_seconds(const Plan& plan, const std::vector<Segment>& segme
     for (const Transfer& t : plan.transfers)
         if (!t.waits && is_of(t.range)) sums[static_cast<size_t>(t.route)] += rates.seconds(t);
     const auto of = [&](Route route) { return sums[static_cast<size_t>(route)]; };
-    const double seconds = std::max({of(Route::DiskRead) + of(Route::DiskWrite), of(Route::FromHost),
-                                     of(Route::ToHost), of(Route::HostUpdate), of(Route::ToRanks)});
+    const double seconds =
+        std::max({of(Route::DiskRead) + of(Route::DiskWrite), of(Route::FromHost), of(Route::ToHost),
+                  of(Route::HostUpdate), of(Route::ToRanks), of(Route::ToMachines)});
     const auto blocks =
         std::count_if(segments.begin(), segments.end(), [&](const Segment& s) { return is_of(s.block); });
     return seconds / static_cast<double>(std::max<ptrdiff_t>(blocks, 1));

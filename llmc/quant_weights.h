@@ -160,9 +160,9 @@ class QuantizedWeights {
     }
     Placement placement() const { return placement_; }
     // Leaves each of several ranks its slice of every block; call it before allocate().
-    void divide(int rank, int ranks) {
+    void divide(const Rank& rank) {
         constexpr int64_t kStretch = 4096;  // bytes
-        slices_ = {rank, ranks, kStretch};
+        slices_ = slices_of(rank, kStretch);
         own_starts_ = {0};
         for (const size_t bytes : streamed_bytes()) {
             const int64_t own = slices_.own(static_cast<int64_t>(bytes)).count;

@@ -7,9 +7,9 @@
 #include "llmc/tensor.h"
 #include "llmc/work.h"
 
-template <class T>
+template <class Sum, class T>
 __global__ void __launch_bounds__(kBlockThreads)
-    sum_ranks_kernel(T* out, const T* parts, int ranks, int64_t stride, int64_t n) {
+    sum_ranks_kernel(Sum* out, const T* parts, int ranks, int64_t stride, int64_t n) {
     for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
         float sum[N];
         const Packed<T, N> first = load_ahead<N>(parts + i);
@@ -24,12 +24,12 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 // out (n) = the sum of the first n elements of each row of `parts` (ranks, columns). Both are aligned to
 // vectors, and `columns` is a multiple of one.
-template <class T>
-void sum_ranks(const Tensor<T>& out, const Tensor<T>& parts, Stream stream) {
+// It may run beside the step's operations, so it is no Operation by itself.
+template <class Sum, class T>
+void sum_ranks(const Tensor<Sum>& out, const Tensor<T>& parts, Stream stream) {
     const int64_t ranks = parts.rows(), n = out.size();
     assert(parts.columns() % kVectorSize<T> == 0 && n <= parts.columns());
     if (n == 0) return;
-    const Operation operation(kSumRanks, 0, static_cast<double>((ranks + 1) * n) * sizeof(T));
-    launch<sum_ranks_kernel<T>>(elementwise_blocks<T>(n), kBlockThreads, 0, stream, out.data(), parts.data(),
+    launch<sum_ranks_kernel<Sum, T>>(elementwise_blocks<T>(n), kBlockThreads, 0, stream, out.data(), parts.data(),
                                 static_cast<int>(ranks), parts.columns(), n);
 }

@@ -28,6 +28,7 @@ struct Rank {
     int number = 0, count = 1;
     int on_this_machine = 1;         // how many of them run on this machine
     int number_on_this_machine = 0;  // among those
+    bool in_equal_runs = true;       // see RankSpread
 
     bool is_first() const { return number == 0; }
     bool is_alone() const { return count == 1; }
@@ -75,12 +76,26 @@ struct Part {
     size_t bytes = 0;
 };
 
+// A part of an exchange: this rank sends send[r] to rank r and receives receive[r] from it, for every r, this
+// rank included. What rank a sends to b must have as many bytes as b receives from a. When all have arrived,
+// `then` is called, if it is not empty; the next step begins after it.
+struct ExchangeStep {
+    std::vector<Part> send, receive;
+    std::function<void()> then = {};
+};
+
+// How the ranks are spread over machines. They are in equal runs if each machine has as many as the others,
+// and their numbers follow one another.
+struct RankSpread {
+    int on_this_machine = 1;
+    bool in_equal_runs = true;
+};
+
 // Moves bytes between the ranks. All ranks make the same calls in the same order.
 class RankEngine {
   public:
     virtual ~RankEngine() = default;
-    // Sends send[r] to rank r and receives receive[r] from it, for every r, this rank included. What rank a
-    // sends to b must have as many bytes as b receives from a; at most kMostBytes each.
+    // Makes a step, and returns when it is done.
     virtual void exchange(std::span<const Part> send, std::span<const Part> receive) = 0;
     // Gathers as many bytes of each of `count` ranks, one rank after another in `all`.
     void gather(const void* own, size_t bytes, void* all, int count) {
@@ -100,19 +115,17 @@ class RankEngine {
     virtual void set_patience(double seconds) = 0;
     // Says where this rank is, for the line that OnLost gets.
     virtual void set_where(const std::string& where) = 0;
-    // Starts an exchange, which goes on beside the computation, after those that were started before.
-    // finish(n) waits for the n-th exchange that was started, from 0, and for all before it.
-    virtual void start(std::span<const Part> send, std::span<const Part> receive) = 0;
+    // Starts an exchange, which goes on beside the computation, after those that were started before. A
+    // thread of the engine calls the steps' `then`. finish(n) waits for the n-th exchange that was started,
+    // from 0, and for all before it.
+    virtual void start(std::vector<ExchangeStep> steps) = 0;
     virtual void finish(size_t number) = 0;
     // How long an exchange that finish() has waited for took, from start() until it was complete; negative if
     // that is not known.
     virtual double seconds_of([[maybe_unused]] size_t number) const { return -1; }
     // Ends all ranks at once, with this exit code.
     virtual void end_all(int code) = 0;
-    // How many of the ranks run on this machine.
-    virtual int on_this_machine() const = 0;
-
-    static constexpr size_t kMostBytes = size_t{1} << 30;
+    virtual RankSpread spread() const = 0;
 };
 
 // Called when ranks are lost, with a line that names them, by another thread than the main one. It must end

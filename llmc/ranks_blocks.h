@@ -35,13 +35,23 @@ class DividedBlocks {
     DividedBytes block(int layer) const {
         return matrices_ ? matrices_->divided_block(layer) : divided_block(state_, layer);
     }
+    // The steps in which all ranks gather a block into a buffer, where it begins at `at`.
+    std::vector<ExchangeStep> steps(int layer, char* at) const {
+        const DividedBytes b = block(layer);
+        return gather_steps(b.slices, {b.own, b.own_bytes()}, [&](int rank) -> Part {
+            const Slice theirs = b.slices.of(b.all, rank);
+            return {at + theirs.first, static_cast<size_t>(theirs.count)};
+        });
+    }
     // The bytes of each block in its buffer, and those that a rank sends when all gather it.
     std::vector<BlockBytes> bytes() const {
         std::vector<BlockBytes> all;
         for (int l = 0; l < state_.layout.config().layers; l++) {
             const DividedBytes b = block(l);
-            const auto others = static_cast<size_t>(b.slices.ranks - 1), size = static_cast<size_t>(b.all);
-            all.emplace_back(matrices_ ? size : StoredPieces::buffer_bytes(size), others * b.own_bytes());
+            const auto size = static_cast<size_t>(b.all);
+            const SentBytes sent = sent_bytes(steps(l, nullptr), b.slices);
+            all.emplace_back(matrices_ ? size : StoredPieces::buffer_bytes(size), sent.to_ranks,
+                             sent.to_machines);
         }
         return all;
     }
@@ -63,17 +73,9 @@ class GatheredBlocks : public PieceSource {
     size_t start(char* buffer, [[maybe_unused]] std::optional<int> to_store, std::optional<int> layer,
                  Stream stream) override {
         assert(!to_store && layer);
-        const DividedBytes b = blocks_.block(*layer);
-        char* const at = blocks_.in_buffer(buffer);
-        const Part own = {b.own, b.own_bytes()};
-        const std::vector<Part> send(static_cast<size_t>(b.slices.ranks), own);
-        std::vector<Part> receive;
-        for (int rank = 0; rank < b.slices.ranks; rank++) {
-            const Slice theirs = b.slices.of(b.all, rank);
-            receive.push_back({at + theirs.first, static_cast<size_t>(theirs.count)});
-        }
-        count_moved(Route::ToRanks, static_cast<size_t>(b.slices.ranks - 1) * own.bytes);
-        return transfers_.start(send, receive, stream);
+        const auto steps = blocks_.steps(*layer, blocks_.in_buffer(buffer));
+        count_sent(sent_bytes(steps, blocks_.block(*layer).slices));
+        return transfers_.start(steps, stream);
     }
     void finish(size_t number, Stream stream) override { transfers_.finish(number, stream); }
 

@@ -57,7 +57,7 @@ Options chosen_by_first_rank(RankEngine* engine, const Options& given, Choose&& 
     if (!engine) return choose();
     Arena none;
     const Stream stream = nullptr;
-    const Slices slices{given.rank.number, given.rank.count, 1};
+    const Slices slices = slices_of(given.rank);
     Exchange exchange(none, stream, slices);
     exchange.connect(*engine);
     RankFacts facts;  // else ranks that were given other options would silently take those of the first

@@ -202,6 +202,7 @@ class MpiEngine : public RankEngine {
         if (threads < MPI_THREAD_SERIALIZED) fail("--devices: this MPI is for programs of one thread");
         check_numbers();
         signs_.begin(gather_hosts());
+        spread_.in_equal_runs = are_in_equal_runs();
         start_worker();
     }
     MpiEngine(const MpiEngine&) = delete;
@@ -212,12 +213,12 @@ class MpiEngine : public RankEngine {
     }
 
     void exchange(std::span<const Part> send, std::span<const Part> receive) override {
-        enqueue(send, receive, false);
+        enqueue({{{send.begin(), send.end()}, {receive.begin(), receive.end()}}}, false);
         wait_until([this] { return waiting_.empty(); });
     }
-    void start(std::span<const Part> send, std::span<const Part> receive) override {
+    void start(std::vector<ExchangeStep> steps) override {
         times_[started_++ % times_.size()].began = Clock::now();
-        enqueue(send, receive, true);
+        enqueue(std::move(steps), true);
     }
     void finish(size_t number) override {
         wait_until([&] { return done_ > number; });
@@ -239,7 +240,7 @@ class MpiEngine : public RankEngine {
         for (int i = 0; i < 2000 && !is_aborting_; i++) usleep(1000);
         abort(code);
     }
-    int on_this_machine() const override { return on_this_machine_; }
+    RankSpread spread() const override { return spread_; }
 
   private:
     // Fails if MPI does not see the ranks that the environment says.
@@ -251,25 +252,36 @@ class MpiEngine : public RankEngine {
         MPI_Comm here;
         mpi_.function<decltype(&MPI_Comm_split_type)>("MPI_Comm_split_type")(mpi_.world, MPI_COMM_TYPE_SHARED,
                                                                              0, mpi_.no_info, &here);
-        size(here, &on_this_machine_);
+        size(here, &spread_.on_this_machine);
+        mpi_.function<decltype(&MPI_Comm_rank)>("MPI_Comm_rank")(here, &number_on_this_machine_);
         if (number != rank_.number || count != rank_.count)
             fail(
                 "--devices: MPI calls this rank %d of %d, and the environment %d of %d: was this built with "
                 "another MPI than the one that started it?",
                 number, count, rank_.number, rank_.count);
     }
-    std::vector<std::string> gather_hosts() {
-        using Name = std::array<char, 64>;
-        Name own = {};
-        host_name().copy(own.data(), own.size() - 1);
-        std::vector<Name> all(static_cast<size_t>(rank_.count));
-        const std::vector<Part> send(all.size(), {own.data(), own.size()});
+    // The ranks' values, in order.
+    template <class T>
+    std::vector<T> gather_values(T own) {
+        std::vector<T> all(static_cast<size_t>(rank_.count));
+        const std::vector<Part> send(all.size(), {&own, sizeof own});
         std::vector<Part> receive;
-        for (Name& name : all) receive.push_back({name.data(), name.size()});
+        for (T& value : all) receive.push_back({&value, sizeof value});
         move(send, receive);
+        return all;
+    }
+    std::vector<std::string> gather_hosts() {
+        std::array<char, 64> own = {};
+        host_name().copy(own.data(), own.size() - 1);
         std::vector<std::string> hosts;
-        for (const Name& name : all) hosts.emplace_back(name.data());
+        for (const auto& name : gather_values(own)) hosts.emplace_back(name.data());
         return hosts;
+    }
+    bool are_in_equal_runs() {
+        const int here = spread_.on_this_machine;
+        const bool fits = rank_.count % here == 0 && rank_.number % here == number_on_this_machine_;
+        const auto all = gather_values(fits ? here : 0);
+        return std::all_of(all.begin(), all.end(), [&](int theirs) { return theirs == here && fits; });
     }
 
     void move(std::span<const Part> send, std::span<const Part> receive) {
@@ -339,13 +351,17 @@ class MpiEngine : public RankEngine {
         is_worker_ = true;
         std::unique_lock lock(mutex_);
         while (!ends_) {
-            const Parts* const parts = waiting_.empty() ? nullptr : &waiting_.front();
+            const Waiting* const exchange = waiting_.empty() ? nullptr : &waiting_.front();
             lock.unlock();
-            if (parts) move(parts->send, parts->receive);
+            if (exchange)
+                for (const ExchangeStep& step : exchange->steps) {
+                    move(step.send, step.receive);
+                    if (step.then) step.then();
+                }
             watch();
             lock.lock();
-            if (parts) {
-                if (parts->is_numbered) times_[done_++ % times_.size()].ended = Clock::now();
+            if (exchange) {
+                if (exchange->is_numbered) times_[done_++ % times_.size()].ended = Clock::now();
                 waiting_.pop_front();
                 changed_.notify_all();
             }
@@ -360,10 +376,8 @@ class MpiEngine : public RankEngine {
         change();
         changed_.notify_all();
     }
-    void enqueue(std::span<const Part> send, std::span<const Part> receive, bool is_numbered) {
-        change([&] {
-            waiting_.push_back({{send.begin(), send.end()}, {receive.begin(), receive.end()}, is_numbered});
-        });
+    void enqueue(std::vector<ExchangeStep> steps, bool is_numbered) {
+        change([&] { waiting_.push_back({std::move(steps), is_numbered}); });
     }
     template <class Condition>
     void wait_until(Condition&& condition) {
@@ -375,17 +389,19 @@ class MpiEngine : public RankEngine {
     const OnLost on_lost_;
     const Mpi mpi_;
     SignsOfLife signs_;
-    int on_this_machine_ = 1;
+    RankSpread spread_;
+    int number_on_this_machine_ = 0;
+    static constexpr size_t kMostBytes = size_t{1} << 30;  // of a message
     std::vector<MPI_Request> requests_;  // of the latest exchange
     std::atomic<double> patience_ = 600;
     std::mutex mutex_;
     std::condition_variable changed_;
     std::string where_ = "before the first step";  // this rank is, for messages
-    struct Parts {
-        std::vector<Part> send, receive;
+    struct Waiting {
+        std::vector<ExchangeStep> steps;
         bool is_numbered;  // start() has started it
     };
-    std::deque<Parts> waiting_;  // exchanges that are not complete
+    std::deque<Waiting> waiting_;  // exchanges that are not complete
     size_t started_ = 0, done_ = 0;
     bool ends_ = false;
     static constexpr int kGoesOn = -1;

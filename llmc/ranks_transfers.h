@@ -7,6 +7,8 @@
 // each.
 #pragma once
 
+#include <omp.h>
+
 #include <algorithm>
 #include <array>
 #include <cstdlib>
@@ -17,6 +19,61 @@
 
 #include "llmc/device.h"
 #include "llmc/ranks.h"
+#include "llmc/slices.h"
+#include "llmc/work.h"
+
+// What a rank sends in a step to ranks on its own machine, and to others.
+struct SentBytes {
+    size_t to_ranks = 0, to_machines = 0;
+};
+inline SentBytes sent_bytes(const std::vector<ExchangeStep>& steps, const Slices& slices) {
+    SentBytes sent;
+    for (const ExchangeStep& step : steps)
+        for (int r = 0; r < slices.ranks; r++) {
+            if (r == slices.rank) continue;
+            const bool here = slices.machine_of(r) == slices.machine_of(slices.rank);
+            (here ? sent.to_ranks : sent.to_machines) += step.send[static_cast<size_t>(r)].bytes;
+        }
+    return sent;
+}
+inline void count_sent(const SentBytes& sent) {
+    count_moved(Route::ToRanks, sent.to_ranks);
+    count_moved(Route::ToMachines, sent.to_machines);
+}
+
+// A step in which nothing is sent or received.
+inline ExchangeStep empty_step(const Slices& slices) {
+    const std::vector<Part> nothing(static_cast<size_t>(slices.ranks));
+    return {nothing, nothing};
+}
+
+// The steps in which every rank gets the parts of all. The rank's own is at `own`, and arrives(r) is where
+// that of rank r shall be. A part crosses the network once for each other machine: to the rank that has the
+// same place there, which passes it on to the others of its machine while it receives the next one.
+template <class Arrives>
+std::vector<ExchangeStep> gather_steps(const Slices& all, const Part& own, Arrives&& arrives) {
+    const Slices slices = all.for_steps();
+    const int rank = slices.rank, machines = slices.machines(), here = slices.machine_of(rank);
+    std::vector<ExchangeStep> steps;
+    for (int k = 0; k < machines; k++) {
+        ExchangeStep& step = steps.emplace_back(empty_step(slices));
+        // Inside the machine: the parts of the k-th machine before this one.
+        const int passed = (here - k + machines) % machines;
+        for (int place = 0; place < slices.ranks_of_a_machine(); place++) {
+            const int other = slices.same_place_on(here, place);
+            if (other == rank && k > 0) continue;
+            step.send[static_cast<size_t>(other)] =
+                k > 0 ? arrives(slices.same_place_on(passed, rank)) : own;
+            step.receive[static_cast<size_t>(other)] = arrives(slices.same_place_on(passed, other));
+        }
+        if (k + 1 == machines) continue;
+        const int to = slices.same_place_on((here + k + 1) % machines, rank),
+                  from = slices.same_place_on((here - k - 1 + machines) % machines, rank);
+        step.send[static_cast<size_t>(to)] = own;
+        step.receive[static_cast<size_t>(from)] = arrives(from);
+    }
+    return steps;
+}
 
 constexpr const char* kNcclChannels = "NCCL_MAX_P2P_NCHANNELS";  // the environment's variable
 
@@ -205,13 +262,35 @@ class RankTransfers {
             nccl_.comm_destroy(communicator_);
     }
 
-    // Starts to send send[r] to rank r and to receive receive[r] from it, for every r, after the work that
-    // `stream` has by now. Exchanges are made one after another; at most kMostUnjoined may have been
-    // started and not passed to finish(). Returns the exchange's number.
-    size_t start(std::span<const Part> send, std::span<const Part> receive, Stream stream) {
+    // The stream to which a step's `then` adds its work.
+    Stream stream() const { return own_.get(); }
+    // Starts an exchange after the work that `stream` has by now. Exchanges are made one after another; at
+    // most kMostUnjoined may have been started and not passed to finish(). Returns the exchange's number.
+    size_t start(const std::vector<ExchangeStep>& steps, Stream stream) {
         if (started_ - joined_ >= kMostUnjoined) bug("too many exchanges were started");
         ready_.record(stream);
         ready_.block(own_.get());
+        for (const ExchangeStep& step : steps) {
+            move(step.send, step.receive);
+            if (step.then) step.then();
+        }
+        arrived_[started_ % kMostUnjoined].record(own_.get());
+        return started_++;
+    }
+    // Makes later work of `stream` wait for this exchange and for all that were started before it. The host
+    // does not wait.
+    void finish(size_t number, Stream stream) {
+        int status = Nccl::kSuccess;
+        nccl_.check(nccl_.comm_get_async_error(communicator_, &status), "its state is not known");
+        nccl_.check(status, "an exchange failed");
+        arrived_[number % kMostUnjoined].block(stream);
+        joined_ = std::max(joined_, number + 1);
+    }
+
+  private:
+    static constexpr size_t kMostUnjoined = 64;
+
+    void move(std::span<const Part> send, std::span<const Part> receive) {
         const auto own = static_cast<size_t>(rank_.number);
         if (send[own].bytes && send[own].at != receive[own].at)
             copy_async(receive[own].at, send[own].at, send[own].bytes, own_.get());
@@ -229,21 +308,7 @@ class RankTransfers {
                     "bytes cannot be received");
         }
         nccl_.check(nccl_.group_end(), "an exchange cannot start");
-        arrived_[started_ % kMostUnjoined].record(own_.get());
-        return started_++;
     }
-    // Makes later work of `stream` wait for this exchange and for all that were started before it. The host
-    // does not wait.
-    void finish(size_t number, Stream stream) {
-        int status = Nccl::kSuccess;
-        nccl_.check(nccl_.comm_get_async_error(communicator_, &status), "its state is not known");
-        nccl_.check(status, "an exchange failed");
-        arrived_[number % kMostUnjoined].block(stream);
-        joined_ = std::max(joined_, number + 1);
-    }
-
-  private:
-    static constexpr size_t kMostUnjoined = 64;
     // NCCL allocates buffers for a peer when it first sends to it, so that is done now.
     void connect_all() {
         const auto ranks = static_cast<size_t>(rank_.count);
@@ -253,7 +318,7 @@ class RankTransfers {
             send.push_back({buffer.data() + 16 * r, 16});
             receive.push_back({buffer.data() + 16 * (ranks + r), 16});
         }
-        const size_t number = start(send, receive, own_.get());
+        const size_t number = start({{send, receive}}, own_.get());
         arrived_[number].wait();
         joined_ = number + 1;
     }
@@ -280,8 +345,15 @@ class RankTransfers {
     ~RankTransfers() {
         if (started_ > 0) engine_.finish(started_ - 1);
     }
-    size_t start(std::span<const Part> send, std::span<const Part> receive, Stream) {
-        engine_.start(send, receive);
+    Stream stream() const { return {}; }
+    size_t start(std::vector<ExchangeStep> steps, Stream) {
+        for (ExchangeStep& step : steps)
+            if (step.then)  // the thread that calls it is beside those that compute
+                step.then = [then = std::move(step.then)] {
+                    omp_set_num_threads(1);
+                    then();
+                };
+        engine_.start(std::move(steps));
         return started_++;
     }
     void finish(size_t number, Stream) { engine_.finish(number); }

@@ -124,7 +124,7 @@ inline Cost cost_of(const Work& work) {
 
 inline Cost cost_of(Route route) {
     if (route == Route::HostUpdate) return Cost::Host;
-    if (route == Route::ToRanks) return Cost::Exchange;
+    if (is_exchange(route)) return Cost::Exchange;
     return is_disks(route) ? Cost::Disk : Cost::Link;
 }
 
@@ -145,16 +145,16 @@ inline constexpr const char* kCopyRate = "copy";
 
 // Bytes/s by Route if transfers take no time.
 constexpr double kFree = std::numeric_limits<double>::infinity();
-constexpr std::array<double, kRoutes> kNoLimits = {kFree, kFree, kFree, kFree, kFree, kFree};
+constexpr std::array<double, kRoutes> kNoLimits = {kFree, kFree, kFree, kFree, kFree, kFree, kFree};
 // The share of its speed that computing keeps, by Route, if transfers do not slow it down.
-constexpr std::array<double, kRoutes> kUndisturbed = {1, 1, 1, 1, 1, 1};
+constexpr std::array<double, kRoutes> kUndisturbed = {1, 1, 1, 1, 1, 1, 1};
 
 // How the bytes that a rank sends to the others travel: to those on its machine over a link of its own, whose
-// rate is that of Route::ToRanks; to those on other machines over the network, which the ranks of a machine
-// share.
+// rate is that of Route::ToRanks; to those on other machines over the network, of which each rank of a
+// machine has an equal share, the rate of Route::ToMachines.
+inline constexpr std::string_view kMeasured = "measured";
 struct RankLinks {
     int on_a_machine = 1;         // ranks
-    double outside = 0;           // the share of a rank's bytes that leave its machine
     double network = kFree;       // bytes/s of a machine, each way
     bool over_host_link = false;  // a GPU reaches the other ranks over its link to the host
     bool link_is_nominal = true;  // else measured
@@ -176,6 +176,7 @@ struct Rates {
         if (!measured()) return kNoLimits;
         auto all = transfers;
         if (ranks.link_is_nominal) all[static_cast<size_t>(Route::ToRanks)] = kFree;
+        if (ranks.network_of != kMeasured) all[static_cast<size_t>(Route::ToMachines)] = kFree;
         return all;
     }
 
@@ -197,13 +198,7 @@ struct Rates {
     // The seconds that a transfer takes.
     double seconds(const Transfer& t) const { return seconds_moving(t.bytes, t.route); }
     double seconds_moving(double bytes, Route route) const {
-        if (route != Route::ToRanks) return bytes / transfers[static_cast<size_t>(route)];
-        return std::max(seconds_on_link(bytes), bytes * ranks.outside * ranks.on_a_machine / ranks.network);
-    }
-    // The seconds that a rank's link to the others carries what it sends them.
-    double seconds_on_link(double bytes) const {
-        const double carried = ranks.over_host_link ? bytes : bytes * (1 - ranks.outside);
-        return carried / transfers[static_cast<size_t>(Route::ToRanks)];
+        return bytes / transfers[static_cast<size_t>(route)];
     }
 };
 
@@ -277,7 +272,8 @@ inline double seconds_waited(const PhaseTimes& phases, std::string_view phase = 
 // request after the other; the link does one in each direction. A fetch begins after all earlier stores of
 // its kind, as in offload_storage.h, and so does the host's update. What a GPU gets from a disk crosses the
 // link while it is read; what it writes there crosses the link first (offload_storage.h). What stays with the
-// host does not cross it. An exchange between ranks may take both directions of that link.
+// host does not cross it. An exchange between ranks may take both directions of that link. Exchanges are
+// complete one after another.
 class Media {
   public:
     explicit Media(const Rates& rates) : rates_(rates) {}
@@ -295,12 +291,13 @@ class Media {
         double &free = free_of(t.route), &stored = stored_[t.of];
         const bool follows = t.route == Route::FromHost || t.route == Route::HostUpdate;
         double at = std::max({now, free, follows ? stored : 0});
-        if (t.route == Route::ToRanks && rates_.ranks.over_host_link) {
+        if (is_exchange(t.route) && rates_.ranks.over_host_link) {
             double &in = free_of(Route::FromHost), &out = free_of(Route::ToHost);
             at = std::max({at, in, out});
-            in = out = at + rates_.seconds_on_link(t.bytes);
+            in = out = at + rates_.seconds_moving(t.bytes, Route::ToRanks);
         }
         double done = free = at + rates_.seconds(t);
+        if (is_exchange(t.route)) done = exchanged_ = std::max(done, exchanged_);
         if (const double share = rates_.beside[static_cast<size_t>(t.route)]; share < 1)
             disturbs_.push_back({at, done, share});
         const bool comes_to_host = t.route == Route::DiskRead && t.stays_with_host;
@@ -338,6 +335,7 @@ class Media {
 
     const Rates& rates_;
     std::array<double, kRoutes> free_ = {};             // when each is free
+    double exchanged_ = 0;                              // when the exchanges between ranks are done
     std::array<double, Transfer::kKinds> stored_ = {};  // when the stores of a kind are done
     std::vector<Disturbs> disturbs_;
     size_t disturbing_ = 0;  // index of the first of those that is not over

@@ -622,7 +622,7 @@ class Calibration {
 class RanksCalibration {
   public:
     RanksCalibration(RankEngine& engine, const Rank& rank)
-        : rank_(rank), slices_{rank.number, rank.count, 1}, exchange_(none_, stream_, slices_) {
+        : rank_(rank), slices_(slices_of(rank)), exchange_(none_, stream_, slices_) {
         exchange_.connect(engine);
         exchange_.connect_devices(rank);
         hosts_ = exchange_.gather(std::vector<uint64_t>{name_hash(host_name())});
@@ -660,7 +660,7 @@ class RanksCalibration {
         for (int i = 0; i < kTimes; i++) {
             exchange_.largest(0);  // all ranks begin together
             const WallClock clock;
-            exchange_.transfers().finish(exchange_.transfers().start(send, receive, stream_), stream_);
+            exchange_.transfers().finish(exchange_.transfers().start({{send, receive}}, stream_), stream_);
             stream_synchronize(stream_);
             if (i > 0) seconds.push_back(clock.seconds());
         }

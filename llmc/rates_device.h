@@ -114,12 +114,12 @@ DeviceRates nominal_rates(double threads = omp_get_max_threads()) {
 // virtual disk that dev/results/streaming.md was measured on. An update by a GPU's host is assumed to reach
 // half of its memory's rate. CPU ranks on one machine exchange some 2 GB/s each through its memory; GPUs
 // exchange by NVLink or, without it, over their links to the host. Machines with CPUs are assumed to be
-// connected by 10 Gbit/s, those with GPUs by 100.
+// connected by 10 Gbit/s, those with GPUs by 100; set_rank_links() divides that among a machine's ranks.
 constexpr double kNominalRanks = 2e9, kNominalNetwork = kHostIsDevice ? 1.25e9 : 12.5e9;
 inline std::array<double, kRoutes> nominal_transfers() {
-    if (kHostIsDevice) return {1e9, 1e9, kFree, kFree, kFree, kNominalRanks};
+    if (kHostIsDevice) return {1e9, 1e9, kFree, kFree, kFree, kNominalRanks, kFree};
     const double link = nominal_gpu().link * 0.8, nvlink = nominal_gpu().nvlink * 0.8;
-    return {7e9, 5e9, link, link, nominal_gpu().host / 2, nvlink > 0 ? nvlink : link};
+    return {7e9, 5e9, link, link, nominal_gpu().host / 2, nvlink > 0 ? nvlink : link, kFree};
 }
 
 // The side of a large square product whose three matrices fit `space` bytes: on a GPU a multiple of 256, on a

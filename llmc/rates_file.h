@@ -69,7 +69,7 @@ inline void write_rates(const std::string& path, const Rates& rates, const char*
     for (const auto& [name, c] : rates.operations)
         j["operations"][name] = {{"sizes", rounded(c.sizes)}, {"per_second", rounded(c.rates)}};
     for (size_t route = 0; route < rates.transfers.size(); route++)
-        if (std::isfinite(rates.transfers[route]))
+        if (std::isfinite(rates.transfers[route]) && static_cast<Route>(route) != Route::ToMachines)
             j["transfers"][kRouteNames[route]] = rounded({rates.transfers[route]})[0];
     if (std::isfinite(rates.ranks.network)) j["network"] = rounded({rates.ranks.network})[0];
     for (size_t route = 0; route < rates.beside.size(); route++)
@@ -152,6 +152,7 @@ class RatesReader {
                   double most = kLargest) const {
         const nlohmann::json& from = object(file, name);
         for (size_t route = 0; route < to.size(); route++) {
+            if (static_cast<Route>(route) == Route::ToMachines) continue;  // the file has the machine's rate
             if (static_cast<Route>(route) == Route::ToRanks) {
                 if (!from.contains(kRouteNames[route])) continue;
             } else if (kHostIsDevice && !is_disks(static_cast<Route>(route))) {
@@ -203,12 +204,12 @@ inline void set_rank_links(Rates& rates, const Options& o) {
     links.over_host_link = !kHostIsDevice && nominal_gpu().nvlink == 0;
     links.on_a_machine = std::min(o.devices, o.rank.on_this_machine);
     if (o.devices == links.on_a_machine) return;
-    links.outside = static_cast<double>(o.devices - links.on_a_machine) / (o.devices - 1);
-    links.network_of = o.network > 0 ? "--network" : std::isfinite(links.network) ? "measured" : "nominal";
+    links.network_of = o.network > 0 ? "--network" : std::isfinite(links.network) ? kMeasured.data() : "nominal";
     if (o.network > 0)
         links.network = o.network;
     else if (!std::isfinite(links.network))
         links.network = kNominalNetwork;
+    rates.transfers[static_cast<size_t>(Route::ToMachines)] = links.network / links.on_a_machine;
 }
 
 // The rates that a run plans with: those of the file of --rates, or the nominal ones.

@@ -56,7 +56,7 @@ StateOptions state_options(const Options& o) {
     if (o.steps == 0) return s;
     s.block_gradients = named<Placement>(kPlacementNames, o.gradients);
     s.updated = named<Placement>(kPlacementNames, o.state);
-    if (o.slices_state()) s.slices.rank = o.rank.number, s.slices.ranks = o.devices;
+    if (o.slices_state()) s.slices = slices_of(o.rank);
     s.slices_gradients = o.slices_gradients();
     s.slices_blocks = o.slices_weights() && !o.trains_adapter();
     return s;
@@ -247,7 +247,7 @@ class RunModel {
     static std::optional<QuantizedWeights> frozen_matrices(const Options& o, const RunInputs& in) {
         const bool divided = o.slices_weights() && in.adapter;
         auto matrices = in.quantized_weights<floatX>(o.weights, divided);
-        if (divided) matrices->divide(o.rank.number, o.devices);
+        if (divided) matrices->divide(o.rank);
         return matrices;
     }
     // A frozen model's State has only weights.

@@ -46,7 +46,11 @@ class RunOptions {
     // Sets what only the engine knows of this rank. Only the first rank writes files: on the others, clears
     // the names of all but the folder of saves, to which they contribute.
     void complete_rank(const RankEngine* engine) {
-        if (engine) options.rank.on_this_machine = engine->on_this_machine();
+        if (engine) {
+            const RankSpread spread = engine->spread();
+            options.rank.on_this_machine = spread.on_this_machine;
+            options.rank.in_equal_runs = spread.in_equal_runs;
+        }
         if (options.rank.is_first()) return;
         for (std::string* path :
              {&options.log, &options.loss_by_position, &options.merge, &options.save_base, &options.timeline})

@@ -163,8 +163,9 @@ class Updates {
         on_host_.release();
         for (const int unit : std::exchange(ungathered_, {})) {
             Range range("update", unit);
-            exchange_.gather_slices(weights_.to_update(unit), size_of(unit), "weights");
+            exchange_.start_gather(weights_.to_update(unit), size_of(unit), "weights");
         }
+        exchange_.join();
     }
 
     // A unit's gradients of the step are complete on this rank: sums them over the ranks, and computes the
@@ -172,15 +173,20 @@ class Updates {
     void complete_sums(int unit, floatX* gradients) {
         const int64_t size = size_of(unit);
         if (size == 0) return;
-        if (!exchange_.is_alone()) exchange_.start_sum(gradients, size);
+        if (!exchange_.is_alone()) start_exchange(unit, gradients);
         complete_exchanged(unit, gradients);
     }
     // As complete_sums(); the gradients are exchanged while backward computes those of the next unit.
     void exchange_beside_backward(int unit, Gradients::OfUnit& g) {
         finish_exchange();
         Range range(kExchangeRange, unit);
-        exchange_.start_sum(g.all.data(), size_of(unit));
+        start_exchange(unit, g.all.data());
         exchanged_ = {unit, g.all.data(), std::move(g.buffer)};
+    }
+    // With --zero 0 the sums are gathered too.
+    void start_exchange(int unit, floatX* gradients) {
+        exchange_.start_sum(gradients, size_of(unit), kept_slice(unit));
+        if (!o_.slices_state()) exchange_.start_gather(gradients, size_of(unit), "gradients");
     }
     void finish_exchange() {
         if (exchanged_.unit < 0) return;
@@ -192,9 +198,7 @@ class Updates {
     void complete_exchanged(int unit, floatX* gradients) {
         const int64_t size = size_of(unit);
         floatX* const kept = kept_slice(unit);
-        exchange_.finish_sum(kept);
-        if (!exchange_.is_alone() && !o_.slices_state())
-            exchange_.gather_slices(gradients, size, "gradients");
+        exchange_.finish_sum();
         TensorF all = sums_of(unit);
         const Slice own = trained_.options.slices.own(size);
         if (own.count < size) fill_zero(all, stream_);  // the other ranks have the others
@@ -238,7 +242,9 @@ class Updates {
         if (places_.updates_on_host()) return update_on_host(unit, u, gradients, norm);
         floatX* const weights = weights_.to_update(unit);
         update_own(unit, u, weights, gradients, norm);
-        if (gathers_weights(unit)) exchange_.gather_slices(weights, u.size, "weights");
+        if (!gathers_weights(unit)) return;
+        exchange_.start_gather(weights, u.size, "weights");
+        if (weights_.streams_trained_blocks()) exchange_.join();  // their buffer is stored next
     }
     // True if ranks send each other a unit's weights when they are updated.
     bool gathers_weights(int unit) const {

@@ -76,13 +76,14 @@ inline constexpr const char* kPlacementNames[] = {"device", "host", "disk"};
 
 // Transfer directions, between the device and other placements, while operations run (offload_blocks.h,
 // offload_activations.h). A HostUpdate is no transfer: a host's cores update weights meanwhile
-// (offload_optimizer.h), and its bytes are an update's. ToRanks is what a rank sends to the others while it
-// receives as much (exchange.h).
-enum class Route { DiskRead, DiskWrite, FromHost, ToHost, HostUpdate, ToRanks };
-constexpr size_t kRoutes = 6;
-inline constexpr const char* kRouteNames[kRoutes] = {"disk_read", "disk_write",  "from_host",
-                                                     "to_host",   "host_update", "to_ranks"};
+// (offload_optimizer.h), and its bytes are an update's. ToRanks is what a rank sends to others on its machine
+// while it receives as much (exchange.h), and ToMachines what it sends to ranks on other machines.
+enum class Route { DiskRead, DiskWrite, FromHost, ToHost, HostUpdate, ToRanks, ToMachines };
+constexpr size_t kRoutes = 7;
+inline constexpr const char* kRouteNames[kRoutes] = {"disk_read",   "disk_write", "from_host",  "to_host",
+                                                     "host_update", "to_ranks",   "to_machines"};
 
+constexpr bool is_exchange(Route route) { return route == Route::ToRanks || route == Route::ToMachines; }
 constexpr bool is_disks(Route route) { return route == Route::DiskRead || route == Route::DiskWrite; }
 constexpr Route route_back(Route route) {
     return route == Route::DiskRead    ? Route::DiskWrite

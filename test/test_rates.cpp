@@ -105,17 +105,23 @@ TEST(Simulate, WhatStaysWithTheHostCrossesNoLink) {
                      12);
 }
 
-// 6 ranks on 2 machines: each sends 3 of 5 parts to the other machine, over a network that 3 ranks share.
-TEST(Simulate, WhatLeavesAMachineIsSharedByItsRanks) {
+// An exchange is complete when both its parts are, that inside the machine and that over the network, and when
+// all exchanges before it are.
+TEST(Simulate, ExchangesAreCompleteOneAfterAnother) {
     Rates rates = slow_rates();
     rates.transfers[static_cast<size_t>(Route::ToRanks)] = 8;
-    EXPECT_DOUBLE_EQ(rates.seconds_moving(100, Route::ToRanks), 12.5);
-    rates.ranks = {.on_a_machine = 3, .outside = 0.6, .network = 90};
-    EXPECT_DOUBLE_EQ(rates.seconds_moving(100, Route::ToRanks), 40 / 8.);
-    rates.ranks.network = 18;
-    EXPECT_DOUBLE_EQ(rates.seconds_moving(100, Route::ToRanks), 60 * 3 / 18.);
-    rates.ranks.over_host_link = true;  // which also carries what goes on to the network
-    EXPECT_DOUBLE_EQ(rates.seconds_moving(100, Route::ToRanks), 12.5);
+    rates.transfers[static_cast<size_t>(Route::ToMachines)] = 6;
+    const auto seconds = [&](std::vector<Transfer> transfers) {
+        PhaseTimes phases;
+        add_phases(phases, plan_of({}, std::move(transfers)), 1, rates);
+        return total_seconds(phases);
+    };
+    const Transfer far = begins(Transfer::Ranks, Route::ToMachines, 60),
+                   near = begins(Transfer::Ranks, Route::ToRanks, 40);
+    EXPECT_DOUBLE_EQ(seconds({far, near, waits(Transfer::Ranks, 1, 0)}), 10);
+    EXPECT_DOUBLE_EQ(seconds({near, waits(Transfer::Ranks, 0, 0)}), 5);
+    EXPECT_DOUBLE_EQ(seconds({far, near, near, waits(Transfer::Ranks, 2, 0)}), 10);
+    EXPECT_DOUBLE_EQ(seconds({near, near, near, waits(Transfer::Ranks, 2, 0)}), 15);
 }
 
 // GPUs without NVLink exchange over their links to the host, in both directions at once.

@@ -33,10 +33,10 @@ class SocketEngine : public RankEngine {
             done += static_cast<size_t>(
                 read(socket_, static_cast<char*>(receive[other].at) + done, receive[other].bytes - done));
     }
-    void start(std::span<const Part>, std::span<const Part>) override {}
+    void start(std::vector<ExchangeStep>) override {}
     void finish(size_t) override {}
     void end_all(int code) override { _exit(code); }
-    int on_this_machine() const override { return 2; }
+    RankSpread spread() const override { return {2, true}; }
 
   private:
     const int rank_, socket_;
@@ -204,7 +204,7 @@ struct Exchanges : Side {
         std::vector<Part> send(2), receive(2);
         send[static_cast<size_t>(other())] = {sent, kCount * sizeof(float)};
         receive[static_cast<size_t>(other())] = {received, kCount * sizeof(float)};
-        return transfers.start(send, receive, stream.get());
+        return transfers.start({{send, receive}}, stream.get());
     }
     void sum_received() const { add<<<1, kCount, 0, computes.get()>>>(sum, received); }
 

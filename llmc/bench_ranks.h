@@ -92,6 +92,7 @@ inline std::vector<RankTimes> rank_times(const std::vector<double>& all, size_t 
         ahead[r] = differences[kBarriers / 2];
     }
     std::vector<RankTimes> ranks(count);
+    std::vector<double> ended(count);  // when a rank's exchanges so far were complete, by its clock
     size_t at = kBarriers;
     for (const size_t of_step : exchanges) {
         for (size_t r = 0; r < count; r++) ranks[r].computing += all[r * row + at];
@@ -106,13 +107,18 @@ inline std::vector<RankTimes> rank_times(const std::vector<double>& all, size_t 
                 ranks[r].computing -= waited;
                 ranks[r].waiting += waiting;
                 ranks[r].not_hidden += waited - waiting;
-                ranks[r].hidden += std::max(0.0, began + took - last - (waited - waiting));
+                // It began when the last rank had started it, and those before it were complete.
+                const double end = began + took, first = std::max(last, ended[r]);
+                ranks[r].hidden += std::max(0.0, end - first) - (waited - waiting);
+                ended[r] = std::max(ended[r], end);
             }
         }
     }
-    for (RankTimes& r : ranks)
+    for (RankTimes& r : ranks) {
+        r.hidden = std::max(0.0, r.hidden);
         for (double* seconds : {&r.computing, &r.hidden, &r.not_hidden, &r.waiting})
             *seconds /= static_cast<double>(exchanges.size());
+    }
     return ranks;
 }
 

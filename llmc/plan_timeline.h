@@ -116,7 +116,7 @@ inline void append_bars(Timeline& timeline, const Plan& plan, const std::string&
     };
     simulate(
         plan, rates,
-        [&](const Work&, double at, double seconds, double more) {
+        [&](const Work&, double at, double seconds, double more, Cost) {
             computed.push_back({at, seconds + more});
         },
         [&](const Transfer& t, Cost, double at, double seconds) {

@@ -299,7 +299,7 @@ class Media {
         double done = free = at + rates_.seconds(t);
         if (is_exchange(t.route)) done = exchanged_ = std::max(done, exchanged_);
         if (const double share = rates_.beside[static_cast<size_t>(t.route)]; share < 1)
-            disturbs_.push_back({at, done, share});
+            disturbs_.push_back({at, done, share, cost_of(t.route)});
         const bool comes_to_host = t.route == Route::DiskRead && t.stays_with_host;
         if (t.route == Route::ToHost || t.route == Route::HostUpdate || comes_to_host)
             stored = std::max(stored, done);
@@ -310,10 +310,15 @@ class Media {
         }
         return {at, done};
     }
-    // The time that computing takes from `now` on which takes `seconds` alone.
-    double computing(double now, double seconds) {
-        if (disturbing_ == disturbs_.size()) return seconds;
+    // The time that computing takes from `now` on which takes `seconds` alone, and what makes it longer.
+    struct Computing {
+        double seconds;
+        Cost beside;
+    };
+    Computing computing(double now, double seconds) {
+        if (disturbing_ == disturbs_.size()) return {seconds, Cost::Disk};
         const double begun = now;
+        const Cost beside = disturbs_[disturbing_].cost;
         for (; disturbing_ < disturbs_.size() && seconds > 0; disturbing_++) {
             const Disturbs& d = disturbs_[disturbing_];
             const double alone = std::clamp(d.at - now, 0.0, seconds);
@@ -322,12 +327,13 @@ class Media {
             now += beside / d.share, seconds -= beside;
             if (now < d.done) break;
         }
-        return now + seconds - begun;
+        return {now + seconds - begun, beside};
     }
 
   private:
     struct Disturbs {
         double at, done, share;
+        Cost cost;
     };
     double& free_of(Route route) {
         return free_[static_cast<size_t>(is_disks(route) ? Route::DiskRead : route)];
@@ -343,9 +349,9 @@ class Media {
 
 // Simulates a plan, from time 0: its operations one after the other, and beside them its transfers, until
 // each is waited for. Calls
-//   computes(work, at, seconds, more), moves(transfer, cost, at, seconds), waits(transfer, which, at,
+//   computes(work, at, seconds, more, beside), moves(transfer, cost, at, seconds), waits(transfer, which, at,
 //   seconds)
-// where `more` is the additional time because of transfers, and `which` the index of the awaited transfer
+// where `more` is the additional time because of transfers, whose cost is `beside`, and `which` the index of the awaited transfer
 // among those that moved, from 0.
 template <class Computes, class Moves, class Waits>
 void simulate(const Plan& plan, const Rates& rates, Computes&& computes, Moves&& moves, Waits&& waits) {
@@ -376,8 +382,9 @@ void simulate(const Plan& plan, const Rates& rates, Computes&& computes, Moves&&
         for (; next != plan.transfers.end() && next->after == i; ++next) transfer(*next);
         if (i == plan.work.size()) break;
         const double seconds = rates.seconds(plan.work[i]);
-        const double more = media.computing(now, seconds) - seconds;
-        computes(plan.work[i], now, seconds, more);
+        const auto [with_transfers, beside] = media.computing(now, seconds);
+        const double more = with_transfers - seconds;
+        computes(plan.work[i], now, seconds, more, beside);
         now += seconds + more;
     }
 }
@@ -400,11 +407,11 @@ inline void add_phases(PhaseTimes& phases, const Plan& plan, double runs, const 
     std::vector<size_t> moved;  // the Cost of each transfer
     simulate(
         plan, rates,
-        [&](const Work& w, double, double seconds, double more) {
+        [&](const Work& w, double, double seconds, double more, Cost beside) {
             PhaseTime& p = phase(w.range);
             p.seconds[static_cast<size_t>(cost_of(w))] += runs * seconds;
             p.busy[static_cast<size_t>(cost_of(w))] += runs * seconds;
-            p.seconds[static_cast<size_t>(Cost::Disk)] += runs * more;
+            p.seconds[static_cast<size_t>(beside)] += runs * more;
         },
         [&](const Transfer& t, Cost cost, double, double seconds) {
             moved.push_back(static_cast<size_t>(cost));

@@ -63,6 +63,19 @@ class Calibration {
         return mean_of(first, rates_);
     }
 
+    // Calls measure(multiply, seconds), where multiply(i) is a product, and how long it takes alone.
+    template <class Measure>
+    void beside_products(Measure&& measure) {
+        run([&](Bench& b) {
+            const TensorT x = b.template take<T>({kChannels, kChannels});
+            TensorT y = b.template take<T>({kChannels, kChannels});
+            const auto multiply = [&](int64_t) {
+                matmul(b.arena, stream_, y, x, far({kChannels, kChannels}), {});
+            };
+            const double alone = b.time(multiply);
+            if (!b.arena.rehearsing()) measure(multiply, alone);
+        });
+    }
     // The most bytes of the device's memory that it used at a time.
     size_t most_bytes() const { return 2 * passing_bytes() + most_bytes_; }
 
@@ -552,14 +565,7 @@ class Calibration {
     // the disk is a virtual machine's. Starts three transfers, and multiplies for as long as two take.
     template <class Start>
     void measure_beside(Route route, OffloadStorage& place, Start&& start) {
-        run([&](Bench& b) {
-            const TensorT x = b.template take<T>({kChannels, kChannels});
-            TensorT y = b.template take<T>({kChannels, kChannels});
-            const auto multiply = [&](int64_t) {
-                matmul(b.arena, stream_, y, x, far({kChannels, kChannels}), {});
-            };
-            const double alone = b.time(multiply);
-            if (b.arena.rehearsing()) return;
+        beside_products([&](auto&& multiply, double alone) {
             const double products = std::ceil(2 * rates_.seconds_moving(kTransferred, route) / alone);
             std::vector<double> shares;
             for (int i = 0; i < kTransfers; i++) {
@@ -617,8 +623,9 @@ class Calibration {
     size_t most_bytes_ = 0;
 };
 
-// Measures how fast ranks exchange bytes, in pieces as large as those of a step: with those on this machine,
-// and with those on others. All ranks must call it.
+// Measures how fast ranks exchange bytes, in pieces as large as those of a step, and, on CPUs, how much of its
+// speed a product keeps meanwhile: with ranks on this machine, and with those on others. All ranks must call
+// it.
 class RanksCalibration {
   public:
     RanksCalibration(RankEngine& engine, const Rank& rank)
@@ -627,44 +634,84 @@ class RanksCalibration {
         exchange_.connect_devices(rank);
         hosts_ = exchange_.gather(std::vector<uint64_t>{name_hash(host_name())});
     }
-    void measure(Rates& rates) {
-        const double here = bytes_per_second(true), away = bytes_per_second(false);
-        if (here > 0) rates.transfers[static_cast<size_t>(Route::ToRanks)] = here;
-        const auto own = hosts_[static_cast<size_t>(rank_.number)];
-        if (away > 0)  // which all ranks of this machine send at the same time
-            rates.ranks.network = away * static_cast<double>(std::count(hosts_.begin(), hosts_.end(), own));
+    template <class T>
+    void measure(Rates& rates, Calibration<T>& calibration) {
+        for (const bool here : {true, false}) {
+            const Parts parts(hosts_, static_cast<size_t>(rank_.number), here, stream_);
+            if (parts.sent == 0) continue;
+            double seconds = seconds_of(parts);
+            if (kHostIsDevice)
+                calibration.beside_products([&](auto&& multiply, double alone) {
+                    const Beside b = beside(parts, seconds, multiply, alone);
+                    rates.beside[static_cast<size_t>(here ? Route::ToRanks : Route::ToMachines)] = b.share;
+                    seconds = b.seconds;
+                });
+            if (here)
+                rates.transfers[static_cast<size_t>(Route::ToRanks)] = parts.sent / seconds;
+            else  // which all ranks of this machine send at the same time
+                rates.ranks.network = parts.sent / seconds * parts.ranks_here;
+        }
     }
     size_t bytes() const { return 2 * static_cast<size_t>(rank_.count) * kSlice; }
 
   private:
-    static constexpr size_t kSlice = size_t{32} << 20;
-    static constexpr int kTimes = 7;
+    static constexpr size_t kSlice = size_t{4} << 20;
+    static constexpr int kTimes = 15;
 
-    // What a rank sends to those on its machine, or on others, while it receives as much; 0 if there are
-    // none.
-    double bytes_per_second(bool here) {
-        const DeviceBuffer sent(bytes() / 2, "what ranks send"), received(bytes() / 2, "what ranks receive");
-        device_fill(sent.data(), 1, sent.bytes(), stream_);
-        device_fill(received.data(), 1, received.bytes(), stream_);
-        stream_synchronize(stream_);
-        std::vector<Part> send(hosts_.size()), receive(hosts_.size());
-        double bytes = 0;
-        for (size_t r = 0; r < hosts_.size(); r++) {
-            const bool same = hosts_[r] == hosts_[static_cast<size_t>(rank_.number)];
-            if (same != here || static_cast<int>(r) == rank_.number) continue;
-            send[r] = {sent.data() + r * kSlice, kSlice};
-            receive[r] = {received.data() + r * kSlice, kSlice};
-            bytes += static_cast<double>(kSlice);
+    // What a rank sends to those on its machine, or on others, while it receives as much.
+    struct Parts {
+        DeviceBuffer to, from;
+        ExchangeStep step;
+        double sent = 0;        // bytes
+        double ranks_here = 0;  // on this rank's machine
+
+        Parts(const std::vector<uint64_t>& hosts, size_t own, bool here, Stream stream)
+            : to(hosts.size() * kSlice, "what ranks send"), from(to.bytes(), "what ranks receive") {
+            device_fill(to.data(), 1, to.bytes(), stream);
+            device_fill(from.data(), 1, from.bytes(), stream);
+            stream_synchronize(stream);
+            step.send.resize(hosts.size()), step.receive.resize(hosts.size());
+            for (size_t r = 0; r < hosts.size(); r++) {
+                const bool same = hosts[r] == hosts[own];
+                ranks_here += same;
+                if (same != here || r == own) continue;
+                step.send[r] = {to.data() + r * kSlice, kSlice};
+                step.receive[r] = {from.data() + r * kSlice, kSlice};
+                sent += static_cast<double>(kSlice);
+            }
         }
+    };
+    double seconds_of(const Parts& parts) {
         std::vector<double> seconds;
         for (int i = 0; i < kTimes; i++) {
             exchange_.largest(0);  // all ranks begin together
             const WallClock clock;
-            exchange_.transfers().finish(exchange_.transfers().start({{send, receive}}, stream_), stream_);
+            exchange_.transfers().finish(exchange_.transfers().start({parts.step}, stream_), stream_);
             stream_synchronize(stream_);
             if (i > 0) seconds.push_back(clock.seconds());
         }
-        return bytes / statistics(std::move(seconds)).median;
+        return statistics(std::move(seconds)).median;
+    }
+    // The share of its speed that computing keeps beside exchanges, and the seconds of one of these.
+    struct Beside {
+        double share, seconds;
+    };
+    // Starts three exchanges, and multiplies for as long as two take alone: all ranks do both at a time.
+    template <class Multiply>
+    Beside beside(const Parts& parts, double seconds, Multiply&& multiply, double alone) {
+        const double products = std::ceil(2 * seconds / alone);
+        std::vector<double> shares, each;
+        for (int i = 0; i < kTimes; i++) {
+            exchange_.largest(0);
+            size_t last = 0;
+            for (int k = 0; k < 3; k++) last = exchange_.transfers().start({parts.step}, stream_);
+            const WallClock clock;
+            for (int k = 0; k < products; k++) multiply(k);
+            shares.push_back(products * alone / clock.seconds());
+            exchange_.transfers().finish(last, stream_);
+            each.push_back(clock.seconds() / 3);
+        }
+        return {std::min(1.0, statistics(std::move(shares)).median), statistics(std::move(each)).median};
     }
 
     const Rank rank_;
@@ -689,7 +736,7 @@ void calibrate(const Options& o, RankEngine* engine) {
     const OwnStream stream;
     Calibration<T> calibration(stream.get());
     Rates rates = calibration.measure();
-    if (engine) RanksCalibration(*engine, o.rank).measure(rates);
+    if (engine) RanksCalibration(*engine, o.rank).measure(rates, calibration);
     if (!o.rank.is_first()) return;
     write_rates(file, rates, dtype_name<T>());
     printf("measured %s in %.1f s, in %.0f MiB of memory: %s\n", device_name().c_str(), clock.seconds(),

@@ -69,11 +69,11 @@ inline void write_rates(const std::string& path, const Rates& rates, const char*
     for (const auto& [name, c] : rates.operations)
         j["operations"][name] = {{"sizes", rounded(c.sizes)}, {"per_second", rounded(c.rates)}};
     for (size_t route = 0; route < rates.transfers.size(); route++)
-        if (std::isfinite(rates.transfers[route]) && static_cast<Route>(route) != Route::ToMachines)
+        if (std::isfinite(rates.transfers[route]))
             j["transfers"][kRouteNames[route]] = rounded({rates.transfers[route]})[0];
     if (std::isfinite(rates.ranks.network)) j["network"] = rounded({rates.ranks.network})[0];
     for (size_t route = 0; route < rates.beside.size(); route++)
-        if (kHostIsDevice && is_disks(static_cast<Route>(route)))
+        if (kHostIsDevice && (is_disks(static_cast<Route>(route)) || rates.beside[route] < 1))
             j["computing_beside"][kRouteNames[route]] = rounded({rates.beside[route]})[0];
     FileWriter writer(beside(path));
     writer.write(j.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
@@ -146,14 +146,13 @@ class RatesReader {
         if (x > most) wrong(where, format("numbers up to %g", most));
         return x;
     }
-    // Reads a number for each direction that exists: on a CPU the disk's alone. That between ranks may be
+    // Reads a number for each direction that exists: on a CPU the disk's alone. Those between ranks may be
     // missing.
     void by_route(const nlohmann::json& file, const char* name, std::array<double, kRoutes>& to,
                   double most = kLargest) const {
         const nlohmann::json& from = object(file, name);
         for (size_t route = 0; route < to.size(); route++) {
-            if (static_cast<Route>(route) == Route::ToMachines) continue;  // the file has the machine's rate
-            if (static_cast<Route>(route) == Route::ToRanks) {
+            if (is_exchange(static_cast<Route>(route))) {
                 if (!from.contains(kRouteNames[route])) continue;
             } else if (kHostIsDevice && !is_disks(static_cast<Route>(route))) {
                 continue;

@@ -251,7 +251,10 @@ class Trainer {
     void evaluate_batch(float loss_scale);
     void validate_and_log();
     void sample();
-    void save() { saves_.save(step_, batches_.sequences_after(step_), evaluated_); }
+    void save() {
+        updates_.wait_for_all_weights();
+        saves_.save(step_, batches_.sequences_after(step_), evaluated_);
+    }
     void save_if_asked();
     void finish();
     void stop();
@@ -344,6 +347,7 @@ void Trainer::run() {
         throw;
     }
     metrics_.finish();
+    updates_.wait_for_all_weights();
     stopping() ? stop() : finish();
     check_logs();
 }
@@ -422,6 +426,7 @@ void Trainer::micro_batch(float loss_scale, bool is_last) {
     // one device all but the first, on several all, which then have the memory of the exchange in every plan.
     const bool may_be_last =
         o_.own_micro_batches() == together() || micro_.continues_step || !exchange_.is_alone();
+    updates_.begin_forward(!micro_.continues_step);
     updates_.begin_backward(may_be_last, is_last);
     gpt_.forward_backward(batches_.on_device(), micro_, loss_scale, metrics_.loss());
     updates_.end_backward();
@@ -446,11 +451,13 @@ void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const
                            float loss_scale, TensorF& loss) {
     std::vector<MicroBatch> micro_batches = begin(batches, options);
     std::optional<Range> range(std::in_place, "forward");
+    weights_.wait_for(trained_.layout.embeddings_unit());
     for (MicroBatch& m : micro_batches) m.residual = embedding_and_head_.embed(m.batch.inputs, m.rows, 0);
     inputs_.take(micro_batches[0].residual.shape());
     forward_blocks(micro_batches, options.keep);
 
     range.emplace("head");
+    weights_.wait_for(trained_.layout.head_unit());
     EndGradients d_ends(gradients_, stream_, trained_.layout, config_.tied && !weights_.is_frozen(),
                         options.continues_step);
     const Head<floatX>& d_head = d_ends.take_head();
@@ -477,6 +484,7 @@ void Gpt::forward_blocks(std::vector<MicroBatch>& micro_batches, const std::vect
     weights_.expect_blocks();
     for (int l = 0; l < config_.layers; l++) {
         Range range("block", l);
+        weights_.wait_for(Layout::block_unit(l));
         weights_.block(l);
         for (MicroBatch& m : micro_batches) {
             BlockActivations& a = m.blocks[static_cast<size_t>(l)];
@@ -812,6 +820,7 @@ TensorX Gpt::logits_of(const TensorX& x, const Rows& rows) {
 // same number for any size of micro-batch. Nothing if the run is interrupted.
 std::optional<double> Trainer::validate() {
     metrics_.finish();
+    updates_.wait_for_all_weights();
     fill_zero(metrics_.loss(), stream_);
     loss_by_position_.begin(stream_);
     const float scale = batches_.validation_loss_scale();
@@ -876,6 +885,7 @@ void Trainer::validate_and_sample_if_due() {
 
 void Trainer::sample() {
     metrics_.finish();
+    updates_.wait_for_all_weights();
     const auto stops = [this] { return sampling_stops(); };
     const auto explain = [this] {
         if (o_.steps == 0) model_.check_streamed_finite();
@@ -984,6 +994,7 @@ void Trainer::apply(const MemorySetting& s) {
 // Tells the model's parts what they stream, and where from.
 void Trainer::connect_streams() {
     offloaded_.connect(gpt_);
+    gpt_.weights().wait_with([this](int unit) { updates_.wait_for_weights(unit); });
     if (o_.slices_weights())
         gpt_.weights().stream_blocks_from(gathered_ ? &*gathered_ : nullptr, Route::ToRanks,
                                           divided_blocks().bytes(), o_.prefetch);
@@ -1145,10 +1156,12 @@ void Trainer::bench() {
     const bool graphs = replays() && !o_.profile_ops;
     replays_ = false;  // a graph has no phases that could be seen
     bench_phases(r, stream_, o_.bench_steps, run_one);
+    updates_.wait_for_all_weights();
     if (!exchange_.is_alone()) r.gather_ranks(exchange_);
     metrics_.finish();
     replays_ = graphs;
     if (graphs) bench_replays(r, stream_, o_.bench_steps, run_one);
+    updates_.wait_for_all_weights();
     metrics_.finish();
     r.taken_bytes = taken_bytes();
     print_bench(r, o_.json);

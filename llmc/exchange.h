@@ -48,8 +48,8 @@ class Exchange {
     // micro-batches before the last share its plan.
     void set_active(bool active) { active_ = active; }
 
-    // The rank's own slice of x, a unit's `size` elements, is summed over all ranks, and the sum is written to
-    // `to`, or in its place in x if that is null. Until finish_sum() the exchange goes on beside the
+    // The rank's own slice of x, a unit's `size` elements, is summed over all ranks, and the sum is written
+    // to `to`, or in its place in x if that is null. Until finish_sum() the exchange goes on beside the
     // computation, which must not touch x. One sum can be under way.
     void start_sum(floatX* x, int64_t size, floatX* to = nullptr) {
         assert(!summed_.parts);
@@ -65,30 +65,48 @@ class Exchange {
         for (int64_t first = 0; first < slices_.length(size); first += columns)
             add_steps_of_sum(steps, s, {x, size, first, columns}, to + first);
         if (active_ && arena_.rehearsing()) note_sum_ranks(s, size);
-        start(std::move(steps), "gradients");
+        start(std::move(steps), "gradients", sum_);
     }
     // Finishes that sum, if one is under way.
     void finish_sum() {
         if (!summed_.parts) return;
-        join();
+        finish(sum_);
         summed_ = {};
     }
+    // Something that was started; nothing by default. It stays at its address while the run lasts.
+    struct Started {
+        std::optional<size_t> number = {};  // each replay of a recording sets it anew
+        int noted = -1;                     // in a dry run
+    };
     // Starts to gather: every rank gets the other ranks' slices of x, a unit's `size` elements, of its
-    // weights or gradients. Until join(), x must not be changed.
-    void start_gather(floatX* x, int64_t size, const char* content) {
+    // weights or gradients. Until finish(), x must not be used.
+    void start_gather(floatX* x, int64_t size, const char* content, Started& gather) {
         const auto part = [&](int rank) {
             const Slice s = slices_.of(size, rank);
             return part_of(x + s.first, s.count);
         };
-        start(gather_steps(slices_, part(slices_.rank), part), content);
+        start(gather_steps(slices_, part(slices_.rank), part), content, gather);
     }
-    // Waits for all that was started.
-    void join() {
-        if (!active_ || !std::exchange(under_way_, false)) return;
-        if (arena_.rehearsing()) return note_wait(Transfer::Ranks, noted_);
-        host_act([this] {
+    // In a dry run, records a gather of a unit's weights that was started before this plan begins.
+    void note_gather(int64_t size, Started& gather) {
+        if (!arena_.rehearsing()) return;
+        const auto part = [&](int rank) -> Part {
+            return {nullptr, sizeof(floatX) * static_cast<size_t>(slices_.of(size, rank).count)};
+        };
+        note(sent_bytes(gather_steps(slices_, part(slices_.rank), part), slices_), "weights", gather);
+    }
+    bool rehearsing() const { return arena_.rehearsing(); }
+    // Waits for what was started, and for all that was started before.
+    void finish(Started& started) {
+        if (arena_.rehearsing()) {
+            const int noted = std::exchange(started.noted, -1);
+            if (noted >= 0) note_wait(Transfer::Ranks, noted);
+            return;
+        }
+        host_act([this, &started] {
+            if (!started.number) return;
             const Waiting waiting(Transfer::Ranks);
-            transfers_->finish(number_, stream_);
+            transfers_->finish(*std::exchange(started.number, std::nullopt), stream_);
         });
     }
     // x (n) becomes its sum over all ranks, on every rank.
@@ -97,8 +115,8 @@ class Exchange {
         const Tensor<float> parts = arena_.take<float>("ranks_sums", {slices_.ranks, columns}, "exchange");
         start(gather_steps(slices_, part_of(x.data(), n),
                            [&](int rank) { return part_of(parts.at(rank * columns), n); }),
-              "sums");
-        join();
+              "sums", sum_);
+        finish(sum_);
         if (!active_) return;
         const Tensor<float> sum(parts.data(), {n});  // in place, because x may not be aligned
         const Operation operation(kSumRanks, 0, static_cast<double>((slices_.ranks + 1) * n) * sizeof(float));
@@ -151,7 +169,7 @@ class Exchange {
     // The memory of a sum of gradients that is under way: what ranks of this machine have sent, and, if there
     // are others, the machine's sums that are sent there and what was received from there.
     struct Summed {
-        Tensor<floatX> parts = {};                // (ranks of a machine, columns)
+        Tensor<floatX> parts = {};               // (ranks of a machine, columns)
         Tensor<float> sent = {}, received = {};  // (2, columns), (machines, columns)
     };
     // Elements [first, first + columns) of every slice of a unit's x.
@@ -204,8 +222,8 @@ class Exchange {
             else if (k < machines)
                 step.then = [parts, sum = row(summed_.sent, k % 2)] { parts(sum); };
             else
-                step.then = [parts, add, to, sum = row(summed_.received, here), rows = summed_.received.data(),
-                             n, machines, columns = c.columns] {
+                step.then = [parts, add, to, sum = row(summed_.received, here),
+                             rows = summed_.received.data(), n, machines, columns = c.columns] {
                     parts(sum);
                     add(to, rows, n, machines, columns);
                 };
@@ -220,26 +238,25 @@ class Exchange {
                                   static_cast<double>(s.own(size).count) * (of_parts + of_machines));
     }
 
-    // Starts an exchange, which join() waits for.
-    void start(std::vector<ExchangeStep> steps, const char* content) {
+    // In a dry run, records an exchange.
+    void note(const SentBytes& sent, const char* content, Started& started) const {
+        const auto note = [&](Route route, size_t bytes) {
+            started.noted = note_transfer({.of = Transfer::Ranks,
+                                           .waits = false,
+                                           .route = route,
+                                           .bytes = static_cast<double>(bytes),
+                                           .content = content});
+        };
+        if (slices_.machines() > 1) note(Route::ToMachines, sent.to_machines);
+        if (slices_.ranks_of_a_machine() > 1) note(Route::ToRanks, sent.to_ranks);
+    }
+    void start(std::vector<ExchangeStep> steps, const char* content, Started& started) {
         if (!active_) return;
-        under_way_ = true;
         const SentBytes sent = sent_bytes(steps, slices_);
-        if (arena_.rehearsing()) {
-            const auto note = [&](Route route, size_t bytes) {
-                noted_ = note_transfer({.of = Transfer::Ranks,
-                                        .waits = false,
-                                        .route = route,
-                                        .bytes = static_cast<double>(bytes),
-                                        .content = content});
-            };
-            if (slices_.machines() > 1) note(Route::ToMachines, sent.to_machines);
-            if (slices_.ranks_of_a_machine() > 1) note(Route::ToRanks, sent.to_ranks);
-            return;
-        }
-        host_act([this, steps = std::move(steps), sent] {
+        if (arena_.rehearsing()) return note(sent, content, started);
+        host_act([this, steps = std::move(steps), sent, &started] {
             count_sent(sent);
-            number_ = transfers_->start(steps, stream_);
+            started.number = transfers_->start(steps, stream_);
         });
     }
 
@@ -248,9 +265,7 @@ class Exchange {
     const Slices& slices_;
     RankEngine* engine_ = nullptr;
     std::optional<RankTransfers> transfers_;
-    size_t number_ = 0;  // of the latest exchange
     bool active_ = true;
-    bool under_way_ = false;  // something was started, and is not joined
     Summed summed_;
-    int noted_ = -1;  // in a dry run: the number of the latest exchange
+    Started sum_;  // the exchange of a sum
 };

@@ -416,7 +416,8 @@ inline void print_ranks(FILE* to, const RanksReport& r) {
         fprintf(to,
                 "  %.0f%% of it leaves the machine, whose %d devices share a network of %.4g GB/s each way "
                 "(%s)\n",
-                100 * r.sent_to_machines / r.all_sent(), r.on_a_machine, r.links.network / 1e9, r.links.network_of);
+                100 * r.sent_to_machines / r.all_sent(), r.on_a_machine, r.links.network / 1e9,
+                r.links.network_of);
     fprintf(to, "  that takes %.4g s, of which a step waits for %.4g s\n", r.seconds, r.waited_seconds);
 }
 

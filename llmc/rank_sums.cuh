@@ -30,6 +30,6 @@ void sum_ranks(const Tensor<Sum>& out, const Tensor<T>& parts, Stream stream) {
     const int64_t ranks = parts.rows(), n = out.size();
     assert(parts.columns() % kVectorSize<T> == 0 && n <= parts.columns());
     if (n == 0) return;
-    launch<sum_ranks_kernel<Sum, T>>(elementwise_blocks<T>(n), kBlockThreads, 0, stream, out.data(), parts.data(),
-                                static_cast<int>(ranks), parts.columns(), n);
+    launch<sum_ranks_kernel<Sum, T>>(elementwise_blocks<T>(n), kBlockThreads, 0, stream, out.data(),
+                                     parts.data(), static_cast<int>(ranks), parts.columns(), n);
 }

@@ -95,7 +95,7 @@ struct RankSpread {
 class RankEngine {
   public:
     virtual ~RankEngine() = default;
-    // Makes a step, and returns when it is done.
+    // Makes a step, and returns when it is done. It does not wait for exchanges that were started.
     virtual void exchange(std::span<const Part> send, std::span<const Part> receive) = 0;
     // Gathers as many bytes of each of `count` ranks, one rank after another in `all`.
     void gather(const void* own, size_t bytes, void* all, int count) {

@@ -192,6 +192,17 @@ class SignsOfLife {
     bool ends_ = false;                        // no more are sent
 };
 
+// Exchanges that go on one after another.
+struct Lane {
+    using Exchange = std::vector<ExchangeStep>;
+
+    const int tag;                           // of its messages
+    std::deque<Exchange> exchanges = {};     // that are not complete
+    std::vector<MPI_Request> requests = {};  // of the step that is under way
+    size_t step = 0;                         // of the first exchange
+    bool is_under_way = false;
+};
+
 class MpiEngine : public RankEngine {
   public:
     MpiEngine(const Rank& rank, OnLost on_lost)
@@ -217,12 +228,14 @@ class MpiEngine : public RankEngine {
     }
 
     void exchange(std::span<const Part> send, std::span<const Part> receive) override {
-        enqueue({{{send.begin(), send.end()}, {receive.begin(), receive.end()}}}, false);
-        wait_until([this] { return waiting_.empty(); });
+        change([&] {
+            control_.exchanges.push_back({{{send.begin(), send.end()}, {receive.begin(), receive.end()}}});
+        });
+        wait_until([this] { return control_.exchanges.empty(); });
     }
     void start(std::vector<ExchangeStep> steps) override {
         times_[started_++ % times_.size()].began = Clock::now();
-        enqueue(std::move(steps), true);
+        change([&] { data_.exchanges.push_back(std::move(steps)); });
     }
     void finish(size_t number) override {
         wait_until([&] { return done_ > number; });
@@ -271,7 +284,9 @@ class MpiEngine : public RankEngine {
         const std::vector<Part> send(all.size(), {&own, sizeof own});
         std::vector<Part> receive;
         for (T& value : all) receive.push_back({&value, sizeof value});
-        move(send, receive);
+        std::vector<MPI_Request> requests;
+        post(requests, send, receive, 0);
+        while (!are_complete(requests)) watch();
         return all;
     }
     std::vector<std::string> gather_hosts() {
@@ -288,13 +303,15 @@ class MpiEngine : public RankEngine {
         return std::all_of(all.begin(), all.end(), [&](int theirs) { return theirs == here && fits; });
     }
 
-    void move(std::span<const Part> send, std::span<const Part> receive) {
-        requests_.clear();
+    // Begins to move the bytes of a step: the requests are in `requests`.
+    void post(std::vector<MPI_Request>& requests, std::span<const Part> send, std::span<const Part> receive,
+              int tag) {
+        requests.clear();
         const auto call = [&](auto function, const Part& part, int peer) {
             for (size_t first = 0; first < part.bytes; first += kMostBytes) {
                 const auto bytes = static_cast<int>(std::min(part.bytes - first, kMostBytes));
-                function(static_cast<char*>(part.at) + first, bytes, mpi_.byte, peer, 0, mpi_.world,
-                         &requests_.emplace_back());
+                function(static_cast<char*>(part.at) + first, bytes, mpi_.byte, peer, tag, mpi_.world,
+                         &requests.emplace_back());
             }
         };
         for (int peer = 0; peer < rank_.count; peer++)
@@ -304,12 +321,11 @@ class MpiEngine : public RankEngine {
         const auto own = static_cast<size_t>(rank_.number);
         if (send[own].bytes > 0 && send[own].at != receive[own].at)
             std::memcpy(receive[own].at, send[own].at, send[own].bytes);
-        for (int done = 0; !done;) {
-            mpi_.test_all(static_cast<int>(requests_.size()), requests_.data(), &done, MPI_STATUSES_IGNORE);
-            if (done) break;
-            watch();
-            pause_between_calls();
-        }
+    }
+    bool are_complete(std::vector<MPI_Request>& requests) {
+        int done = 0;
+        mpi_.test_all(static_cast<int>(requests.size()), requests.data(), &done, MPI_STATUSES_IGNORE);
+        return done;
     }
     // While the main thread computes, this thread must sleep: one that only yields gets a core again when the
     // other has used up its time slice, and by then the network has long been idle.
@@ -361,35 +377,51 @@ class MpiEngine : public RankEngine {
     }
     void work() {
         is_worker_ = true;
-        std::unique_lock lock(mutex_);
         while (!ends_) {
-            const Waiting* const exchange = waiting_.empty() ? nullptr : &waiting_.front();
-            lock.unlock();
-            if (exchange)
-                for (const ExchangeStep& step : exchange->steps) {
-                    move(step.send, step.receive);
-                    if (step.then) step.then();
-                }
+            const Progress of_data = go_on(data_), of_control = go_on(control_);
             watch();
-            lock.lock();
-            if (exchange) {
-                if (exchange->is_numbered) times_[done_++ % times_.size()].ended = Clock::now();
-                waiting_.pop_front();
-                changed_.notify_all();
+            if (of_data == Progress::MovedOn || of_control == Progress::MovedOn) continue;
+            if (of_data == Progress::Waits || of_control == Progress::Waits) {
+                pause_between_calls();
+                continue;
             }
-            changed_.wait_for(lock, SignsOfLife::kTick, [this] { return ends_ || !waiting_.empty(); });
+            std::unique_lock lock(mutex_);
+            changed_.wait_for(lock, SignsOfLife::kTick, [this] {
+                return ends_ || !data_.exchanges.empty() || !control_.exchanges.empty();
+            });
         }
-        lock.unlock();
         while (signs_.end(patience_)) lose();
+    }
+    // Goes on with a lane's first exchange: begins its next step, or ends it if all has arrived.
+    enum class Progress { Idle, Waits, MovedOn };
+    Progress go_on(Lane& lane) {
+        Lane::Exchange* first = nullptr;
+        {
+            const std::lock_guard lock(mutex_);
+            if (lane.exchanges.empty()) return Progress::Idle;
+            first = &lane.exchanges.front();
+        }
+        if (lane.step < first->size()) {
+            const ExchangeStep& step = (*first)[lane.step];
+            if (!std::exchange(lane.is_under_way, true))
+                post(lane.requests, step.send, step.receive, lane.tag);
+            if (!are_complete(lane.requests)) return Progress::Waits;
+            if (step.then) step.then();
+            lane.is_under_way = false;
+            if (++lane.step < first->size()) return Progress::MovedOn;
+        }
+        lane.step = 0;
+        change([&] {
+            if (&lane == &data_) times_[done_++ % times_.size()].ended = Clock::now();
+            lane.exchanges.pop_front();
+        });
+        return Progress::MovedOn;
     }
     template <class Change>
     void change(Change&& change) {
         const std::lock_guard lock(mutex_);
         change();
         changed_.notify_all();
-    }
-    void enqueue(std::vector<ExchangeStep> steps, bool is_numbered) {
-        change([&] { waiting_.push_back({std::move(steps), is_numbered}); });
     }
     template <class Condition>
     void wait_until(Condition&& condition) {
@@ -406,16 +438,12 @@ class MpiEngine : public RankEngine {
     RankSpread spread_;
     int number_on_this_machine_ = 0;
     static constexpr size_t kMostBytes = size_t{1} << 30;  // of a message
-    std::vector<MPI_Request> requests_;  // of the latest exchange
     std::atomic<double> patience_ = 600;
     std::mutex mutex_;
     std::condition_variable changed_;
     std::string where_ = "before the first step";  // this rank is, for messages
-    struct Waiting {
-        std::vector<ExchangeStep> steps;
-        bool is_numbered;  // start() has started it
-    };
-    std::deque<Waiting> waiting_;  // exchanges that are not complete
+    // Those that the main thread waits for do not wait for those that were started before.
+    Lane data_{0}, control_{2};
     size_t started_ = 0, done_ = 0;
     bool ends_ = false;
     std::atomic<bool> is_waited_for_ = false;  // the main thread waits

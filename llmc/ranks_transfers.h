@@ -62,8 +62,7 @@ std::vector<ExchangeStep> gather_steps(const Slices& all, const Part& own, Arriv
         for (int place = 0; place < slices.ranks_of_a_machine(); place++) {
             const int other = slices.same_place_on(here, place);
             if (other == rank && k > 0) continue;
-            step.send[static_cast<size_t>(other)] =
-                k > 0 ? arrives(slices.same_place_on(passed, rank)) : own;
+            step.send[static_cast<size_t>(other)] = k > 0 ? arrives(slices.same_place_on(passed, rank)) : own;
             step.receive[static_cast<size_t>(other)] = arrives(slices.same_place_on(passed, other));
         }
         if (k + 1 == machines) continue;
@@ -264,10 +263,11 @@ class RankTransfers {
 
     // The stream to which a step's `then` adds its work.
     Stream stream() const { return own_.get(); }
-    // Starts an exchange after the work that `stream` has by now. Exchanges are made one after another; at
-    // most kMostUnjoined may have been started and not passed to finish(). Returns the exchange's number.
+    // Starts an exchange after the work that `stream` has by now. Exchanges are made one after another. If
+    // kMostUnjoined were started and not passed to finish(), the first of them is finished. Returns the
+    // exchange's number.
     size_t start(const std::vector<ExchangeStep>& steps, Stream stream) {
-        if (started_ - joined_ >= kMostUnjoined) bug("too many exchanges were started");
+        if (started_ - joined_ >= kMostUnjoined) finish(joined_, stream);
         ready_.record(stream);
         ready_.block(own_.get());
         for (const ExchangeStep& step : steps) {
@@ -283,8 +283,9 @@ class RankTransfers {
         int status = Nccl::kSuccess;
         nccl_.check(nccl_.comm_get_async_error(communicator_, &status), "its state is not known");
         nccl_.check(status, "an exchange failed");
+        if (number < joined_) return;
         arrived_[number % kMostUnjoined].block(stream);
-        joined_ = std::max(joined_, number + 1);
+        joined_ = number + 1;
     }
 
   private:

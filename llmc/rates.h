@@ -351,8 +351,8 @@ class Media {
 // each is waited for. Calls
 //   computes(work, at, seconds, more, beside), moves(transfer, cost, at, seconds), waits(transfer, which, at,
 //   seconds)
-// where `more` is the additional time because of transfers, whose cost is `beside`, and `which` the index of the awaited transfer
-// among those that moved, from 0.
+// where `more` is the additional time because of transfers, whose cost is `beside`, and `which` the index of
+// the awaited transfer among those that moved, from 0.
 template <class Computes, class Moves, class Waits>
 void simulate(const Plan& plan, const Rates& rates, Computes&& computes, Moves&& moves, Waits&& waits) {
     struct Begun {

@@ -623,9 +623,9 @@ class Calibration {
     size_t most_bytes_ = 0;
 };
 
-// Measures how fast ranks exchange bytes, in pieces as large as those of a step, and, on CPUs, how much of its
-// speed a product keeps meanwhile: with ranks on this machine, and with those on others. All ranks must call
-// it.
+// Measures how fast ranks exchange bytes, in pieces as large as those of a step, and, on CPUs, how much of
+// its speed a product keeps meanwhile: with ranks on this machine, and with those on others. All ranks must
+// call it.
 class RanksCalibration {
   public:
     RanksCalibration(RankEngine& engine, const Rank& rank)

@@ -203,7 +203,9 @@ inline void set_rank_links(Rates& rates, const Options& o) {
     links.over_host_link = !kHostIsDevice && nominal_gpu().nvlink == 0;
     links.on_a_machine = std::min(o.devices, o.rank.on_this_machine);
     if (o.devices == links.on_a_machine) return;
-    links.network_of = o.network > 0 ? "--network" : std::isfinite(links.network) ? kMeasured.data() : "nominal";
+    links.network_of = o.network > 0                  ? "--network"
+                       : std::isfinite(links.network) ? kMeasured.data()
+                                                      : "nominal";
     if (o.network > 0)
         links.network = o.network;
     else if (!std::isfinite(links.network))

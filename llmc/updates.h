@@ -61,7 +61,8 @@ class Updates {
           metrics_(metrics),
           exchange_(exchange),
           ring_(arena, stream),
-          on_host_(arena, stream) {
+          on_host_(arena, stream),
+          gathers_(trained.layout.units().size()) {
         if (o_.update_in_backward)
             gradients_.on_complete([this](int unit, Gradients::OfUnit& g) {
                 complete_sums(unit, g.all.data());
@@ -98,6 +99,23 @@ class Updates {
                                     .seed = o_.seed};
         set_factors(factors_, step, stream_);
         on_host_.use(step);
+    }
+    // Call before a forward pass; `is_first`: of a step. Then wait_for_weights() must be called before a
+    // unit's weights are used: ranks gather them while the forward pass computes the units before.
+    void begin_forward(bool is_first) {
+        forward_waits_ = is_first;
+        if (!is_first) return;
+        for (const int unit : units_in_order(o_.update_in_backward))
+            if (gathers_beside_forward(unit))
+                exchange_.note_gather(size_of(unit), gathers_[static_cast<size_t>(unit)]);
+    }
+    void wait_for_weights(int unit) {
+        if (forward_waits_ && gathers_beside_forward(unit))
+            exchange_.finish(gathers_[static_cast<size_t>(unit)]);
+    }
+    // Call it before weights are used by anything else than a step.
+    void wait_for_all_weights() {
+        for (Exchange::Started& gather : gathers_) exchange_.finish(gather);
     }
     // Call around a backward pass. `is_last`: it is the step's last pass, which completes the gradients.
     // `may_be_last`: it shares the plan of the last pass, so it takes the same memory, and sums squares too;
@@ -163,9 +181,16 @@ class Updates {
         on_host_.release();
         for (const int unit : std::exchange(ungathered_, {})) {
             Range range("update", unit);
-            exchange_.start_gather(weights_.to_update(unit), size_of(unit), "weights");
+            gather_weights(unit, weights_.to_update(unit));
         }
-        exchange_.join();
+    }
+    // Ranks gather a unit's updated weights.
+    void gather_weights(int unit, floatX* weights) {
+        Exchange::Started& gather = gathers_[static_cast<size_t>(unit)];
+        const bool is_beside_forward = gathers_beside_forward(unit);
+        if (is_beside_forward && exchange_.rehearsing()) return;  // the plan of forward has it
+        exchange_.start_gather(weights, size_of(unit), "weights", gather);
+        if (!is_beside_forward) exchange_.finish(gather);
     }
 
     // A unit's gradients of the step are complete on this rank: sums them over the ranks, and computes the
@@ -186,7 +211,8 @@ class Updates {
     // With --zero 0 the sums are gathered too.
     void start_exchange(int unit, floatX* gradients) {
         exchange_.start_sum(gradients, size_of(unit), kept_slice(unit));
-        if (!o_.slices_state()) exchange_.start_gather(gradients, size_of(unit), "gradients");
+        if (!o_.slices_state())
+            exchange_.start_gather(gradients, size_of(unit), "gradients", gathered_gradients_);
     }
     void finish_exchange() {
         if (exchanged_.unit < 0) return;
@@ -199,6 +225,7 @@ class Updates {
         const int64_t size = size_of(unit);
         floatX* const kept = kept_slice(unit);
         exchange_.finish_sum();
+        exchange_.finish(gathered_gradients_);
         TensorF all = sums_of(unit);
         const Slice own = trained_.options.slices.own(size);
         if (own.count < size) fill_zero(all, stream_);  // the other ranks have the others
@@ -242,14 +269,18 @@ class Updates {
         if (places_.updates_on_host()) return update_on_host(unit, u, gradients, norm);
         floatX* const weights = weights_.to_update(unit);
         update_own(unit, u, weights, gradients, norm);
-        if (!gathers_weights(unit)) return;
-        exchange_.start_gather(weights, u.size, "weights");
-        if (weights_.streams_trained_blocks()) exchange_.join();  // their buffer is stored next
+        if (gathers_weights(unit)) gather_weights(unit, weights);
     }
     // True if ranks send each other a unit's weights when they are updated.
     bool gathers_weights(int unit) const {
         const bool stay_in_slices = trained_.options.slices_blocks && trained_.layout.is_block(unit);
         return o_.slices_state() && !stay_in_slices;
+    }
+    // True if the gather goes on beside the next forward pass; else the weights are in a buffer, which is
+    // stored elsewhere next.
+    bool gathers_beside_forward(int unit) const {
+        const bool in_buffer = trained_.layout.is_block(unit) && weights_.streams_trained_blocks();
+        return gathers_weights(unit) && !in_buffer && size_of(unit) > 0;
     }
     // The host's cores update the elements whose state this rank has. The weights are back, and can be
     // gathered, when all updates are complete (finish()).
@@ -288,6 +319,9 @@ class Updates {
     Exchange& exchange_;
     StateRing ring_;
     HostUpdates<floatX> on_host_;
+    std::vector<Exchange::Started> gathers_;  // of weights, by unit
+    Exchange::Started gathered_gradients_;    // with --zero 0
+    bool forward_waits_ = true;               // for gathers
     std::vector<int> ungathered_;  // units that the host updates, and whose weights ranks then gather
     DeviceBuffer memory_;
     UpdateFactors* factors_ = nullptr;  // on the device: of the current step

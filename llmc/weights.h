@@ -7,6 +7,7 @@
 #pragma once
 
 #include <array>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -64,6 +65,13 @@ class Weights {
     template <class Bytes>
     void stream_blocks_from(PieceSource* source, Route route, const std::vector<Bytes>& bytes, int prefetch) {
         streamed_.stream_from(route, bytes, prefetch, source);
+    }
+
+    // Says what waits until a unit's weights may be used, if they come from other ranks.
+    void wait_with(std::function<void(int unit)> wait) { wait_ = std::move(wait); }
+    // A step's forward pass calls it before it uses a unit's weights.
+    void wait_for(int unit) const {
+        if (wait_) wait_(unit);
     }
 
     // True if the model is frozen, and only an adapter is trained.
@@ -135,6 +143,7 @@ class Weights {
     const OutsideState outside_;
     std::vector<Block<floatX>> blocks_;
     BlockStream streamed_;
+    std::function<void(int unit)> wait_;
     // The streamed block whose views point at its bytes, and the address of these.
     std::pair<int, char*> bound_ = {-1, nullptr};
 };

@@ -159,26 +159,34 @@ def test_more_micro_batches_hide_no_less(train):
 
 
 def test_machines_and_their_network(train):
-    """What leaves a machine takes its share of the network, if that is slower than the link."""
+    """Each slice crosses the network once, from the machine that has summed it to the one that needs it. In bf16 the sums of a
+    machine have 4 bytes, and what its ranks send each other 2."""
     one = train.plan(*D6)["ranks"]
     assert one["machines"] == 1 and "network" not in one and one["link"] == {"bytes_per_second": 2e9, "of": "nominal"}
     for rate, bytes_per_second in (("1Gbit/s", 125e6), ("0.5GB/s", 5e8), ("1GiB/s", 2**30), ("400Gbit/s", 50e9)):
         two = train.plan(*D6, "--machines", 2, "--network", rate)
-        sent, network = two["ranks"]["sent_bytes"], two["ranks"]["network"]
-        assert sent == one["sent_bytes"] and network["bytes_per_second"] == bytes_per_second and network["of"] == "--network"
-        # A rank sends to three others, two of them on the other machine. The two ranks of a machine share its network.
-        assert network["sent_by_a_machine"] == pytest.approx(2 * sent * 2 / 3)
-        slowest = max(sent / 3 / 2e9, 2 * sent * 2 / 3 / bytes_per_second)
-        assert two["ranks"]["exchange_seconds"] == pytest.approx(slowest)
+        sent, network = two["ranks"]["sent"], two["ranks"]["network"]
+        assert network["bytes_per_second"] == bytes_per_second and network["of"] == "--network"
+        of_sums = 4 / 8 if train.precision == "bf16" else 1 / 3
+        assert sent["gradients"] == pytest.approx(one["sent"]["gradients"] * (8 / 6 if train.precision == "bf16" else 1), rel=1e-3)
+        assert sent["weights"] == pytest.approx(one["sent"]["weights"], rel=1e-3)
+        far = sent["gradients"] * of_sums + (sent["weights"] + sent["sums"]) / 3
+        # Its two ranks share the network. The last slices are a little shorter.
+        assert network["sent_by_a_machine"] == pytest.approx(2 * far, rel=0.03)
+        far = network["sent_by_a_machine"] / 2
+        both = [(sum(sent.values()) - far) / 2e9, 2 * far / bytes_per_second]
+        assert two["ranks"]["exchange_seconds"] == pytest.approx(sum(both), rel=1e-6)
         assert two["ranks"]["waited_seconds"] == pytest.approx(spent(two, "exchange"))
     assert two["estimated_seconds"] < train.plan(*D6)["estimated_seconds"]
+    alone = train.plan(*D6, "--machines", 4, "--network", "1Gbit/s")["ranks"]  # ranks that are alone send to each other directly
+    assert alone["sent"] == one["sent"] and alone["network"]["sent_by_a_machine"] == alone["sent_bytes"]
     slow = train.plan(*D6, "--machines", 4, "--network", "10Mbit/s")
     assert {p["bound_by"] for p in slow["phases"] if p["name"] in ("backward", "update")} == {"exchange"}
     assert slow["ranks"]["waited_seconds"] > 0.9 * slow["ranks"]["exchange_seconds"]
     assert train.plan(*D6, "--machines", 2)["ranks"]["network"]["of"] == "nominal"
     table = train(*D6, "--machines", 2, "--network", "1Gbit/s", "--plan").stdout.decode()
     assert re.search(r"each device sends [\d.]+ MB in a step, and receives as much: gradients [\d.]+, weights [\d.]+, sums", table)
-    assert "67% of it leaves the machine, whose 2 devices share a network of 0.125 GB/s" in table and "of which a step waits" in table
+    assert re.search(r"(33|4\d)% of it leaves the machine, whose 2 devices share a network of 0.125 GB/s", table) and "of which a step waits" in table
 
 
 @pytest.mark.parametrize("options, said", [
@@ -260,7 +268,9 @@ def test_the_timeline_has_the_exchange(train, work, tmp_path, more):
     timeline = json.loads((tmp_path / "a").read_text())
     bars = [bar for bar in timeline["transfers"] if bar["way"] == "to_ranks"]
     for content, sent in planned["ranks"]["sent"].items():
-        assert sum(bar["bytes"] for bar in bars if bar["content"] == content) == sent
+        # Weights are gathered beside the first micro-batch of the next step; a timeline shows the last one.
+        shown = 0 if content == "weights" and "--grad-accum" in more else sent
+        assert sum(bar["bytes"] for bar in bars if bar["content"] == content) == shown
     places = [event["range"] for event in timeline["operations"]]
     beside = [bar for bar in bars if bar["range"].startswith("backward block")]
     assert len(beside) == 3

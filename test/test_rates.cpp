@@ -105,8 +105,8 @@ TEST(Simulate, WhatStaysWithTheHostCrossesNoLink) {
                      12);
 }
 
-// An exchange is complete when both its parts are, that inside the machine and that over the network, and when
-// all exchanges before it are.
+// An exchange is complete when both its parts are, that inside the machine and that over the network, and
+// when all exchanges before it are.
 TEST(Simulate, ExchangesAreCompleteOneAfterAnother) {
     Rates rates = slow_rates();
     rates.transfers[static_cast<size_t>(Route::ToRanks)] = 8;

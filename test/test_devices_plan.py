@@ -177,7 +177,6 @@ def test_machines_and_their_network(train):
         both = [(sum(sent.values()) - far) / 2e9, 2 * far / bytes_per_second]
         assert two["ranks"]["exchange_seconds"] == pytest.approx(sum(both), rel=1e-6)
         assert two["ranks"]["waited_seconds"] == pytest.approx(spent(two, "exchange"))
-    assert two["estimated_seconds"] < train.plan(*D6)["estimated_seconds"]
     alone = train.plan(*D6, "--machines", 4, "--network", "1Gbit/s")["ranks"]  # ranks that are alone send to each other directly
     assert alone["sent"] == one["sent"] and alone["network"]["sent_by_a_machine"] == alone["sent_bytes"]
     slow = train.plan(*D6, "--machines", 4, "--network", "10Mbit/s")

@@ -1,0 +1,232 @@
+"""Training on several machines, which are simulated on this one: MPI's launcher reaches each through an agent that gives it a
+host name of its own and, where the network matters, a network namespace. Sums are made inside a machine first."""
+
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+
+import pytest
+from trainer_runs import make, random_tokens, read_log, wait_for_end, write_shard
+
+USUALLY = "fp32"
+BASE = ("--model", "model", "--data", "data.bin", "--val-data", "data.bin", "--batch", 2, "--seq-len", 24, "--steps", 4, "--warmup", 1,
+        "--lr", "1e-2", "--eval-every", 2, "--eval-batches", 2, "--sample", "tokens=0", "--log", "log", "--out", "out", "--threads", 1)
+# mpirun calls it as `agent HOST COMMAND ...` to start its daemon on a host. Options of ssh come before the host.
+AGENT = """#!/bin/sh
+while [ "${1#-}" != "$1" ]; do shift; done
+number=${1##*.}; shift
+exec %s unshare --uts sh -c "hostname machine$number; $*"
+"""
+NETWORK = "10.77.0"
+
+
+def has_means(*command):
+    return shutil.which(command[0]) is not None and subprocess.run(command, capture_output=True).returncode == 0
+
+
+@pytest.fixture(autouse=True)
+def means(request):
+    for name in ("train", "train_fp32", "train_bf16"):
+        if name in request.fixturenames and request.getfixturevalue(name).device != "cpu":
+            pytest.skip("several GPUs are not trained on yet")
+    if "MPIRUN" in os.environ:
+        pytest.skip("the agent is for OpenMPI's launcher")
+    if not has_means("unshare", "--uts", "true"):
+        pytest.skip("host names are root's")
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    work = tmp_path_factory.mktemp("machines")
+    make(work / "model", "--family", "llama", "--layers", 2, "--heads", 4, "--channels", 64, "--positions", 64, "--vocab", 256,
+         "--kv-heads", 2)
+    write_shard(work / "data.bin", random_tokens(256, 4000))
+    return work
+
+
+@pytest.fixture
+def folder(work, tmp_path):
+    for file in work.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    return tmp_path
+
+
+class Machines:
+    """A command that starts `ranks` on each of `machines`."""
+
+    def __init__(self, folder, ranks, network="lo", inside=""):
+        agent = folder / "agent"
+        agent.write_text(AGENT % inside)
+        agent.chmod(0o755)
+        hosts = ",".join(f"{NETWORK}.{number}:{count}" for number, count in enumerate(ranks, 1))
+        self.count = sum(ranks)
+        self.command = ["mpirun", "--mca", "plm_rsh_agent", str(agent), "--mca", "btl_tcp_if_include", network, "--mca",
+                        "oob_tcp_if_include", network, "--host", hosts, "--oversubscribe", "--bind-to", "none", "-n", str(self.count)]
+
+    def environment(self, train):
+        return train.environment | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+    def run(self, train, *options, cwd):
+        result = subprocess.run([*self.command, train.path, *map(str, options)], cwd=cwd, env=self.environment(train),
+                                capture_output=True, timeout=300)
+        assert result.returncode == 0, result.stderr.decode()
+        return result.stdout
+
+
+def ranks_in(folder, train):
+    """The trainer's processes in a folder. They are no children of mpirun's."""
+    def is_one(process):
+        try:
+            return (process / "exe").samefile(train.path) and (process / "cwd").samefile(folder)
+        except OSError:  # it has ended, or is another user's
+            return False
+    return [int(process.name) for process in pathlib.Path("/proc").glob("[0-9]*") if is_one(process)]
+
+
+def results(folder, out="out", log="log"):
+    save, = (folder / out / "latest").glob("*model.safetensors")  # a model's, or an adapter's
+    weights = hashlib.sha1(save.read_bytes()).hexdigest()
+    lines = [{k: v for k, v in line.items() if "loss" in k or k == "grad_norm"} for line in read_log(folder / log)]
+    return weights, lines
+
+
+# ---- the same training
+
+@pytest.mark.parametrize("ranks", [(1, 1, 1), (2, 1), (1, 2)], ids=str)
+def test_ranks_that_are_alone_have_the_bits_of_one_device(train_fp32, folder, ranks):
+    """So have those that are not in equal runs on the machines: both send everything directly."""
+    train_fp32(*BASE, "--grad-accum", 3, cwd=folder)
+    one = results(folder)
+    for zero in (1, 3):
+        Machines(folder, ranks).run(train_fp32, *BASE, "--zero", zero, "--out", f"out{zero}", "--log", f"log{zero}", cwd=folder)
+        assert results(folder, f"out{zero}", f"log{zero}") == one
+
+
+@pytest.mark.parametrize("ranks, more", [((2, 2), ()), ((2, 2, 2), ()), ((3, 3), ("--by-block", "--update-in-backward")),
+                                         ((2, 2), ("--train", "lora", "--lora-rank", 3, "--base", "nf4"))], ids=str)
+def test_sums_inside_machines(train, folder, ranks, more):
+    """Terms are added in another order than on one device, but in the same one whatever each rank keeps."""
+    machines = Machines(folder, ranks)
+    train(*BASE, *more, "--grad-accum", machines.count, cwd=folder)
+    _, one = results(folder)
+    all_results = []
+    for zero in (0, 1, 2, 3):
+        machines.run(train, *BASE, *more, "--zero", zero, "--out", f"out{zero}", "--log", f"log{zero}", cwd=folder)
+        all_results.append(results(folder, f"out{zero}", f"log{zero}"))
+    assert all(r == all_results[0] for r in all_results)
+    for line, expected in zip(all_results[0][1], one, strict=True):
+        for key, value in expected.items():
+            assert line[key] == pytest.approx(value, rel=1e-6 if train.precision == "fp32" else 2e-2)
+
+
+@pytest.mark.parametrize("more", [(), ("--zero", 3), ("--train", "lora", "--base", "nf4", "--zero", 3)], ids=str)
+def test_bytes_over_the_network_are_those_of_the_plan(train, folder, more):
+    step = (*BASE[:4], *BASE[6:10], *more, "--threads", 1)
+    ranks = json.loads(train(*step, "--devices", 6, "--machines", 3, "--plan", "json", cwd=folder).stdout)["ranks"]
+    links = json.loads(Machines(folder, (2, 2, 2)).run(train, *step, "--steps", 3, "--bench", "json", cwd=folder))["links"]
+    assert links["to_machines"]["bytes"] == ranks["network"]["sent_by_a_machine"] / 2
+    assert links["to_ranks"]["bytes"] + links["to_machines"]["bytes"] == ranks["sent_bytes"]
+
+
+# ---- networks
+
+class Networked(Machines):
+    """Machines in network namespaces, connected by a bridge, with one rank each."""
+
+    def __init__(self, folder, machines):
+        super().__init__(folder, (1,) * machines, f"{NETWORK}.0/24", "ip netns exec machine$number")
+        self.numbers = range(1, machines + 1)
+
+    def __enter__(self):
+        self.end()
+        self.ip("link add machines type bridge", "link set machines up", f"addr add {NETWORK}.254/24 dev machines")
+        for n in self.numbers:
+            self.ip(f"netns add machine{n}", f"link add to_machine{n} type veth peer name eth0 netns machine{n}",
+                    f"link set to_machine{n} master machines up", f"-n machine{n} link set lo up",
+                    f"-n machine{n} addr add {NETWORK}.{n}/24 dev eth0", f"-n machine{n} link set eth0 up")
+        return self
+
+    def __exit__(self, *_):
+        self.end()
+
+    def end(self):
+        for command in (*(f"link del to_machine{n}" for n in self.numbers), *(f"netns del machine{n}" for n in self.numbers),
+                        "link del machines"):
+            subprocess.run(["ip", *command.split()], capture_output=True)
+
+    def ip(self, *commands):
+        for command in commands:
+            subprocess.run(["ip", *command.split()], check=True)
+
+    def limit(self, rate):
+        for n in self.numbers:
+            subprocess.run(f"tc -n machine{n} qdisc replace dev eth0 root tbf rate {rate} burst 256k latency 20ms".split(), check=True)
+
+
+@pytest.fixture
+def networked():
+    if not has_means("ip", "netns", "add", "machine0"):
+        pytest.skip("network namespaces are root's")
+    subprocess.run(["ip", "netns", "del", "machine0"], check=True)
+    if not has_means("tc", "-V"):
+        pytest.skip("no tc")
+    return Networked
+
+
+def test_a_cut_link_ends_all(train_fp32, folder, networked):
+    with networked(folder, 2) as machines:
+        options = (*BASE, "--steps", 10**6, "--save-every", 5, "--print-every", 1, "--advanced", "patience=2")
+        environment = machines.environment(train_fp32)
+        command = [*machines.command, train_fp32.path, *map(str, options)]
+        with subprocess.Popen(command, cwd=folder, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True) as process:
+            for line in process.stdout:
+                if line.startswith("saved step"):
+                    break
+            ranks = ranks_in(folder, train_fp32)
+            assert len(ranks) == 2
+            machines.ip("link set to_machine2 down")
+            wait_for_end(ranks)
+            machines.ip("link set to_machine2 up")  # the launcher waits for its daemon there
+            printed = process.communicate(timeout=60)[0]
+        assert "no sign of life from rank 1 (host machine2) for 2 s" in printed and "the last save: out/step-" in printed
+    train_fp32("--model", "out", "--data", "data.bin", "--steps", 0, cwd=folder)  # the last save opens
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("machines", [2, 3])
+def test_predicted_steps_over_limited_links(train_fp32, folder, networked, machines):
+    """Within 15% of what steps take, at three rates. With three machines two cores are shared by three ranks, in the calibration
+    as in the steps."""
+    step = ("--model", "d6", "--batch", 4, "--seq-len", 128, "--threads", 1, "--sample", "tokens=0")
+    shutil.copytree("dev/data", folder / "dev" / "data")
+    with networked(folder, machines) as network:
+        for rate in ("200mbit", "600mbit", "2gbit"):
+            network.limit(rate)
+            network.run(train_fp32, "--threads", 1, "--calibrate", f"{rate}.json", cwd=folder)
+            for zero in (1, 2, 3):
+                plan = train_fp32.plan(*step, "--devices", machines, "--machines", machines, "--zero", zero, "--rates", folder / f"{rate}.json")
+                bench = json.loads(network.run(train_fp32, *step, "--zero", zero, "--bench", "json", cwd=folder))
+                assert bench["step_ms"]["median"] == pytest.approx(1e3 * plan["estimated_seconds"], rel=0.15), (rate, zero)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_network_that_takes_half_as_long_as_computing(train_fp32, folder, networked, zero):
+    """At most a tenth of a step waits for the exchange."""
+    step = ("--model", "d6", "--batch", 32, "--seq-len", 128, "--threads", 1, "--sample", "tokens=0", "--zero", zero)
+    shutil.copytree("dev/data", folder / "dev" / "data")
+    with networked(folder, 2) as network:
+        network.limit("1gbit")
+        bench = json.loads(network.run(train_fp32, *step, "--bench", "json", cwd=folder))
+        first = bench["ranks"][0]
+        computing = first["computing_ms"]
+        sent = bench["links"]["to_machines"]["bytes"]
+        rate = 8e-6 * sent / (0.5 * computing / 1e3)  # Mbit/s
+        network.limit(f"{rate:.0f}mbit")
+        first = json.loads(network.run(train_fp32, *step, "--bench", "json", cwd=folder))["ranks"][0]
+        hidden, not_hidden = first["exchange_hidden_ms"], first["exchange_not_hidden_ms"]
+        assert hidden + not_hidden > 0.4 * computing
+        assert not_hidden < 0.1 * sum(first[part] for part in ("computing_ms", "exchange_not_hidden_ms", "waiting_ms"))

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <array>
+#include <cassert>
 #include <chrono>
 #include <compare>
 #include <string>

@@ -1,32 +1,19 @@
-"""Training on several machines, which are simulated on this one: MPI's launcher reaches each through an agent that gives it a
-host name of its own and, where the network matters, a network namespace. Sums are made inside a machine first."""
+"""Training on several machines, which are simulated on this one. Sums are made inside a machine first."""
 
 import hashlib
 import json
-import os
 import pathlib
-import shutil
 import subprocess
 
 import pytest
+from machines import Machines, Networked, need_machines, need_networks, ranks_in
 from trainer_runs import make, random_tokens, read_log, wait_for_end, write_shard
 
 USUALLY = "fp32"
 TEXT = pathlib.Path("dev/data/tinyshakespeare.txt").resolve()
 BASE = ("--model", "model", "--data", "data.bin", "--val-data", "data.bin", "--batch", 2, "--seq-len", 24, "--steps", 4, "--warmup", 1,
         "--lr", "1e-2", "--eval-every", 2, "--eval-batches", 2, "--sample", "tokens=0", "--log", "log", "--out", "out", "--threads", 1)
-# mpirun calls it as `agent HOST COMMAND ...` to start its daemon on a host. Options of ssh come before the host.
-AGENT = """#!/bin/sh
-while [ "${1#-}" != "$1" ]; do shift; done
-number=${1##*.}; shift
-exec %s unshare --uts sh -c "hostname machine$number; $*"
-"""
-NETWORK = "10.77.0"
 STEP = ("--model", "d6", "--data", TEXT, "--seq-len", 128, "--threads", 1, "--sample", "tokens=0")
-
-
-def has_means(*command):
-    return shutil.which(command[0]) is not None and subprocess.run(command, capture_output=True).returncode == 0
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +21,7 @@ def means(request):
     for name in ("train", "train_fp32", "train_bf16"):
         if name in request.fixturenames and request.getfixturevalue(name).device != "cpu":
             pytest.skip("several GPUs are not trained on yet")
-    if "MPIRUN" in os.environ:
-        pytest.skip("the agent is for OpenMPI's launcher")
-    if not has_means("unshare", "--uts", "true"):
-        pytest.skip("host names are root's")
+    need_machines()
 
 
 @pytest.fixture(scope="module")
@@ -54,38 +38,6 @@ def folder(work, tmp_path):
     for file in work.iterdir():
         (tmp_path / file.name).symlink_to(file)
     return tmp_path
-
-
-class Machines:
-    """A command that starts `ranks` on each of `machines`."""
-
-    def __init__(self, folder, ranks, network="lo", inside=""):
-        agent = folder / "agent"
-        agent.write_text(AGENT % inside)
-        agent.chmod(0o755)
-        hosts = ",".join(f"{NETWORK}.{number}:{count}" for number, count in enumerate(ranks, 1))
-        self.count = sum(ranks)
-        self.command = ["mpirun", "--mca", "plm_rsh_agent", str(agent), "--mca", "btl_tcp_if_include", network, "--mca",
-                        "oob_tcp_if_include", network, "--host", hosts, "--oversubscribe", "--bind-to", "none", "-n", str(self.count)]
-
-    def environment(self, train):
-        return train.environment | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-
-    def run(self, train, *options, cwd):
-        result = subprocess.run([*self.command, train.path, *map(str, options)], cwd=cwd, env=self.environment(train),
-                                capture_output=True, timeout=300)
-        assert result.returncode == 0, result.stderr.decode()
-        return result.stdout
-
-
-def ranks_in(folder, train):
-    """The trainer's processes in a folder. They are no children of mpirun's."""
-    def is_one(process):
-        try:
-            return (process / "exe").samefile(train.path) and (process / "cwd").samefile(folder)
-        except OSError:  # it has ended, or is another user's
-            return False
-    return [int(process.name) for process in pathlib.Path("/proc").glob("[0-9]*") if is_one(process)]
 
 
 def results(folder, out="out", log="log"):
@@ -135,46 +87,9 @@ def test_bytes_over_the_network_are_those_of_the_plan(train, folder, more):
 
 # ---- networks
 
-class Networked(Machines):
-    """Machines in network namespaces, connected by a bridge, with one rank each."""
-
-    def __init__(self, folder, machines):
-        super().__init__(folder, (1,) * machines, f"{NETWORK}.0/24", "ip netns exec machine$number")
-        self.numbers = range(1, machines + 1)
-
-    def __enter__(self):
-        self.end()
-        self.ip("link add machines type bridge", "link set machines up", f"addr add {NETWORK}.254/24 dev machines")
-        for n in self.numbers:
-            self.ip(f"netns add machine{n}", f"link add to_machine{n} type veth peer name eth0 netns machine{n}",
-                    f"link set to_machine{n} master machines up", f"-n machine{n} link set lo up",
-                    f"-n machine{n} addr add {NETWORK}.{n}/24 dev eth0", f"-n machine{n} link set eth0 up")
-        return self
-
-    def __exit__(self, *_):
-        self.end()
-
-    def end(self):
-        for command in (*(f"link del to_machine{n}" for n in self.numbers), *(f"netns del machine{n}" for n in self.numbers),
-                        "link del machines"):
-            subprocess.run(["ip", *command.split()], capture_output=True)
-
-    def ip(self, *commands):
-        for command in commands:
-            subprocess.run(["ip", *command.split()], check=True)
-
-    def limit(self, rate):
-        for n in self.numbers:
-            subprocess.run(f"tc -n machine{n} qdisc replace dev eth0 root tbf rate {rate} burst 256k latency 20ms".split(), check=True)
-
-
 @pytest.fixture
 def networked():
-    if not has_means("ip", "netns", "add", "machine0"):
-        pytest.skip("network namespaces are root's")
-    subprocess.run(["ip", "netns", "del", "machine0"], check=True)
-    if not has_means("tc", "-V"):
-        pytest.skip("no tc")
+    need_networks()
     return Networked
 
 

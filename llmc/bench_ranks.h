@@ -1,7 +1,7 @@
 // bench_ranks.h - where the time of each of several ranks goes in a step (--bench): computing, exchanges that
 // are hidden behind that, exchanges that are not, and waiting for other ranks.
 //
-// An exchange moves data only when the last rank has started it. Until then, a rank that waits for it waits
+// An exchange is complete only when the last rank has started it. Until then, a rank that waits for it waits
 // for others. The clocks of machines differ, so they are compared once: all ranks look at theirs when they
 // leave a barrier.
 #pragma once
@@ -107,10 +107,12 @@ inline std::vector<RankTimes> rank_times(const std::vector<double>& all, size_t 
                 ranks[r].computing -= waited;
                 ranks[r].waiting += waiting;
                 ranks[r].not_hidden += waited - waiting;
-                // It began when the last rank had started it, and those before it were complete.
-                const double end = began + took, first = std::max(last, ended[r]);
+                // It began when the last rank had started it, and those before it were complete. Control
+                // messages do not wait for those.
+                const bool is_control = waited == took && asked == began;
+                const double end = began + took, first = is_control ? last : std::max(last, ended[r]);
                 ranks[r].hidden += std::max(0.0, end - first) - (waited - waiting);
-                ended[r] = std::max(ended[r], end);
+                if (!is_control) ended[r] = std::max(ended[r], end);
             }
         }
     }

@@ -59,18 +59,17 @@ class Exchange {
             return arena_.take<T>("ranks_gradients", {rows, columns}, "exchange");
         };
         summed_.parts = take(s.ranks_of_a_machine(), floatX{});
-        if (s.machines() > 1) summed_.sent = take(2, 0.f), summed_.received = take(s.machines(), 0.f);
+        if (s.machines() > 1) summed_.sent = take(1, 0.f), summed_.received = take(s.machines(), 0.f);
         if (!to) to = x + slices_.own(size).first;
         std::vector<ExchangeStep> steps;
         for (int64_t first = 0; first < slices_.length(size); first += columns)
             add_steps_of_sum(steps, s, {x, size, first, columns}, to + first);
-        if (active_ && arena_.rehearsing()) note_sum_ranks(s, size);
         start(std::move(steps), "gradients", sum_);
     }
     // Finishes that sum, if one is under way.
     void finish_sum() {
         if (!summed_.parts) return;
-        finish(sum_);
+        if (active_) finish(sum_);
         summed_ = {};
     }
     // Something that was started; nothing by default. It stays at its address while the run lasts.
@@ -81,20 +80,13 @@ class Exchange {
     // Starts to gather: every rank gets the other ranks' slices of x, a unit's `size` elements, of its
     // weights or gradients. Until finish(), x must not be used.
     void start_gather(floatX* x, int64_t size, const char* content, Started& gather) {
-        const auto part = [&](int rank) {
-            const Slice s = slices_.of(size, rank);
-            return part_of(x + s.first, s.count);
-        };
-        start(gather_steps(slices_, part(slices_.rank), part), content, gather);
+        start(steps_of_gather(x, size), content, gather);
     }
     // In a dry run, records a gather of a unit's weights that was started before this plan begins.
     void note_gather(int64_t size, Started& gather) {
-        if (!arena_.rehearsing()) return;
-        const auto part = [&](int rank) -> Part {
-            return {nullptr, sizeof(floatX) * static_cast<size_t>(slices_.of(size, rank).count)};
-        };
-        note(sent_bytes(gather_steps(slices_, part(slices_.rank), part), slices_), "weights", gather);
+        if (arena_.rehearsing()) note(sent_bytes(steps_of_gather(nullptr, size), slices_), "weights", gather);
     }
+    bool is_active() const { return active_; }
     bool rehearsing() const { return arena_.rehearsing(); }
     // Waits for what was started, and for all that was started before.
     void finish(Started& started) {
@@ -116,8 +108,8 @@ class Exchange {
         start(gather_steps(slices_, part_of(x.data(), n),
                            [&](int rank) { return part_of(parts.at(rank * columns), n); }),
               "sums", sum_);
-        finish(sum_);
         if (!active_) return;
+        finish(sum_);
         const Tensor<float> sum(parts.data(), {n});  // in place, because x may not be aligned
         const Operation operation(kSumRanks, 0, static_cast<double>((slices_.ranks + 1) * n) * sizeof(float));
         sum_ranks(sum, parts, stream_);
@@ -166,13 +158,21 @@ class Exchange {
     static Part part_of(T* at, int64_t elements) {
         return {at, static_cast<size_t>(elements) * sizeof(T)};
     }
+    // Of a unit's `size` elements at x; null in a dry run.
+    std::vector<ExchangeStep> steps_of_gather(floatX* x, int64_t size) const {
+        const auto part = [&](int rank) {
+            const Slice s = slices_.of(size, rank);
+            return part_of(x ? x + s.first : nullptr, s.count);
+        };
+        return gather_steps(slices_, part(slices_.rank), part);
+    }
     // The memory of a sum of gradients that is under way: what ranks of this machine have sent, and, if there
     // are others, the machine's sums that are sent there and what was received from there.
     struct Summed {
         Tensor<floatX> parts = {};               // (ranks of a machine, columns)
-        Tensor<float> sent = {}, received = {};  // (2, columns), (machines, columns)
+        Tensor<float> sent = {}, received = {};  // (1, columns), (machines, columns)
     };
-    // Elements [first, first + columns) of every slice of a unit's x.
+    // Elements of each slice of a unit's x that are exchanged at a time: [first, first + columns).
     struct Columns {
         floatX* x;
         int64_t size, first, columns;
@@ -210,8 +210,7 @@ class Exchange {
             if (k > 1) {
                 const int next = s.same_place_on((here + k - 1) % machines, s.rank),
                           from = (here - k + 1 + machines) % machines;
-                step.send[static_cast<size_t>(next)] =
-                    part_of(row(summed_.sent, (k - 1) % 2), c.count(s, next));
+                step.send[static_cast<size_t>(next)] = part_of(summed_.sent.data(), c.count(s, next));
                 step.receive[static_cast<size_t>(s.same_place_on(from, s.rank))] =
                     part_of(row(summed_.received, from), c.count(s, s.rank));
             }
@@ -220,7 +219,7 @@ class Exchange {
             if (machines == 1)
                 step.then = [parts, to] { parts(to); };
             else if (k < machines)
-                step.then = [parts, sum = row(summed_.sent, k % 2)] { parts(sum); };
+                step.then = [parts, sum = summed_.sent.data()] { parts(sum); };
             else
                 step.then = [parts, add, to, sum = row(summed_.received, here),
                              rows = summed_.received.data(), n, machines, columns = c.columns] {
@@ -229,15 +228,6 @@ class Exchange {
                 };
         }
     }
-    // In a dry run, records the work of a sum of a unit's gradients.
-    static void note_sum_ranks(const Slices& s, int64_t size) {
-        const int machines = s.machines();
-        const double of_parts = machines * (s.ranks_of_a_machine() * sizeof(floatX) + sizeof(float)),
-                     of_machines = machines > 1 ? (machines + 1) * sizeof(float) : 0;
-        const Operation operation(kSumRanks, 0,
-                                  static_cast<double>(s.own(size).count) * (of_parts + of_machines));
-    }
-
     // In a dry run, records an exchange.
     void note(const SentBytes& sent, const char* content, Started& started) const {
         const auto note = [&](Route route, size_t bytes) {
@@ -264,8 +254,8 @@ class Exchange {
     const Stream& stream_;
     const Slices& slices_;
     RankEngine* engine_ = nullptr;
-    std::optional<RankTransfers> transfers_;
     bool active_ = true;
     Summed summed_;
-    Started sum_;  // the exchange of a sum
+    Started sum_;                             // the exchange of a sum
+    std::optional<RankTransfers> transfers_;  // ends first: exchanges under way use what is above
 };

@@ -442,10 +442,10 @@ class MpiEngine : public RankEngine {
     std::mutex mutex_;
     std::condition_variable changed_;
     std::string where_ = "before the first step";  // this rank is, for messages
-    // Those that the main thread waits for do not wait for those that were started before.
+    // Control messages (exchange()) overtake the exchanges that start() began.
     Lane data_{0}, control_{2};
     size_t started_ = 0, done_ = 0;
-    bool ends_ = false;
+    std::atomic<bool> ends_ = false;
     std::atomic<bool> is_waited_for_ = false;  // the main thread waits
     static constexpr int kGoesOn = -1;
     std::atomic<int> end_code_ = kGoesOn;    // with which the worker shall end all ranks

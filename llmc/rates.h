@@ -143,16 +143,24 @@ inline std::string product_form(const Product& p) {
 // The name of the rate for operations that have none of their own: that of a copy.
 inline constexpr const char* kCopyRate = "copy";
 
+// The same number for each Route.
+constexpr std::array<double, kRoutes> for_all_routes(double number) {
+    std::array<double, kRoutes> all = {};
+    all.fill(number);
+    return all;
+}
 // Bytes/s by Route if transfers take no time.
 constexpr double kFree = std::numeric_limits<double>::infinity();
-constexpr std::array<double, kRoutes> kNoLimits = {kFree, kFree, kFree, kFree, kFree, kFree, kFree};
+constexpr std::array<double, kRoutes> kNoLimits = for_all_routes(kFree);
 // The share of its speed that computing keeps, by Route, if transfers do not slow it down.
-constexpr std::array<double, kRoutes> kUndisturbed = {1, 1, 1, 1, 1, 1, 1};
+constexpr std::array<double, kRoutes> kUndisturbed = for_all_routes(1);
+
+// Where a network's rate is from, if it was measured.
+inline constexpr std::string_view kMeasured = "measured";
 
 // How the bytes that a rank sends to the others travel: to those on its machine over a link of its own, whose
 // rate is that of Route::ToRanks; to those on other machines over the network, of which each rank of a
 // machine has an equal share, the rate of Route::ToMachines.
-inline constexpr std::string_view kMeasured = "measured";
 struct RankLinks {
     int on_a_machine = 1;         // ranks
     double network = kFree;       // bytes/s of a machine, each way
@@ -297,9 +305,9 @@ class Media {
             in = out = at + rates_.seconds_moving(t.bytes, Route::ToRanks);
         }
         double done = free = at + rates_.seconds(t);
-        if (is_exchange(t.route)) done = exchanged_ = std::max(done, exchanged_);
         if (const double share = rates_.beside[static_cast<size_t>(t.route)]; share < 1)
             disturbs_.push_back({at, done, share, cost_of(t.route)});
+        if (is_exchange(t.route)) done = exchanged_ = std::max(done, exchanged_);
         const bool comes_to_host = t.route == Route::DiskRead && t.stays_with_host;
         if (t.route == Route::ToHost || t.route == Route::HostUpdate || comes_to_host)
             stored = std::max(stored, done);
@@ -318,16 +326,17 @@ class Media {
     Computing computing(double now, double seconds) {
         if (disturbing_ == disturbs_.size()) return {seconds, Cost::Disk};
         const double begun = now;
-        const Cost beside = disturbs_[disturbing_].cost;
+        Cost cause = Cost::Disk;
         for (; disturbing_ < disturbs_.size() && seconds > 0; disturbing_++) {
             const Disturbs& d = disturbs_[disturbing_];
             const double alone = std::clamp(d.at - now, 0.0, seconds);
             now += alone, seconds -= alone;
-            const double beside = std::clamp((d.done - now) * d.share, 0.0, seconds);
-            now += beside / d.share, seconds -= beside;
+            const double done_beside = std::clamp((d.done - now) * d.share, 0.0, seconds);
+            if (done_beside > 0) cause = d.cost;
+            now += done_beside / d.share, seconds -= done_beside;
             if (now < d.done) break;
         }
-        return {now + seconds - begun, beside};
+        return {now + seconds - begun, cause};
     }
 
   private:

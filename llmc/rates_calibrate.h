@@ -629,7 +629,7 @@ class Calibration {
 class RanksCalibration {
   public:
     RanksCalibration(RankEngine& engine, const Rank& rank)
-        : rank_(rank), slices_(slices_of(rank)), exchange_(none_, stream_, slices_) {
+        : engine_(engine), rank_(rank), slices_(slices_of(rank)), exchange_(none_, stream_, slices_) {
         exchange_.connect(engine);
         exchange_.connect_devices(rank);
         hosts_ = exchange_.gather(std::vector<uint64_t>{name_hash(host_name())});
@@ -638,7 +638,7 @@ class RanksCalibration {
     void measure(Rates& rates, Calibration<T>& calibration) {
         for (const bool here : {true, false}) {
             const Parts parts(hosts_, static_cast<size_t>(rank_.number), here, stream_);
-            if (parts.sent == 0) continue;
+            if (!some_send(here)) continue;  // some ranks may have nothing to send, but all take part
             double seconds = seconds_of(parts);
             if (kHostIsDevice)
                 calibration.beside_products([&](auto&& multiply, double alone) {
@@ -646,6 +646,7 @@ class RanksCalibration {
                     rates.beside[static_cast<size_t>(here ? Route::ToRanks : Route::ToMachines)] = b.share;
                     seconds = b.seconds;
                 });
+            if (parts.sent == 0) continue;
             if (here)
                 rates.transfers[static_cast<size_t>(Route::ToRanks)] = parts.sent / seconds;
             else  // which all ranks of this machine send at the same time
@@ -681,6 +682,12 @@ class RanksCalibration {
             }
         }
     };
+    bool some_send(bool here) const {
+        for (size_t a = 0; a < hosts_.size(); a++)
+            for (size_t b = 0; b < a; b++)
+                if ((hosts_[a] == hosts_[b]) == here) return true;
+        return false;
+    }
     double seconds_of(const Parts& parts) {
         std::vector<double> seconds;
         for (int i = 0; i < kTimes; i++) {
@@ -696,24 +703,33 @@ class RanksCalibration {
     struct Beside {
         double share, seconds;
     };
-    // Starts three exchanges, and multiplies for as long as two take alone: all ranks do both at a time.
+    // Starts exchanges, three or as many as last longer than ten products, and multiplies for two thirds of
+    // the time that they take alone: all ranks do both at a time.
     template <class Multiply>
     Beside beside(const Parts& parts, double seconds, Multiply&& multiply, double alone) {
-        const double products = std::ceil(2 * seconds / alone);
+        // As many on every rank, though each has measured its own times.
+        const int exchanges = exchange_.largest(std::max(3, static_cast<int>(15 * alone / seconds)));
+        const double products = std::ceil(2. / 3 * exchanges * seconds / alone);
         std::vector<double> shares, each;
         for (int i = 0; i < kTimes; i++) {
             exchange_.largest(0);
             size_t last = 0;
-            for (int k = 0; k < 3; k++) last = exchange_.transfers().start({parts.step}, stream_);
+            for (int k = 0; k < exchanges; k++) last = exchange_.transfers().start({parts.step}, stream_);
             const WallClock clock;
             for (int k = 0; k < products; k++) multiply(k);
-            shares.push_back(products * alone / clock.seconds());
+            const double computed = clock.seconds();
             exchange_.transfers().finish(last, stream_);
-            each.push_back(clock.seconds() / 3);
+            const double exchanged = engine_.seconds_of(last);
+            // If the exchanges ended first, the rest of the products went at full speed.
+            const double rest = std::max(0.0, computed - exchanged);
+            shares.push_back((products * alone - rest) / (computed - rest));
+            each.push_back(exchanged / exchanges);
         }
-        return {std::min(1.0, statistics(std::move(shares)).median), statistics(std::move(each)).median};
+        return {std::clamp(statistics(std::move(shares)).median, 0.05, 1.0),
+                statistics(std::move(each)).median};
     }
 
+    RankEngine& engine_;
     const Rank rank_;
     const Slices slices_;
     Arena none_;

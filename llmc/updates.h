@@ -105,7 +105,7 @@ class Updates {
     void begin_forward(bool is_first) {
         forward_waits_ = is_first;
         if (!is_first) return;
-        for (const int unit : units_in_order(o_.update_in_backward))
+        for (const int unit : units_in_order())
             if (gathers_beside_forward(unit))
                 exchange_.note_gather(size_of(unit), gathers_[static_cast<size_t>(unit)]);
     }
@@ -183,6 +183,7 @@ class Updates {
             Range range("update", unit);
             gather_weights(unit, weights_.to_update(unit));
         }
+        if (o_.update_in_backward && o_.slices_state()) wait_for_all_weights();
     }
     // Ranks gather a unit's updated weights.
     void gather_weights(int unit, floatX* weights) {
@@ -190,7 +191,7 @@ class Updates {
         const bool is_beside_forward = gathers_beside_forward(unit);
         if (is_beside_forward && exchange_.rehearsing()) return;  // the plan of forward has it
         exchange_.start_gather(weights, size_of(unit), "weights", gather);
-        if (!is_beside_forward) exchange_.finish(gather);
+        if (are_in_buffer(unit)) exchange_.finish(gather);
     }
 
     // A unit's gradients of the step are complete on this rank: sums them over the ranks, and computes the
@@ -211,7 +212,7 @@ class Updates {
     // With --zero 0 the sums are gathered too.
     void start_exchange(int unit, floatX* gradients) {
         exchange_.start_sum(gradients, size_of(unit), kept_slice(unit));
-        if (!o_.slices_state())
+        if (gathers_gradients())
             exchange_.start_gather(gradients, size_of(unit), "gradients", gathered_gradients_);
     }
     void finish_exchange() {
@@ -225,7 +226,7 @@ class Updates {
         const int64_t size = size_of(unit);
         floatX* const kept = kept_slice(unit);
         exchange_.finish_sum();
-        exchange_.finish(gathered_gradients_);
+        if (gathers_gradients() && exchange_.is_active()) exchange_.finish(gathered_gradients_);
         TensorF all = sums_of(unit);
         const Slice own = trained_.options.slices.own(size);
         if (own.count < size) fill_zero(all, stream_);  // the other ranks have the others
@@ -271,16 +272,21 @@ class Updates {
         update_own(unit, u, weights, gradients, norm);
         if (gathers_weights(unit)) gather_weights(unit, weights);
     }
+    // With --zero 0 every rank updates everything.
+    bool gathers_gradients() const { return !exchange_.is_alone() && !o_.slices_state(); }
     // True if ranks send each other a unit's weights when they are updated.
     bool gathers_weights(int unit) const {
         const bool stay_in_slices = trained_.options.slices_blocks && trained_.layout.is_block(unit);
         return o_.slices_state() && !stay_in_slices;
     }
-    // True if the gather goes on beside the next forward pass; else the weights are in a buffer, which is
-    // stored elsewhere next.
+    // True if a unit's weights are in a buffer now, which is stored elsewhere next.
+    bool are_in_buffer(int unit) const {
+        return trained_.layout.is_block(unit) && weights_.streams_trained_blocks();
+    }
+    // True if the gather goes on beside the next forward pass. With --update-in-backward it goes on beside
+    // backward.
     bool gathers_beside_forward(int unit) const {
-        const bool in_buffer = trained_.layout.is_block(unit) && weights_.streams_trained_blocks();
-        return gathers_weights(unit) && !in_buffer && size_of(unit) > 0;
+        return gathers_weights(unit) && !are_in_buffer(unit) && !o_.update_in_backward;
     }
     // The host's cores update the elements whose state this rank has. The weights are back, and can be
     // gathered, when all updates are complete (finish()).

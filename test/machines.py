@@ -30,6 +30,8 @@ def need_machines():
 
 
 def need_networks():
+    if has_means("ip", "-V"):
+        subprocess.run(["ip", "netns", "del", "machine0"], capture_output=True)  # of a run that was killed
     if not has_means("ip", "netns", "add", "machine0"):
         pytest.skip("network namespaces are root's")
     subprocess.run(["ip", "netns", "del", "machine0"], check=True)

@@ -252,6 +252,12 @@ def test_bench_says_where_the_time_of_each_rank_goes(train, work):
     assert len(re.findall(r"^rank \d( +[\d.]+){4}$", table, re.M)) == 3
 
 
+def test_operations_of_several_devices_are_measured(train, work):
+    """Those that the step waits for; sums of gradients go on beside them."""
+    printed = train("--model", "model", "--devices", 2, "--batch", 2, "--seq-len", 32, "--steps", 2, "--bench", "ops", cwd=work).stdout
+    assert b"matmul" in printed and b"sum_ranks" in printed
+
+
 def test_a_step_says_how_long_it_waited(train, work):
     printed = train("--model", "model", "--data", "data.bin", "--devices", 2, "--seq-len", 32, "--steps", 2, "--sample", "tokens=0", cwd=work).stdout
     assert len(re.findall(rb"^step .* \| waited [\d.]+% \|", printed, re.M)) == 2

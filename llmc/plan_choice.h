@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -190,7 +191,9 @@ int longest_of_smallest(int most, int fewest, const std::optional<Options>& smal
         fixed->given["--recompute"] = {fixed->recompute};
         if (fits(&*fixed, fewest)) {
             const int longest = fit_context(most, [&](int tokens) { return fits(&*fixed, tokens); });
-            if (longest + kContextStep >= most || !with_all(longest + kContextStep)) return longest;
+            // The search among all need not find these options, whose estimate may have been too high.
+            if (with_all(longest) && (longest + kContextStep >= most || !with_all(longest + kContextStep)))
+                return longest;
         }
     }
     return with_all(fewest) ? fit_context(most, with_all) : fewest;
@@ -283,13 +286,27 @@ Options with_longest_context(const Options& given, Choices& choices) {
     const int most = static_cast<int>(std::clamp<uint64_t>(by_data, 1, static_cast<uint64_t>(by_model)));
     const int fewest = std::min(kContextStep, most);
     Choices of_longest, ignored;
+    // Bytes and seconds of lengths that fit with what --memory chooses; nothing of those that do not.
+    std::map<int, std::optional<std::pair<size_t, double>>> known;
+    const auto fits_with_all = [&](int tokens) {
+        const auto [it, is_new] = known.try_emplace(tokens, std::nullopt);
+        try {
+            if (is_new) it->second = planned(trial, tokens, ignored);
+        } catch (const UserError&) {  // nothing that --memory may choose fits
+        }
+        if (it->second && it->second->first > space.bytes) it->second.reset();
+        return it->second.has_value();
+    };
     if (fits(trial, most, of_longest))
         chosen.seq_len = most;
     else
-        chosen.seq_len = longest_of_smallest(
-            most, fewest, of_longest.smallest,
-            [&](const Options* o, int tokens) { return fits(o ? *o : trial, tokens, ignored); });
-    const auto [bytes, seconds] = planned(trial, chosen.seq_len, ignored);
+        chosen.seq_len =
+            longest_of_smallest(most, fewest, of_longest.smallest, [&](const Options* o, int tokens) {
+                return o ? fits(*o, tokens, ignored) : fits_with_all(tokens);
+            });
+    const auto found = known.find(chosen.seq_len);
+    const auto [bytes, seconds] =
+        found != known.end() && found->second ? *found->second : planned(trial, chosen.seq_len, ignored);
     if (bytes > space.bytes)
         fail("--seq-len auto: sequences of %d tokens take %.1f MiB and there are %.1f (%s)", fewest,
              mebibytes(bytes), mebibytes(space.bytes), space.limit.c_str());

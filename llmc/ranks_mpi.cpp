@@ -211,6 +211,10 @@ class MpiEngine : public RankEngine {
         // socket behind the message that goes the other way, so the two would go one after the other, in
         // twice the time. Without requests ("put") they go at the same time.
         setenv("OMPI_MCA_btl_tcp_flags", "send,inplace", 0);
+        // What OpenMPI itself prints goes here: to stderr until the first step. Later it would only say,
+        // beside our line, that a rank which is lost does not answer.
+        printed_ = fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 3);
+        setenv("OPAL_OUTPUT_STDERR_FD", std::to_string(printed_).c_str(), 0);
         int threads = MPI_THREAD_SINGLE;  // the worker calls MPI, and the main thread only while it does not
         if (mpi_.init(nullptr, nullptr, MPI_THREAD_SERIALIZED, &threads) != MPI_SUCCESS)
             fail("--devices: MPI does not start");
@@ -243,6 +247,11 @@ class MpiEngine : public RankEngine {
     void set_patience(double seconds) override { patience_ = seconds; }
     void set_where(const std::string& where) override {
         change([&] { where_ = where; });
+        if (printed_ < 0) return;
+        const int nowhere = open("/dev/null", O_WRONLY | O_CLOEXEC);
+        dup3(nowhere, printed_, O_CLOEXEC);
+        close(nowhere);
+        printed_ = -1;
     }
     double seconds_of(size_t number) const override {
         const Times& t = times_[number % times_.size()];
@@ -436,6 +445,7 @@ class MpiEngine : public RankEngine {
     const Mpi mpi_;
     SignsOfLife signs_;
     RankSpread spread_;
+    int printed_ = -1;  // the file that OpenMPI prints to, until the first step
     int number_on_this_machine_ = 0;
     static constexpr size_t kMostBytes = size_t{1} << 30;  // of a message
     std::atomic<double> patience_ = 600;

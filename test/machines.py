@@ -72,18 +72,21 @@ def ranks_in(folder, train):
 
 
 class Networked(Machines):
-    """Machines in network namespaces, connected by a bridge, with one rank each."""
+    """Machines in network namespaces, with one rank each. The bridge that connects them, and the launcher, are in machine0: so
+    other runs on this machine do not see these networks."""
 
     def __init__(self, folder, machines):
         super().__init__(folder, (1,) * machines, f"{NETWORK}.0/24", "ip netns exec machine$number")
+        self.command = ["ip", "netns", "exec", "machine0", *self.command]
         self.numbers = range(1, machines + 1)
 
     def __enter__(self):
         self.end()
-        self.ip("link add machines type bridge", "link set machines up", f"addr add {NETWORK}.254/24 dev machines")
+        self.ip("netns add machine0", "-n machine0 link set lo up", "-n machine0 link add bridge type bridge",
+                "-n machine0 link set bridge up", f"-n machine0 addr add {NETWORK}.254/24 dev bridge")
         for n in self.numbers:
-            self.ip(f"netns add machine{n}", f"link add to_machine{n} type veth peer name eth0 netns machine{n}",
-                    f"link set to_machine{n} master machines up", f"-n machine{n} link set lo up",
+            self.ip(f"netns add machine{n}", f"-n machine0 link add to_machine{n} type veth peer name eth0 netns machine{n}",
+                    f"-n machine0 link set to_machine{n} master bridge up", f"-n machine{n} link set lo up",
                     f"-n machine{n} addr add {NETWORK}.{n}/24 dev eth0", f"-n machine{n} link set eth0 up")
         return self
 
@@ -91,13 +94,16 @@ class Networked(Machines):
         self.end()
 
     def end(self):
-        for command in (*(f"link del to_machine{n}" for n in self.numbers), *(f"netns del machine{n}" for n in self.numbers),
-                        "link del machines"):
-            subprocess.run(["ip", *command.split()], capture_output=True)
+        for n in (*self.numbers, 0):
+            subprocess.run(["ip", "netns", "del", f"machine{n}"], capture_output=True)
 
     def ip(self, *commands):
         for command in commands:
             subprocess.run(["ip", *command.split()], check=True)
+
+    def connect(self, number, state="up"):
+        """Connects a machine to the others, or with "down" cuts its link."""
+        self.ip(f"-n machine0 link set to_machine{number} {state}")
 
     def limit(self, rate):
         for n in self.numbers:

@@ -110,9 +110,9 @@ def test_a_cut_link_ends_all(train_fp32, folder, networked):
                     break
             ranks = ranks_in(folder, train_fp32)
             assert len(ranks) == 2
-            machines.ip("link set to_machine2 down")
+            machines.connect(2, "down")
             wait_for_end(ranks)
-            machines.ip("link set to_machine2 up")  # the launcher waits for its daemon there
+            machines.connect(2)  # the launcher waits for its daemon there
             printed = process.communicate(timeout=60)[0]
         assert "no sign of life from rank 1 (host machine2) for 2 s" in printed and "the last save: out/step-" in printed
     train_fp32("--model", "out", "--data", "data.bin", "--steps", 0, cwd=folder)  # the last save opens

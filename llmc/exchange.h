@@ -72,7 +72,7 @@ class Exchange {
         if (active_) finish(sum_);
         summed_ = {};
     }
-    // Something that was started; nothing by default. It stays at its address while the run lasts.
+    // An exchange that was started, or none. Recordings refer to it, so it must stay at its address.
     struct Started {
         std::optional<size_t> number = {};  // each replay of a recording sets it anew
         int noted = -1;                     // in a dry run
@@ -158,7 +158,7 @@ class Exchange {
     static Part part_of(T* at, int64_t elements) {
         return {at, static_cast<size_t>(elements) * sizeof(T)};
     }
-    // Of a unit's `size` elements at x; null in a dry run.
+    // The steps that gather a unit's `size` elements at x, which is null in a dry run.
     std::vector<ExchangeStep> steps_of_gather(floatX* x, int64_t size) const {
         const auto part = [&](int rank) {
             const Slice s = slices_.of(size, rank);
@@ -176,7 +176,7 @@ class Exchange {
     struct Columns {
         floatX* x;
         int64_t size, first, columns;
-        // Those of a rank's slice.
+        // Where a rank's slice has these elements.
         Part of(const Slices& s, int rank) const {
             const Slice slice = s.of(size, rank);
             return part_of(x + slice.first + first, count(s, rank));

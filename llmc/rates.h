@@ -143,7 +143,7 @@ inline std::string product_form(const Product& p) {
 // The name of the rate for operations that have none of their own: that of a copy.
 inline constexpr const char* kCopyRate = "copy";
 
-// The same number for each Route.
+// An array that has this number for every Route.
 constexpr std::array<double, kRoutes> for_all_routes(double number) {
     std::array<double, kRoutes> all = {};
     all.fill(number);
@@ -155,12 +155,12 @@ constexpr std::array<double, kRoutes> kNoLimits = for_all_routes(kFree);
 // The share of its speed that computing keeps, by Route, if transfers do not slow it down.
 constexpr std::array<double, kRoutes> kUndisturbed = for_all_routes(1);
 
-// Where a network's rate is from, if it was measured.
+// What RankLinks::network_of is if the network's rate was measured.
 inline constexpr std::string_view kMeasured = "measured";
 
-// How the bytes that a rank sends to the others travel: to those on its machine over a link of its own, whose
-// rate is that of Route::ToRanks; to those on other machines over the network, of which each rank of a
-// machine has an equal share, the rate of Route::ToMachines.
+// How a rank reaches the others. It has a link of its own to those on its machine, with the rate of
+// Route::ToRanks. The ranks of a machine share its network equally: a rank's share is the rate of
+// Route::ToMachines.
 struct RankLinks {
     int on_a_machine = 1;         // ranks
     double network = kFree;       // bytes/s of a machine, each way
@@ -321,7 +321,7 @@ class Media {
     // The time that computing takes from `now` on which takes `seconds` alone, and what makes it longer.
     struct Computing {
         double seconds;
-        Cost beside;
+        Cost cause;
     };
     Computing computing(double now, double seconds) {
         if (disturbing_ == disturbs_.size()) return {seconds, Cost::Disk};

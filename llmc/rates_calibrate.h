@@ -637,8 +637,8 @@ class RanksCalibration {
     template <class T>
     void measure(Rates& rates, Calibration<T>& calibration) {
         for (const bool here : {true, false}) {
+            if (!some_send(here)) continue;  // if some do, those with nothing to send take part too
             const Parts parts(hosts_, static_cast<size_t>(rank_.number), here, stream_);
-            if (!some_send(here)) continue;  // some ranks may have nothing to send, but all take part
             double seconds = seconds_of(parts);
             if (kHostIsDevice)
                 calibration.beside_products([&](auto&& multiply, double alone) {

@@ -1,7 +1,5 @@
 // attention_hopper.cuh - causal attention as in attention.cuh, for the tensor cores of compute
-// capability 9.0.
-//
-// It has not run on a device yet: it is compiled for one, and runs in the faithful CPU build.
+// capability 9.0. It also runs in the faithful CPU build.
 //
 // A block has one producer and several consumers, of four warps each (Shah et al. 2024, FlashAttention-3).
 // The producer starts TMA copies that fill rings of tiles. Each consumer multiplies its 64 rows with them by
@@ -346,7 +344,8 @@ SIMT_DEVICE void hopper_backward_produce(unsigned char* shared, const AttentionI
         }
 }
 
-// A consumer of the kernel for keys.
+// A consumer of the kernel for keys. It starts the scores of a tile before it waits for the gradients'
+// products with the previous tile, so that the tensor cores have work while it computes probabilities.
 template <int kHead>
 SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
                                      const AttentionInput<bf16>& in, float scale, int block_row) {
@@ -354,65 +353,105 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
     using Staying = typename B::StayingTile;
     using Passing = typename B::PassingTile;
     constexpr int N = B::kPassing / 8;
+    constexpr bool kOverlaps = kHead == 64;  // heads of 128 leave too few registers
     const HopperRows place(in.block_head(), in.kv_heads, block_row);
     if (block_row + place.group_row >= in.keys) return;
     const uint32_t k_tile = shared_address(shared), v_tile = k_tile + Staying::kBytes;
     Ring<B::kSlots> ring{k_tile + B::kBarriers + 8};
-    AttentionRows<kHead / 8> dk_rows = {}, dv_rows = {};
-    barrier_wait(k_tile + B::kBarriers, 0);
     const int end = in.queries_before(place.b, block_row + B::kRows);
     const int begin = in.first_query(block_row), group_key = block_row + place.group_row;
     const int seen_begin = in.first_query(group_key);  // queries that see any of its keys
     const int seen_end = in.queries_before(place.b, group_key + 64);
     int ends[2] = {};  // of the documents of this lane's keys
     if (in.positions) document_ends(ends, in, place.b, place.row);
+
+    AttentionRows<kHead / 8> dk_rows = {}, dv_rows = {};
+    AttentionRows<N> p, ds;
+    FragmentA<bf16> p_rounded[N / 2] = {}, ds_rounded[N / 2] = {};
+    const auto q_tile = [&](const Ring<B::kSlots>& at) {
+        return k_tile + B::kPassingTiles + at.slot * 2 * Passing::kBytes;
+    };
+    const auto start_scores = [&] {
+        ring.wait_full();
+        start_rows_product<Staying, Passing>(p, k_tile, place.group_row, q_tile(ring));
+        start_rows_product<Staying, Passing>(ds, v_tile, place.group_row, q_tile(ring) + Passing::kBytes);
+    };
+    const auto start_values = [&] {
+        start_columns_product<Passing>(dv_rows, p_rounded, q_tile(ring) + Passing::kBytes);
+    };
+    // Makes the rounded scores from the products p, which are complete, and ds, which may still run.
+    const auto take_scores = [&](int h, int query) {
+        const float* const lse_of =
+            reinterpret_cast<const float*>(shared + B::kStatistics) + ring.slot * 2 * B::kPassing;
+        const float* const delta_of = lse_of + B::kPassing;
+        // The first column that sees this warp's first key.
+        const int diagonal = place.row - in.position(query);
+        fence_registers(p);
+        if (in.alibi) add_distances(p, diagonal, -in.slope(h, scale));
+        const auto to_probability = [&](float& x, int, int column) {
+            x = exp2_of(x * (scale * kLog2e) - lse_of[column]);
+        };
+        for_each_score<N>(to_probability, p);
+        // A branch before the wait, as in forward.
+        if (diagonal + 15 > 0) mask_up_to(p, diagonal - 1, 0.f);
+        if (diagonal + in.span() < B::kPassing) mask_after(p, diagonal + in.span() - 1, 0.f);
+        if (in.positions) mask_from(p, {ends[0] - query, ends[1] - query}, 0.f);
+        round_scores<N>(p_rounded, p);
+        wgmma_wait<0>();
+        fence_registers(ds);
+        if constexpr (!kOverlaps) start_values();
+        const auto gradient = [&](float& x, float probability, int, int column) {
+            x = probability * (x - delta_of[column]);
+        };
+        for_each_score<N>(gradient, ds, p);
+        round_scores<N>(ds_rounded, ds);
+    };
+    const auto start_gradients = [&] {
+        if constexpr (kOverlaps) start_values();
+        start_columns_product<Passing>(dk_rows, ds_rounded, q_tile(ring));
+    };
+    const auto take_gradients = [&](const Ring<B::kSlots>& tile) {
+        fence_registers(dv_rows);
+        fence_registers(dk_rows);
+        fence_registers(p_rounded);
+        fence_registers(ds_rounded);
+        tile.release();
+    };
+    barrier_wait(k_tile + B::kBarriers, 0);
     const int first_head = place.h * in.group(), heads_end = first_head + in.group();
-    for (int h = first_head; h < heads_end; h++)
-        for (int query = begin; query < end; query += B::kPassing, ring.advance()) {
-            const uint32_t q_tile = k_tile + B::kPassingTiles + ring.slot * 2 * Passing::kBytes;
-            const uint32_t dout_tile = q_tile + Passing::kBytes;
-            const float* const lse_of =
-                reinterpret_cast<const float*>(shared + B::kStatistics) + ring.slot * 2 * B::kPassing;
-            const float* const delta_of = lse_of + B::kPassing;
-            AttentionRows<N> p, ds;
-            ring.wait_full();
-            if (query + B::kPassing <= seen_begin || query >= seen_end) {
-                ring.release();
-                continue;
+    for (int h = first_head; h < heads_end; h++) {
+        int query = begin;
+        for (; query < end && query + B::kPassing <= seen_begin; query += B::kPassing) ring.pass_over();
+        if constexpr (!kOverlaps) {
+            for (; query < seen_end; query += B::kPassing) {
+                start_scores();
+                wgmma_wait<1>();
+                take_scores(h, query);
+                start_gradients();
+                wgmma_wait<0>();
+                take_gradients(ring);
+                ring.advance();
             }
-            start_rows_product<Staying, Passing>(p, k_tile, place.group_row, q_tile);
-            start_rows_product<Staying, Passing>(ds, v_tile, place.group_row, dout_tile);
+        } else if (query < seen_end) {
+            start_scores();
             wgmma_wait<1>();
-            fence_registers(p);
-            // The first column that sees this warp's first key.
-            const int diagonal = place.row - in.position(query);
-            if (in.alibi) add_distances(p, diagonal, -in.slope(h, scale));
-            const auto to_probability = [&](float& x, int, int column) {
-                x = exp2_of(x * (scale * kLog2e) - lse_of[column]);
-            };
-            for_each_score<N>(to_probability, p);
-            // A branch before the wait, as in forward.
-            if (diagonal + 15 > 0) mask_up_to(p, diagonal - 1, 0.f);
-            if (diagonal + in.span() < B::kPassing) mask_after(p, diagonal + in.span() - 1, 0.f);
-            if (in.positions) mask_from(p, {ends[0] - query, ends[1] - query}, 0.f);
-            FragmentA<bf16> p_rounded[N / 2], ds_rounded[N / 2];
-            round_scores<N>(p_rounded, p);
+            take_scores(h, query);
+            for (query += B::kPassing; query < seen_end; query += B::kPassing) {
+                const Ring<B::kSlots> before = ring;
+                start_gradients();
+                ring.advance();
+                start_scores();
+                wgmma_wait<1>();
+                take_gradients(before);
+                take_scores(h, query);
+            }
+            start_gradients();
             wgmma_wait<0>();
-            fence_registers(ds);
-            start_columns_product<Passing>(dv_rows, p_rounded, dout_tile);
-            const auto gradient = [&](float& x, float probability, int, int column) {
-                x = probability * (x - delta_of[column]);
-            };
-            for_each_score<N>(gradient, ds, p);
-            round_scores<N>(ds_rounded, ds);
-            start_columns_product<Passing>(dk_rows, ds_rounded, q_tile);
-            wgmma_wait<0>();
-            fence_registers(dv_rows);
-            fence_registers(dk_rows);
-            fence_registers(p_rounded);
-            fence_registers(ds_rounded);
-            ring.release();
+            take_gradients(ring);
+            ring.advance();
         }
+        for (; query < end; query += B::kPassing) ring.pass_over();
+    }
     store_key_rows<kHead>(dk, in.dk_sums, dk_rows, scale, in, place.b, place.h, place.row, true);
     store_key_rows<kHead>(dv, in.dv_sums, dv_rows, 1.f, in, place.b, place.h, place.row, true);
 }
@@ -461,25 +500,26 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
     }
     AttentionRows<kHead / 8> dq_rows = {};
     if (in.continues) load_carried<kHead>(dq_rows, in, place.h, place.row, true);
-    barrier_wait(q_tile + B::kBarriers, 0);
-    static_assert(B::kRows - 64 <= B::kSlots * B::kPassing);  // as in forward
+    static_assert(B::kRows - 64 < B::kSlots * B::kPassing);  // as in forward
     const int seen_begin = in.first_key(place.b, block_row + place.group_row);
     const int end = in.keys_before(block_row + place.group_row + 64);
     int first_keys[2] = {};  // as in forward
     if (in.positions) document_keys(first_keys, in, place.b, place.row);
-    for (int key = in.first_key(place.b, block_row); key < end; key += B::kPassing, ring.advance()) {
-        const uint32_t k_tile = q_tile + B::kPassingTiles + ring.slot * 2 * Passing::kBytes;
-        AttentionRows<N> p, ds;
+
+    AttentionRows<N> p, ds;
+    FragmentA<bf16> ds_rounded[N / 2] = {};
+    int key = in.first_key(place.b, block_row);
+    const auto k_tile = [&](const Ring<B::kSlots>& at) {
+        return q_tile + B::kPassingTiles + at.slot * 2 * Passing::kBytes;
+    };
+    const auto start_scores = [&] {
         ring.wait_full();
-        if (key + B::kPassing <= seen_begin) {  // keys before the windows and documents of its rows
-            ring.release();
-            continue;
-        }
-        start_rows_product<Staying, Passing>(p, q_tile, place.group_row, k_tile);
-        start_rows_product<Staying, Passing>(ds, dout_tile, place.group_row, k_tile + Passing::kBytes);
-        wgmma_wait<1>();
-        fence_registers(p);
+        start_rows_product<Staying, Passing>(p, q_tile, place.group_row, k_tile(ring));
+        start_rows_product<Staying, Passing>(ds, dout_tile, place.group_row, k_tile(ring) + Passing::kBytes);
+    };
+    const auto take_scores = [&] {                          // as in the kernel for keys
         const int diagonal = in.position(place.row) - key;  // as in forward
+        fence_registers(p);
         if (in.alibi) add_distances(p, diagonal, in.slope(place.h, scale));
         const auto to_probability = [&](float& x, int r, int) {
             x = exp2_of(x * (scale * kLog2e) - row_lse[r]);
@@ -494,14 +534,30 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
             x = probability * (x - row_delta[r]);
         };
         for_each_score<N>(gradient, ds, p);
-        FragmentA<bf16> ds_rounded[N / 2];
         round_scores<N>(ds_rounded, ds);
-        start_columns_product<Passing>(dq_rows, ds_rounded, k_tile);
-        wgmma_wait<0>();
+    };
+    const auto start_gradients = [&] { start_columns_product<Passing>(dq_rows, ds_rounded, k_tile(ring)); };
+    barrier_wait(q_tile + B::kBarriers, 0);
+    // Skips tiles before the windows and documents of its rows.
+    for (; key + B::kPassing <= seen_begin; key += B::kPassing) ring.pass_over();
+    start_scores();
+    wgmma_wait<1>();
+    take_scores();
+    for (key += B::kPassing; key < end; key += B::kPassing) {
+        const Ring<B::kSlots> before = ring;
+        start_gradients();
+        ring.advance();
+        start_scores();
+        wgmma_wait<1>();
         fence_registers(dq_rows);
         fence_registers(ds_rounded);
-        ring.release();
+        before.release();
+        take_scores();
     }
+    start_gradients();  // no load waits for the last tile to be released
+    wgmma_wait<0>();
+    fence_registers(dq_rows);
+    fence_registers(ds_rounded);
     // dq may be q: these rows have been copied to shared memory, and no other block reads them.
     store_query_rows<kHead>(dq, dq_rows, scale, in, place.b, place.h, place.row, true);
 }

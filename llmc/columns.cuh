@@ -153,7 +153,7 @@ void add_column_sums(const Columns& columns, ColumnOutputs<Out, Columns::kSums> 
 
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads) add_bias_kernel(T* out, const T* bias, int64_t n, int C) {
-    for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) {
+    for_each_vector<T>(n, are_aligned(out), [&]<int N>(int64_t i, std::integral_constant<int, N>) {
         const Packed<T, N> p = load<N>(out + i);
         float o[N];
         for (int k = 0; k < N; k++) o[k] = p[k] + to_float(bias[(i + k) % C]);

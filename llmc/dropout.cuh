@@ -50,7 +50,8 @@ inline Dropout dropout_at(const uint64_t* key, uint64_t place, double probabilit
 template <class T, bool kAdds>
 __global__ void __launch_bounds__(kBlockThreads) dropout_kernel(T* out, const T* x, Dropout d, int64_t n) {
     const uint64_t key = d.here();
-    for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
+    const bool aligned = are_aligned(out, x);
+    for_each_vector<T>(n, aligned, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
         const Packed<T, N> p = load<N>(x + i);
         float o[N];
         const auto drop = [&](int64_t first) SIMT_INLINE {

@@ -17,12 +17,13 @@ constexpr float kGeluCubic = 0.044715f;
 
 SIMT_DEVICE float gelu_tanh(float x) {
     const float u = kGeluScale * (x + kGeluCubic * x * x * x);
-    return 1.f - 2.f / (fast_exp(2.f * u) + 1.f);
+    return 1.f - fast_quotient(2.f, fast_exp(2.f * u) + 1.f);
 }
 
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads) gelu_forward_kernel(T* out, const T* x, int64_t n) {
-    for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
+    const bool aligned = are_aligned(out, x);
+    for_each_vector<T>(n, aligned, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
         const Packed<T, N> p = load_ahead<N>(x + i);
         float o[N];
         for (int k = 0; k < N; k++) o[k] = 0.5f * p[k] * (1.f + gelu_tanh(p[k]));
@@ -33,7 +34,8 @@ __global__ void __launch_bounds__(kBlockThreads) gelu_forward_kernel(T* out, con
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads)
     gelu_backward_kernel(T* dx, const T* dout, const T* x, int64_t n) {
-    for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
+    const bool aligned = are_aligned(dx, dout, x);
+    for_each_vector<T>(n, aligned, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
         const Packed<T, N> p = load_ahead<N>(x + i), d = load_ahead<N>(dout + i);
         float o[N];
         for (int k = 0; k < N; k++) {
@@ -70,7 +72,7 @@ void gelu_backward(Tensor<T>& dx, const Tensor<T>& dout, const Tensor<T>& x, Str
 // multiplication. Bound by memory: forward reads two elements and writes one, backward reads three and writes
 // two.
 
-SIMT_DEVICE float sigmoid(float x) { return 1.f / (1.f + fast_exp(-x)); }
+SIMT_DEVICE float sigmoid(float x) { return fast_quotient(1.f, 1.f + fast_exp(-x)); }
 
 // Columns of a row that a warp processes.
 template <int N>
@@ -151,7 +153,8 @@ void swiglu_backward(Tensor<T>& d_gate_up, const Tensor<T>& dout, const Tensor<T
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads)
     residual_forward_kernel(T* out, const T* a, const T* b, int64_t n) {
-    for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
+    const bool aligned = are_aligned(out, a, b);
+    for_each_vector<T>(n, aligned, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
         const Packed<T, N> p = load<N>(a + i), q = load<N>(b + i);
         float o[N];
         for (int k = 0; k < N; k++) o[k] = p[k] + q[k];

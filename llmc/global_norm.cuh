@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #include "llmc/simt_vector.h"
@@ -16,8 +17,27 @@ __global__ void __launch_bounds__(kBlockThreads)
     squares_kernel(float* partial, const T* x, int64_t n, int64_t per_block) {
     constexpr int N = kVectorSize<T>;
     const int64_t first = blockIdx.x * per_block, end = first + per_block < n ? first + per_block : n;
+    const int64_t step = int64_t{blockDim.x} * N;
     Accumulator<N> sums;
-    for (int64_t i = first + int64_t{threadIdx.x} * N; i < end; i += int64_t{blockDim.x} * N) {
+    int64_t i = first + int64_t{threadIdx.x} * N;
+    // A large model's unit has fewer stretches than a GPU has multiprocessors, so each thread must have many
+    // loads under way. The order of the sum does not depend on how many.
+    const auto add_ahead = [&]<int kAhead>(std::integral_constant<int, kAhead>) SIMT_INLINE {
+        for (; i + (kAhead - 1) * step + N <= end; i += kAhead * step) {
+            Packed<T, N> p[kAhead];
+#pragma unroll
+            for (int a = 0; a < kAhead; a++) p[a] = load<N>(x + i + a * step);
+#pragma unroll
+            for (int a = 0; a < kAhead; a++)
+                for (int k = 0; k < N; k++) sums[k] += p[a][k] * p[a][k];
+        }
+    };
+    if constexpr (!kFastCpu) {
+        add_ahead(std::integral_constant<int, 32>());
+        add_ahead(std::integral_constant<int, 4>());
+    }
+#pragma unroll 1
+    for (; i < end; i += step) {
         if (i + N <= end) {
             const Packed<T, N> p = load_ahead<N>(x + i);
             for (int k = 0; k < N; k++) sums[k] += p[k] * p[k];

@@ -26,7 +26,7 @@ struct ColumnScales {
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads)
     scale_columns_kernel(T* x, ColumnScales s, int64_t n, int columns) {
-    for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
+    for_each_vector<T>(n, are_aligned(x), [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
         const Packed<T, N> p = load<N>(x + i);
         float o[N];
         for (int k = 0; k < N; k++) {

@@ -124,7 +124,7 @@ constexpr bool kWholeRuns = requires {
 template <class T, class Decoder>
 __global__ void __launch_bounds__(kBlockThreads)
     dequantize_kernel(T* out, Decoder weights, int64_t first, int64_t n) {
-    for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
+    for_each_vector<T>(n, true, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
         if constexpr (N > 1 || !kWholeRuns<Decoder>) {
             float w[N];
             weights.decode(w, first + i);

@@ -11,7 +11,7 @@
 template <class Sum, class T>
 __global__ void __launch_bounds__(kBlockThreads)
     sum_ranks_kernel(Sum* out, const T* parts, int ranks, int64_t stride, int64_t n) {
-    for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
+    for_each_vector<T>(n, true, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
         float sum[N];
         const Packed<T, N> first = load_ahead<N>(parts + i);
         for (int k = 0; k < N; k++) sum[k] = first[k];

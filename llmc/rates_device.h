@@ -160,7 +160,7 @@ double measured_matmul_flops(Stream stream, size_t space = SIZE_MAX) {
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads) copy_kernel(T* out, const T* in, int64_t n) {
     for_each_vector<T>(
-        n, [&]<int N>(int64_t i, std::integral_constant<int, N>) { store(out + i, load<N>(in + i)); });
+        n, true, [&]<int N>(int64_t i, std::integral_constant<int, N>) { store(out + i, load<N>(in + i)); });
 }
 
 // The bytes per second that a large copy reads and writes, the best of several.

@@ -147,6 +147,8 @@ SIMT_DEVICE float fast_exp(float x) {
     return p * scale;
 }
 
+SIMT_DEVICE float fast_quotient(float x, float y) { return x / y; }
+
 namespace simt {
 inline __thread unsigned char* dynamic_shared;
 

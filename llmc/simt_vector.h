@@ -172,19 +172,26 @@ unsigned elementwise_blocks(int64_t n) {
     return static_cast<unsigned>(ceil_div(n, int64_t{kVectorSize<T>} * kBlockThreads * kElementwiseRun));
 }
 
-// Calls f(i, count) for this thread's share of n elements. `count` is an integral constant: a full vector or,
-// in the tail, 1. The arrays must be aligned to a full vector.
+// Whether full vectors may be loaded from these arrays and stored to them. The rows of a tensor from a later
+// row on are not aligned if a row is no whole number of vectors. A CPU loads vectors from anywhere.
+template <class... T>
+SIMT_DEVICE bool are_aligned(const T*... arrays) {
+    return kFastCpu || ((reinterpret_cast<uintptr_t>(arrays) % kVectorBytes == 0) && ...);
+}
+
+// Calls f(i, count) for this thread's share of n elements. `count` is an integral constant: a full vector or
+// 1, which it is in the tail, and everywhere if the arrays that f accesses are not all aligned.
 template <class T, class F>
-SIMT_DEVICE void for_each_vector(int64_t n, F f) {
+SIMT_DEVICE void for_each_vector(int64_t n, bool aligned, F f) {
     constexpr int N = kVectorSize<T>;
     const int64_t first = int64_t{blockIdx.x} * blockDim.x * kElementwiseRun + threadIdx.x;
     for (int j = 0; j < kElementwiseRun; j++) {
         const int64_t i = (first + int64_t{j} * blockDim.x) * N;
-        if (i + N <= n)
+        if (aligned && i + N <= n)
             f(i, std::integral_constant<int, N>());
         else
 #pragma unroll 1
-            for (int64_t k = i; k < n; k++) f(k, std::integral_constant<int, 1>());
+            for (int64_t k = i; k < n && k < i + N; k++) f(k, std::integral_constant<int, 1>());
     }
 }
 

@@ -429,12 +429,13 @@ TEST(Tf32, IsAskedOfFp32Alone) {
 
 #if defined(SIMT_GPU)
 // A mantissa of 10 bits: the error is at most what cutting off the other bits of two operands costs, and
-// above fp32's.
+// above fp32's; but for a single row the library takes kernels that compute in fp32.
 TEST(Tf32, EveryFormOfTheStep) {
     const WithTf32 set;
     for (const auto& [m, n, k] : kShapes)
         if (k > 1)  // a single product may cancel what is added to it
-            for (const Case& c : forms_of_the_step(m, n, k)) check<float>(c, 2e-3, k > 20 ? 1e-5 : 0);
+            for (const Case& c : forms_of_the_step(m, n, k))
+                check<float>(c, 2e-3, k > 20 && c.m > 1 ? 1e-5 : 0);
 }
 
 Product product_of(const Case& c) {

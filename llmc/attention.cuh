@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(ForwardTiles<T, kHead, kPlain, kSmall>::kThrea
     }
     if (!kPlain && end <= 0) wait_for_copies();  // a piece of keys that none of these queries sees
     // Computed again here: kept over the loop, it would take registers that heads of 128 columns do not have.
-    const Place to(in, in.part.x + made_anew(blockIdx.x), in.part.y + made_anew(blockIdx.y),
+    const Place to(in, in.block_head(made_anew(blockIdx.x)), in.part.y + made_anew(blockIdx.y),
                    made_anew(threadIdx.x) / kLanes);
     UNROLL for (int m = 0; m < kParts; m++)
         store_output<kHead>(out, lse, o[m], softmax[m], in, to.b, to.h, to.row + 16 * m, scale, vectors);

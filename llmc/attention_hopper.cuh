@@ -353,7 +353,8 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
     using Staying = typename B::StayingTile;
     using Passing = typename B::PassingTile;
     constexpr int N = B::kPassing / 8;
-    constexpr bool kOverlaps = kHead == 64;  // heads of 128 leave too few registers
+    // Heads of 128 leave too few registers.
+    constexpr bool kOverlaps = kHead == 64, kInRegisters = kHead == 64;
     const HopperRows place(in.block_head(), in.kv_heads, block_row);
     if (block_row + place.group_row >= in.keys) return;
     const uint32_t k_tile = shared_address(shared), v_tile = k_tile + Staying::kBytes;
@@ -371,10 +372,18 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
     const auto q_tile = [&](const Ring<B::kSlots>& at) {
         return k_tile + B::kPassingTiles + at.slot * 2 * Passing::kBytes;
     };
+    // With rows of K and V in registers, shared memory has only the passing tiles to deliver.
+    FragmentA<bf16> k_rows[4 * Staying::kPanels], v_rows[4 * Staying::kPanels];
     const auto start_scores = [&] {
+        const uint32_t tile = q_tile(ring);
         ring.wait_full();
-        start_rows_product<Staying, Passing>(p, k_tile, place.group_row, q_tile(ring));
-        start_rows_product<Staying, Passing>(ds, v_tile, place.group_row, q_tile(ring) + Passing::kBytes);
+        if constexpr (kInRegisters) {
+            start_rows_product<Passing>(p, k_rows, tile);
+            start_rows_product<Passing>(ds, v_rows, tile + Passing::kBytes);
+        } else {
+            start_rows_product<Staying, Passing>(p, k_tile, place.group_row, tile);
+            start_rows_product<Staying, Passing>(ds, v_tile, place.group_row, tile + Passing::kBytes);
+        }
     };
     const auto start_values = [&] {
         start_columns_product<Passing>(dv_rows, p_rounded, q_tile(ring) + Passing::kBytes);
@@ -418,6 +427,10 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
         tile.release();
     };
     barrier_wait(k_tile + B::kBarriers, 0);
+    if constexpr (kInRegisters) {
+        load_rows<Staying>(k_rows, shared, place.row - block_row);
+        load_rows<Staying>(v_rows, shared + Staying::kBytes, place.row - block_row);
+    }
     const int first_head = place.h * in.group(), heads_end = first_head + in.group();
     for (int h = first_head; h < heads_end; h++) {
         int query = begin;
@@ -488,6 +501,7 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
     using Staying = typename B::StayingTile;
     using Passing = typename B::PassingTile;
     constexpr int N = B::kPassing / 8;
+    constexpr bool kInRegisters = kHead == 64;  // as in the kernel for keys
     const HopperRows place(in.block_head(), in.heads, block_row);
     if (block_row + place.group_row >= in.queries) return;
     const uint32_t q_tile = shared_address(shared), dout_tile = q_tile + Staying::kBytes;
@@ -512,10 +526,17 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
     const auto k_tile = [&](const Ring<B::kSlots>& at) {
         return q_tile + B::kPassingTiles + at.slot * 2 * Passing::kBytes;
     };
+    FragmentA<bf16> q_rows[4 * Staying::kPanels], dout_rows[4 * Staying::kPanels];
     const auto start_scores = [&] {
+        const uint32_t tile = k_tile(ring);
         ring.wait_full();
-        start_rows_product<Staying, Passing>(p, q_tile, place.group_row, k_tile(ring));
-        start_rows_product<Staying, Passing>(ds, dout_tile, place.group_row, k_tile(ring) + Passing::kBytes);
+        if constexpr (kInRegisters) {
+            start_rows_product<Passing>(p, q_rows, tile);
+            start_rows_product<Passing>(ds, dout_rows, tile + Passing::kBytes);
+        } else {
+            start_rows_product<Staying, Passing>(p, q_tile, place.group_row, tile);
+            start_rows_product<Staying, Passing>(ds, dout_tile, place.group_row, tile + Passing::kBytes);
+        }
     };
     const auto take_scores = [&] {                          // as in the kernel for keys
         const int diagonal = in.position(place.row) - key;  // as in forward
@@ -538,6 +559,10 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
     };
     const auto start_gradients = [&] { start_columns_product<Passing>(dq_rows, ds_rounded, k_tile(ring)); };
     barrier_wait(q_tile + B::kBarriers, 0);
+    if constexpr (kInRegisters) {
+        load_rows<Staying>(q_rows, shared, place.row - block_row);
+        load_rows<Staying>(dout_rows, shared + Staying::kBytes, place.row - block_row);
+    }
     // Skips tiles before the windows and documents of its rows.
     for (; key + B::kPassing <= seen_begin; key += B::kPassing) ring.pass_over();
     start_scores();

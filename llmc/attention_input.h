@@ -75,8 +75,11 @@ struct AttentionInput {
     GridPart part = {};  // the part of the grid (batch * heads, tiles of rows) that this launch runs
 
     // A block's position in the whole grid: its head, counted over all batch entries, and its tile of rows,
-    // counted from the first or from the last.
-    SIMT_DEVICE unsigned block_head() const { return static_cast<unsigned>(part.x) + blockIdx.x; }
+    // counted from the first or from the last. x and z number the heads, see launch_in_parts().
+    SIMT_DEVICE unsigned block_head(unsigned x) const {
+        return static_cast<unsigned>(part.x) + blockIdx.z * gridDim.x + x;
+    }
+    SIMT_DEVICE unsigned block_head() const { return block_head(blockIdx.x); }
     SIMT_DEVICE int block_tile() const { return part.y + static_cast<int>(blockIdx.y); }
     SIMT_DEVICE int block_tile_from_last() const { return part.whole_y - 1 - block_tile(); }
 
@@ -207,12 +210,26 @@ struct AttentionInput {
 // Matrix products of the scores' size in backward on a GPU: in the kernel for dK and dV, and in that for dQ.
 constexpr int kProductsForKeys = 4, kProductsForQueries = 3;
 
-// Calls launch_part(grid, in) for each part of a launch that computes `products` products of the scores.
+// How many of n heads, a divisor of n, are processed at a time: all tiles of rows of these heads come before
+// those of the next heads. Each tile of a head reads keys and values, or queries and gradients, that the
+// others read too; of so many heads they fit in half of a GPU's L2 cache, of 40 MB or more.
+inline unsigned heads_at_a_time(unsigned n, double bytes_of_head) {
+    constexpr double kCached = 20e6;
+    constexpr unsigned kMostGroups = 65535;  // a grid's third dimension
+    unsigned heads = std::clamp(static_cast<unsigned>(kCached / bytes_of_head), 1u, n);
+    while (n % heads) heads--;
+    return n / heads <= kMostGroups ? heads : n;
+}
+
+// Calls launch_part(grid, in) for each part of a launch that computes `products` products of the scores. The
+// given grid is (heads of all batch entries, tiles of rows).
 template <class T, class F>
 void launch_in_parts(dim3 grid, AttentionInput<T> in, int products, F launch_part) {
+    const double bytes_of_head = 2.0 * sizeof(T) * std::max(in.keys, in.queries) * in.head_size;
     for_each_part(grid, in.flops(products), longest_attention, [&](dim3 part_grid, const GridPart& part) {
         in.part = part;
-        launch_part(part_grid, in);
+        const unsigned heads = heads_at_a_time(part_grid.x, bytes_of_head);
+        launch_part(dim3(heads, part_grid.y, part_grid.x / heads), in);
     });
 }
 

@@ -1,8 +1,8 @@
 // hopper.cuh - what only a GPU of compute capability 9.0 has: TMA, barriers in shared memory, wgmma.
 //
-// Thin wrappers of PTX instructions; names in quotes are sections of the PTX ISA. None of it has run on a
-// device yet: it is compiled for one, and in the faithful CPU build hopper_cpu.h replaces it. Kernels may use
-// it only where HOPPER_CODE is defined, because they are compiled for other architectures too.
+// Thin wrappers of PTX instructions; names in quotes are sections of the PTX ISA. In the faithful CPU build
+// hopper_cpu.h replaces them. Kernels may use them only where HOPPER_CODE is defined, because they are
+// compiled for other architectures too.
 #pragma once
 
 #include "llmc/mma.cuh"
@@ -47,6 +47,12 @@ struct SwizzledTile {
     // rows to the next 8, is 1024 bytes.
     SIMT_HOST_DEVICE static constexpr uint64_t by_columns(uint32_t tile, int k) {
         return swizzled_operand(tile, k * 16 * 128, kPanelBytes, 1024);
+    }
+    // Where an element is, in bytes from the tile's begin.
+    SIMT_HOST_DEVICE static constexpr uint32_t offset(int row, int column) {
+        const int chunk = column % 64 / 8 ^ row % 8;
+        return static_cast<uint32_t>(column / 64) * kPanelBytes +
+               static_cast<uint32_t>(row * 128 + chunk * 16 + column % 8 * 2);
     }
 };
 
@@ -216,6 +222,19 @@ SIMT_DEVICE void wgmma_by_rows(float (&d)[1][N][4], uint64_t a, uint64_t b, bool
             : "l"(a), "l"(b), "r"(scale_d));
 }
 
+// The same with a in registers.
+template <int N>
+SIMT_DEVICE void wgmma_by_rows(float (&d)[1][N][4], const FragmentA<bf16>& a, uint64_t b, bool add) {
+    static_assert(N == 8);
+    const int scale_d = add;
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" WGMMA_0_TO_31
+        "}, {%32, %33, %34, %35}, %36, add, 1, 1, 0;\n}"
+        : WGMMA_32(0)
+        : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "l"(b), "r"(scale_d));
+}
+
 // d += a b: a in registers, b in shared memory and MN-major, which the last 1 stands for.
 template <int N>
 SIMT_DEVICE void wgmma_by_columns(float (&d)[1][N][4], const FragmentA<bf16>& a, uint64_t b) {
@@ -289,6 +308,38 @@ SIMT_DEVICE void start_rows_product(float (&s)[1][N][4], uint32_t a, int a_row, 
     UNROLL for (int k = 0; k < 4 * A::kPanels; k++)
         wgmma_by_rows(s, A::by_rows(a, a_row, k), B::by_rows(b, 0, k), k > 0);
     wgmma_commit();
+}
+
+// The same with A's rows of this warp in registers: a[k] has columns 16 k .. 16 k + 15.
+template <class B, int kSteps, int N>
+SIMT_DEVICE void start_rows_product(float (&s)[1][N][4], FragmentA<bf16> (&a)[kSteps], uint32_t b) {
+    static_assert(B::kHeight == 8 * N && 4 * B::kPanels == kSteps);
+    fence_registers(s);
+    fence_registers(a);
+    wgmma_fence();
+    UNROLL for (int k = 0; k < kSteps; k++) wgmma_by_rows(s, a[k], B::by_rows(b, 0, k), k > 0);
+    wgmma_commit();
+}
+
+// Loads a warp's rows row .. row + 15 of a swizzled tile in shared memory: a[k] has columns 16 k .. 16 k
+// + 15.
+template <class Tile>
+SIMT_DEVICE void load_rows(FragmentA<bf16> (&a)[4 * Tile::kPanels], const unsigned char* tile, int row) {
+    const auto at = [&](int r, int column) {
+        return reinterpret_cast<const bf16*>(tile + Tile::offset(row + r, column));
+    };
+    UNROLL for (int k = 0; k < 4 * Tile::kPanels; k++) {
+#if defined(SIMT_GPU)
+        load_matrices<false>(a[k].r[0], a[k].r[1], a[k].r[2], a[k].r[3],
+                             at(lane() % 16, 16 * k + lane() / 16 * 8));
+#else
+        const int r = lane() / 4, column = 16 * k + lane() % 4 * 2;
+        a[k].r[0] = load_pair(at(r, column));
+        a[k].r[1] = load_pair(at(r + 8, column));
+        a[k].r[2] = load_pair(at(r, column + 8));
+        a[k].r[3] = load_pair(at(r + 8, column + 8));
+#endif
+    }
 }
 
 // Starts o += P B as a group of its own. p[k] has columns 16 k .. 16 k + 15 of P, B is tile b.

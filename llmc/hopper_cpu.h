@@ -258,6 +258,11 @@ SIMT_RUNTIME __attribute__((noinline)) void wgmma_by_rows(float (&d)[1][N][4], u
     simt::start({&d[0][0][0], nullptr, a, b, N, add, false});
 }
 template <int N>
+SIMT_RUNTIME __attribute__((noinline)) void wgmma_by_rows(float (&d)[1][N][4], const FragmentA<bf16>& a,
+                                                          uint64_t b, bool add) {
+    simt::start({&d[0][0][0], &a, 0, b, N, add, false});
+}
+template <int N>
 SIMT_RUNTIME __attribute__((noinline)) void wgmma_by_columns(float (&d)[1][N][4], const FragmentA<bf16>& a,
                                                              uint64_t b) {
     simt::start({&d[0][0][0], &a, 0, b, N, true, true});

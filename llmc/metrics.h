@@ -65,7 +65,9 @@ class StepLines {
         const StepFigures f = *std::exchange(latest_, std::nullopt);
         const int64_t done = f.step + 1;
         const auto left = static_cast<int64_t>(seconds_per_step_ * static_cast<double>(steps_ - done));
-        const std::string waited = f.waited < 0 ? "" : format(" | waited %.1f%%", 100 * f.waited / f.seconds);
+        // The device's clock measures the waiting and the host's the step; very short steps do not agree.
+        const std::string waited =
+            f.waited < 0 ? "" : format(" | waited %.1f%%", 100 * std::min(f.waited / f.seconds, 1.0));
         fprintf(to_,
                 "step %5lld/%lld %5.1f%% | loss %.6f | norm %.4f | lr %.3e | %8.2f ms | %8.0f tok/s | MFU "
                 "%4.1f%%%s | %lld:%02lld left\n",

@@ -31,10 +31,12 @@ def test_parking_keeps_two_inputs(train, wide, tmp_path):
     one = 8 * 64 * 512 * (4 if train.precision == "fp32" else 2)
     assert one % 4096 == 0  # otherwise a sector would be partly used
     assert kept["totals"]["activations"] - parked["totals"]["activations"] == (12 - 2) * one - 2 * 4096
-    assert parked["outside_device"]["offloaded"] == (12 - 2) * one
+    assert parked["outside_device"]["offloaded" if train.device == "cpu" else "pinned_host"] == (12 - 2) * one
 
 
 def test_parking_needs_room(train, wide, tmp_path):
+    if train.device == "cuda":
+        pytest.skip("the inputs wait in host memory")
     work = linked(tmp_path, wide)
     with small_disk(tmp_path / "small", "4m") as folder:
         small = Train(train.path, TMPDIR=str(folder))
@@ -46,5 +48,6 @@ def test_parking_of_some_layers_is_not_chosen_for(train, wide, tmp_path):
     work = linked(tmp_path, wide)
     error = train(*LORA, "--steps", 1, "--offload", "inputs=auto:3", "--memory", "1GiB", cwd=work, code=2).stderr.decode()
     assert "--offload inputs=" in error
-    chosen = plan(train, work, "--offload", "inputs=auto", *DISK, "--memory", "250MiB")
-    assert chosen["totals"]["total"] <= 250 << 20
+    context = 0 if train.device == "cpu" else plan(train, work)["totals"]["process"] >> 20
+    chosen = plan(train, work, "--offload", "inputs=auto", *DISK, "--memory", f"{250 + context}MiB")
+    assert chosen["totals"]["total"] <= 250 + context << 20

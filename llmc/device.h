@@ -136,22 +136,23 @@ inline size_t device_bytes_in_use() {
 
 // Bytes of a GPU that a CUDA context takes, by the GPU's multiprocessors. Published: 107 MiB with 34 (RTX
 // 4060 Ti) and 555 with 188 (RTX PRO 6000) in llama.cpp's pull request 23604, 426 with 142 (RTX 6000 Ada) in
-// unsloth-zoo's 1053.
-constexpr size_t cuda_context_bytes(int multiprocessors) {
-    return static_cast<size_t>(multiprocessors) * (3 << 20);
+// unsloth-zoo's 1053. Measured on an H200: 527 with 132 (dev/results/gpu-h200.md).
+constexpr size_t cuda_context_bytes(int multiprocessors, bool is_hopper) {
+    return static_cast<size_t>(multiprocessors) * ((is_hopper ? 4 : 3) << 20);
 }
 
 // Bytes of the device that a process takes before it allocates any: on a GPU the CUDA context (an A100's if
 // no GPU answers).
 inline size_t context_bytes() {
     if (kHostIsDevice) return 0;
-    int count = planned_gpu ? planned_gpu->multiprocessors : kA100.multiprocessors;
+    const KnownGpu& gpu = planned_gpu ? *planned_gpu : kA100;
 #ifdef SIMT_GPU
-    int here = 0;
-    if (!planned_gpu && cudaDeviceGetAttribute(&here, cudaDevAttrMultiProcessorCount, 0) == cudaSuccess)
-        count = here;
+    int count = 0, major = 0;
+    if (!planned_gpu && cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, 0) == cudaSuccess &&
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess)
+        return cuda_context_bytes(count, major == 9);
 #endif
-    return cuda_context_bytes(count);
+    return cuda_context_bytes(gpu.multiprocessors, gpu.is_hopper());
 }
 
 // The device's memory that this process could allocate now; of a GPU that is only planned for, all that its

@@ -13,7 +13,7 @@
 
 // Each block sums the squares of one contiguous stretch.
 template <class T>
-__global__ void __launch_bounds__(kBlockThreads)
+__global__ void __launch_bounds__(kBlockThreads, 1)
     squares_kernel(float* partial, const T* x, int64_t n, int64_t per_block) {
     constexpr int N = kVectorSize<T>;
     const int64_t first = blockIdx.x * per_block, end = first + per_block < n ? first + per_block : n;
@@ -21,7 +21,8 @@ __global__ void __launch_bounds__(kBlockThreads)
     Accumulator<N> sums;
     int64_t i = first + int64_t{threadIdx.x} * N;
     // A large model's unit has fewer stretches than a GPU has multiprocessors, so each thread must have many
-    // loads under way. The order of the sum does not depend on how many.
+    // loads under way. For that it needs many registers: a block may have a multiprocessor to itself. The
+    // order of the sum does not depend on how many loads these are.
     const auto add_ahead = [&]<int kAhead>(std::integral_constant<int, kAhead>) SIMT_INLINE {
         for (; i + (kAhead - 1) * step + N <= end; i += kAhead * step) {
             Packed<T, N> p[kAhead];

@@ -14,6 +14,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "llmc/error.h"
@@ -39,6 +40,12 @@ struct KnownGpu {
     double host = kServer;     // of the host's memory
     double nvlink = 0;  // to all other GPUs of its machine; 0: they are reached over the link to the host
     bool integrated = false;  // its memory is the host's
+
+    // Whether its compute capability is 9.0.
+    constexpr bool is_hopper() const {
+        const std::string_view of(name);
+        return of.find("H100") != of.npos || of.find("H20") != of.npos;
+    }
 };
 
 // A GeForce from its fp32 TFLOP/s and GB/s: products in bf16 have twice that rate, in TF32 the same.

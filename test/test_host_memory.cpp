@@ -269,9 +269,10 @@ TEST(EnoughMemory, AContextIsTakenOnce) {
     EXPECT_EQ(with_reserve({100 * kMiB, ""}, 50 * kMiB).bytes, 145 * kMiB);
 }
 
-TEST(EnoughMemory, AContextIsAsLargeAsPublished) {
+TEST(EnoughMemory, AContextIsAsLargeAsPublishedAndMeasured) {
     for (const auto& [multiprocessors, mib] : {std::pair{34, 107}, std::pair{142, 426}, std::pair{188, 555}})
-        EXPECT_NEAR(mebibytes(cuda_context_bytes(multiprocessors)), mib, 0.06 * mib);
+        EXPECT_NEAR(mebibytes(cuda_context_bytes(multiprocessors, false)), mib, 0.06 * mib);
+    EXPECT_NEAR(mebibytes(cuda_context_bytes(132, true)), 527, 0.06 * 527);
 }
 
 TEST(EnoughMemory, BatchAutoIsCapped) {

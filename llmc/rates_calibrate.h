@@ -6,7 +6,9 @@
 // because a step uses many others between two uses of one; and so are activations that a step has kept. What
 // a step keeps is written to memory that has not been used for as long. Other activations are where the
 // operation before left them, in a cache if they fit one. Calibration takes 200 MiB of a CPU's memory in bf16
-// and 400 in fp32, more if its cache is large; 500 MiB of a GPU's.
+// and 400 in fp32, more if its cache is large; 750 MiB of a GPU's in bf16, twice that in fp32.
+//
+// A GPU's cases are large: in a small one it waits for launches, and few of its multiprocessors have work.
 #pragma once
 
 #include <algorithm>
@@ -103,13 +105,15 @@ class Calibration {
     static constexpr double kAgree = 1.03;
     static constexpr int kFewest = 3, kMost = 60;
     static constexpr int64_t kChannels = 768, kVocabulary = 32000;
+    // Rows of the smallest, a medium and the largest activation.
+    static constexpr int64_t kRows[] = {kFastCpu ? 64 : 512, kFastCpu ? 512 : 4096, kFastCpu ? 4096 : 32768};
     // The most elements of a product's operand.
     static constexpr int64_t kWideElements = kFastCpu ? kChannels * kVocabulary : 8192 * 8192;
     // Bytes to use before some memory is used again, so that no cache still has it. A large cache is shared
     // by many cores.
     static size_t passing_bytes() {
         const auto widest = static_cast<size_t>(kWideElements) * sizeof(T);
-        if (!kFastCpu) return std::max(widest, size_t{128} << 20);
+        if (!kFastCpu) return std::max(widest, static_cast<size_t>(kRows[2] * 3 * kChannels) * sizeof(T));
         const auto cache = static_cast<size_t>(std::max(0L, sysconf(_SC_LEVEL3_CACHE_SIZE)));
         return std::max(widest, std::min(cache, size_t{256} << 20));
     }
@@ -240,11 +244,12 @@ class Calibration {
 
     // The sizes of a side of a product: a LoRA's rank, a few sequences, a model's width, and a size beyond
     // which rates do not rise. On a CPU also a vocabulary, for the side where logits have it, because rows of
-    // logits are many pages apart.
-    static std::vector<double> sides(bool of_logits = false) {
-        if (!kFastCpu) return {16, 128, 512, 2048, 8192};
-        std::vector<double> sizes = {16, 128, kChannels, 3072};
-        if (of_logits) sizes.push_back(kVocabulary);
+    // logits are many pages apart. On a GPU also all rows of a batch, for the side that they are.
+    static std::vector<double> sides(bool of_logits, bool of_rows) {
+        std::vector<double> sizes = {16, 128, 512, 2048, 8192};
+        if (kFastCpu) sizes = {16, 128, kChannels, 3072};
+        if (kFastCpu && of_logits) sizes.push_back(kVocabulary);
+        if (!kFastCpu && of_rows) sizes.push_back(static_cast<double>(kRows[2]));
         return sizes;
     }
     void measure_products() {
@@ -262,7 +267,8 @@ class Calibration {
         Product form;
         form.transpose_a = transpose_a, form.transpose_b = transpose_b;
         ProductRates& p = rates_.products[product_form(form)];
-        p.sizes = {sides(transpose_a), sides(transpose_b), sides(!transpose_a && !transpose_b)};
+        p.sizes = {sides(transpose_a, !transpose_a), sides(transpose_b, false),
+                   sides(!transpose_a && !transpose_b, transpose_a)};
         p.rates.resize(p.shapes());
         for_shapes(p, b.arena.rehearsing(), [&](int64_t m, int64_t n, int64_t k) {
             const TensorT x(a.data(), transpose_a ? Shape{k, m} : Shape{m, k});
@@ -304,9 +310,12 @@ class Calibration {
     // ---- attention
 
     void measure_attention() {
+        std::vector<int> lengths = {32, 128, 512, 2048};
+        if (!kFastCpu) lengths.push_back(8192);
+        const auto rows = static_cast<int>(kFastCpu ? 512 : kRows[2]);
         for (const int head_size : {64, 128})
-            for (const int length : {32, 128, 512, 2048})
-                add([&](Bench& b) { attend(b, std::max(1, 512 / length), length, head_size); });
+            for (const int length : lengths)
+                add([&](Bench& b) { attend(b, std::max(1, rows / length), length, head_size); });
     }
     void attend(Bench& b, int batch, int length, int head_size) {
         const int64_t width = 512, row = 3 * width;
@@ -346,7 +355,7 @@ class Calibration {
     // Calls f(rows) for tensors (rows, kChannels), some of which fit a cache.
     template <class F>
     void for_rows(F&& f) {
-        for (const int64_t rows : {64, 512, 4096}) f(rows);
+        for (const int64_t rows : kRows) f(rows);
     }
 
     void measure_passes() {
@@ -449,7 +458,7 @@ class Calibration {
                 });
             });
         });
-        for (const int64_t rows : {64, 512})
+        for (const int64_t rows : {kRows[0], kFastCpu ? kRows[1] : 2048})
             add([&](Bench& b) {
                 TensorT logits = b.template take<T>({rows, kVocabulary});
                 TensorF losses = b.template take<float>({rows, 1});
@@ -465,7 +474,7 @@ class Calibration {
 
     // ---- the update, and matrices in other formats
 
-    static constexpr int64_t kUpdated = 4 << 20;  // parameters at a time
+    static constexpr int64_t kUpdated = kFastCpu ? 4 << 20 : 16 << 20;  // parameters at a time
 
     void measure_updates() {
         add([&](Bench& b) {
@@ -517,12 +526,12 @@ class Calibration {
     void measure_formats() {
         for (const WeightFormat* format : kWeightFormats)
             add([&](Bench& b) {
-                constexpr int64_t kRows = 1024, kColumns = 4096;
+                constexpr int64_t rows = kFastCpu ? 1024 : 8192, columns = 4096;
                 const Tensor<uint8_t> codes =
-                    b.template take<uint8_t>({quantized_bytes(*format, kRows * kColumns)});
-                TensorT out = b.template take<T>({kRows, kColumns});
+                    b.template take<uint8_t>({quantized_bytes(*format, rows * columns)});
+                TensorT out = b.template take<T>({rows, columns});
                 b.time([&](int64_t) {
-                    dequantize(out.data(), QuantizedView{format, codes.data(), kRows, kColumns}, stream_);
+                    dequantize(out.data(), QuantizedView{format, codes.data(), rows, columns}, stream_);
                 });
             });
     }

@@ -660,6 +660,55 @@ TYPED_TEST(Kernels, CrossEntropyScaledOnTheDevice) {
     for (const T& x : gradient) ASSERT_EQ(to_float(x), 0.f);
 }
 
+// Elementwise operations on arrays that begin at any element, as rows of an odd length do, have the bits that
+// they have on aligned ones.
+TYPED_TEST(Kernels, ElementwiseFromAnyElement) {
+    using T = TypeParam;
+    constexpr int64_t n = 1029;
+    const std::vector<T> a = random_values<T>(n, 1, 81), b = random_values<T>(n, 1, 82),
+                         bias = random_values<T>(7, 1, 83);
+    // Where the arrays begin, and what each operation makes of them.
+    const auto results = [&](int64_t of_out, int64_t of_a, int64_t of_b) {
+        const auto beginning = [](const std::vector<T>& values, int64_t at) {
+            std::vector<T> later(static_cast<size_t>(at), from_float<T>(0.f));
+            later.insert(later.end(), values.begin(), values.end());
+            return later;
+        };
+        const DeviceArray<T> d_a(beginning(a, of_a)), d_b(beginning(b, of_b)), d_bias(bias);
+        const Tensor<T> t_a(d_a.tensor({n + of_a}).at(of_a), {n}), t_b(d_b.tensor({n + of_b}).at(of_b), {n});
+        const Tensor<T> t_bias = d_bias.tensor({7});
+        std::vector<std::vector<T>> all;
+        const auto add = [&](auto&& operation) {
+            const DeviceArray<T> d_out(beginning(poisoned<T>(n), of_out));
+            Tensor<T> out(d_out.tensor({n + of_out}).at(of_out), {n / 7, 7});
+            operation(out);
+            const std::vector<T> got = d_out.download();
+            all.emplace_back(got.begin() + of_out, got.end());
+        };
+        add([&](Tensor<T>& out) { residual_forward(out, t_a, t_b, kStream); });
+        add([&](Tensor<T>& out) { gelu_forward(out, t_a, kStream); });
+        add([&](Tensor<T>& out) { gelu_backward(out, t_a, t_b, kStream); });
+        add([&](Tensor<T>& out) {
+            residual_forward(out, t_a, t_b, kStream);
+            add_bias(out, t_bias, kStream);
+        });
+        return all;
+    };
+    const auto aligned = results(0, 0, 0);
+    for (const auto& [of_out, of_a, of_b] :
+         {std::array<int64_t, 3>{1, 1, 1}, {3, 0, 0}, {0, 2, 0}, {0, 0, 5}}) {
+        const auto got = results(of_out, of_a, of_b);
+        for (size_t i = 0; i < got.size(); i++) {
+            SCOPED_TRACE(testing::Message()
+                         << "operation " << i << ", from " << of_out << " " << of_a << " " << of_b);
+            EXPECT_LT(relative_error(got[i], to_doubles(aligned[i])), tolerance<T>());
+#if defined(SIMT_GPU)
+            EXPECT_TRUE(bytes_of(got[i]) == bytes_of(aligned[i]));
+#endif
+        }
+    }
+}
+
 TYPED_TEST(Kernels, ResidualForward) {
     using T = TypeParam;
     for (int n : vector_sizes()) {

@@ -72,8 +72,10 @@ def test_a_rank_that_is_killed_ends_all(train_fp32, folder, killed):
         wait_for_line(process, r"^step +12/")
         os.kill(process.find_ranks()[killed], signal.SIGKILL)
         error = ends(process, 2)[1]
-    who = "a rank" if IS_MPICH else f"rank {killed}"  # which one, MPICH's launcher does not say
-    assert re.fullmatch(rf"train: --devices 3: {who} \(host \S+\) was ended by signal 9 \(Killed\) in step \d+; the last save: "
+    who, how = f"rank {killed}", r"signal 9 \(Killed\)"
+    if IS_MPICH:  # its launcher may name another rank, which its library UCX ended, with lines of its own
+        who, how, error = "a rank", r"signal (6|9|15) \(\w+\)", error.splitlines(keepends=True)[-1]
+    assert re.fullmatch(rf"train: --devices 3: {who} \(host \S+\) was ended by {how} in step \d+; the last save: "
                         r"out/step-000000\d+\n", error), error
     train_fp32("--resume", "out", "--steps", 40, "--devices", 3, cwd=folder)
 

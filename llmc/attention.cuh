@@ -210,8 +210,7 @@ struct ForwardTiles : AttentionTiles<T, kHead, kSmall> {
     static_assert(Tiles::fits(kSharedBytes));
 };
 
-// Computes out and lse of kRows queries of one head. Grid (batch * heads, tiles of queries), the longest
-// first.
+// Computes out and lse of kRows queries of one head. For the grid see launch_in_parts().
 template <class T, int kHead, bool kPlain, bool kSmall>
 __global__ void __launch_bounds__(ForwardTiles<T, kHead, kPlain, kSmall>::kThreads,
                                   ForwardTiles<T, kHead, kPlain, kSmall>::kBlocksAtOnce)
@@ -301,7 +300,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 }
 
 // Computes dK and dV of 64 or 128 keys of one head, from S^T = K Q^T. The queries of all heads that share
-// these keys pass by, head after head. Grid (batch * kv_heads, tiles of keys), the longest first.
+// these keys pass by, head after head. For the grid see launch_in_parts().
 template <class T, int kHead, bool kPlain, bool kSmall>
 __global__ void __launch_bounds__(AttentionTiles<T, kHead, kSmall, true>::kThreads,
                                   // Like kBlocksAtOnce, but with twice as many sums in registers.
@@ -413,7 +412,7 @@ struct BackwardTiles : AttentionTiles<T, kHead, kSmall, true> {
     static_assert(Tiles::fits(kSharedBytes));
 };
 
-// Computes dQ of kRows queries of one head. Grid (batch * heads, tiles of queries), the longest first.
+// Computes dQ of kRows queries of one head. For the grid see launch_in_parts().
 // Dropout has a form of its own, because its random numbers take registers.
 template <class T, int kHead, bool kPlain, bool kDrops, bool kSmall>
 __global__ void __launch_bounds__(BackwardTiles<T, kHead, kPlain, kDrops, kSmall>::kThreads,
@@ -553,7 +552,8 @@ template <class T>
 bool hopper_attention_takes(const AttentionInput<T>& in, std::initializer_list<const void*> arrays) {
     // Hopper's kernels begin at a window or a document, not at a multiple of kKeyPiece: in pieces only the
     // plain form.
-    return in.hopper && !in.dropout && hopper_attention_supports(in.head_size) &&
+    // Every query must see a key: a block waits for its first tile.
+    return in.hopper && in.position(0) >= 0 && !in.dropout && hopper_attention_supports(in.head_size) &&
            (!in.in_pieces || in.plain()) && attention_vectors(in, arrays) && device_is_hopper();
 }
 

@@ -218,8 +218,7 @@ SIMT_DEVICE void hopper_forward_consume(uint32_t shared, bf16* out, float* lse,
     store_output<kHead>(out, lse, o, softmax, in, place.b, place.h, place.row, scale, true);
 }
 
-// Computes out and lse of kConsumers * 64 queries of one head. Grid (batch * heads, tiles of queries), the
-// longest first.
+// Computes out and lse of kConsumers * 64 queries of one head. For the grid see launch_in_parts().
 template <int kHead>
 __global__ void __launch_bounds__(HopperForward<kHead>::kThreads, 1)
     hopper_attention_forward_kernel(bf16* out, float* lse, AttentionInput<bf16> in, float scale,
@@ -344,8 +343,9 @@ SIMT_DEVICE void hopper_backward_produce(unsigned char* shared, const AttentionI
         }
 }
 
-// A consumer of the kernel for keys. It starts the scores of a tile before it waits for the gradients'
-// products with the previous tile, so that the tensor cores have work while it computes probabilities.
+// A consumer of the kernel for keys. With heads of 64 it starts the scores of a tile before it waits for the
+// gradients' products with the previous tile, so that the tensor cores have work while it computes
+// probabilities; and it keeps its rows of K and V in registers. For heads of 128 there are too few registers.
 template <int kHead>
 SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
                                      const AttentionInput<bf16>& in, float scale, int block_row) {
@@ -408,6 +408,7 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
         round_scores<N>(p_rounded, p);
         wgmma_wait<0>();
         fence_registers(ds);
+        if constexpr (kInRegisters) fence_registers(v_rows);
         if constexpr (!kOverlaps) start_values();
         const auto gradient = [&](float& x, float probability, int, int column) {
             x = probability * (x - delta_of[column]);
@@ -469,7 +470,7 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
     store_key_rows<kHead>(dv, in.dv_sums, dv_rows, 1.f, in, place.b, place.h, place.row, true);
 }
 
-// Computes dK and dV of 128 keys of one head. Grid (batch * kv_heads, tiles of keys), the longest first.
+// Computes dK and dV of 128 keys of one head. For the grid see launch_in_parts().
 template <int kHead>
 __global__ void __launch_bounds__(HopperBackward<kHead>::kThreads, 1)
     hopper_attention_backward_keys_kernel(bf16* dk, bf16* dv, const float* lse, const float* delta,
@@ -514,7 +515,8 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
     }
     AttentionRows<kHead / 8> dq_rows = {};
     if (in.continues) load_carried<kHead>(dq_rows, in, place.h, place.row, true);
-    static_assert(B::kRows - 64 < B::kSlots * B::kPassing);  // as in forward
+    // As in forward; here the last tile is not released either.
+    static_assert(B::kRows - 64 < B::kSlots * B::kPassing);
     const int seen_begin = in.first_key(place.b, block_row + place.group_row);
     const int end = in.keys_before(block_row + place.group_row + 64);
     int first_keys[2] = {};  // as in forward
@@ -551,6 +553,7 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
         if (in.positions) mask_before(p, {first_keys[0] - key, first_keys[1] - key}, 0.f);
         wgmma_wait<0>();
         fence_registers(ds);
+        if constexpr (kInRegisters) fence_registers(dout_rows);
         const auto gradient = [&](float& x, float probability, int r, int) {
             x = probability * (x - row_delta[r]);
         };
@@ -587,7 +590,7 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
     store_query_rows<kHead>(dq, dq_rows, scale, in, place.b, place.h, place.row, true);
 }
 
-// Computes dQ of 128 queries of one head. Grid (batch * heads, tiles of queries), the longest first.
+// Computes dQ of 128 queries of one head. For the grid see launch_in_parts().
 template <int kHead>
 __global__ void __launch_bounds__(HopperBackward<kHead>::kThreads, 1)
     hopper_attention_backward_queries_kernel(bf16* dq, const float* lse, const float* delta,

@@ -72,7 +72,7 @@ struct AttentionInput {
     int later = 0;
     bool in_pieces = false, continues = false;
     float* carried = nullptr;
-    GridPart part = {};  // the part of the grid (batch * heads, tiles of rows) that this launch runs
+    GridPart part = {};  // the part of all heads and tiles of rows that this launch runs
 
     // A block's position in the whole grid: its head, counted over all batch entries, and its tile of rows,
     // counted from the first or from the last. x and z number the heads, see launch_in_parts().
@@ -212,20 +212,26 @@ constexpr int kProductsForKeys = 4, kProductsForQueries = 3;
 
 // How many of n heads, a divisor of n, are processed at a time: all tiles of rows of these heads come before
 // those of the next heads. Each tile of a head reads keys and values, or queries and gradients, that the
-// others read too; of so many heads they fit in half of a GPU's L2 cache, of 40 MB or more.
+// head's other tiles read too: bytes_of_head. A GPU whose L2 cache has less than cached_attention gains
+// nothing.
 inline unsigned heads_at_a_time(unsigned n, double bytes_of_head) {
-    constexpr double kCached = 20e6;
     constexpr unsigned kMostGroups = 65535;  // a grid's third dimension
-    unsigned heads = std::clamp(static_cast<unsigned>(kCached / bytes_of_head), 1u, n);
+    unsigned heads =
+        static_cast<unsigned>(std::clamp(cached_attention / bytes_of_head, 1., static_cast<double>(n)));
     while (n % heads) heads--;
     return n / heads <= kMostGroups ? heads : n;
 }
 
 // Calls launch_part(grid, in) for each part of a launch that computes `products` products of the scores. The
-// given grid is (heads of all batch entries, tiles of rows).
+// given grid is (heads of all batch entries, tiles of rows), that of a launch (heads at a time, tiles, groups
+// of so many heads). Kernels begin with the longest tiles of each group of heads.
 template <class T, class F>
 void launch_in_parts(dim3 grid, AttentionInput<T> in, int products, F launch_part) {
-    const double bytes_of_head = 2.0 * sizeof(T) * std::max(in.keys, in.queries) * in.head_size;
+    // In the kernel for keys the queries of all heads that share the keys pass; elsewhere these heads share
+    // what passes.
+    const double rows =
+        products == kProductsForKeys ? 1. * in.queries * in.group() : 1. * in.keys / in.group();
+    const double bytes_of_head = 2.0 * sizeof(T) * rows * in.head_size;
     for_each_part(grid, in.flops(products), longest_attention, [&](dim3 part_grid, const GridPart& part) {
         in.part = part;
         const unsigned heads = heads_at_a_time(part_grid.x, bytes_of_head);

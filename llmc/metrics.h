@@ -65,7 +65,8 @@ class StepLines {
         const StepFigures f = *std::exchange(latest_, std::nullopt);
         const int64_t done = f.step + 1;
         const auto left = static_cast<int64_t>(seconds_per_step_ * static_cast<double>(steps_ - done));
-        // The device's clock measures the waiting and the host's the step; very short steps do not agree.
+        // The device's clock measures the waiting, the host's the step; in very short steps the first may be
+        // longer.
         const std::string waited =
             f.waited < 0 ? "" : format(" | waited %.1f%%", 100 * std::min(f.waited / f.seconds, 1.0));
         fprintf(to_,

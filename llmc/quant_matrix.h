@@ -73,8 +73,9 @@ constexpr int64_t aligned_part(int64_t bytes) {
     return ceil_div(bytes, kQuantizedAlignment) * kQuantizedAlignment;
 }
 
-// out (count, columns) = rows of the matrix, from first_row on, each element rounded once. `out` is aligned
-// to 16 bytes, and the number of elements before first_row is a multiple of kDecodedRun.
+// out (count, columns) = rows of the matrix, from first_row on, each element rounded once. The number of
+// elements before first_row is a multiple of kDecodedRun. In formats of whole runs (kWholeRuns) `out` is
+// aligned to 16 bytes.
 template <class T>
 void dequantize_slice(T* out, const QuantizedView& w, int64_t first_row, int64_t count, Stream stream) {
     if constexpr (std::is_same_v<T, float>)
@@ -124,7 +125,9 @@ constexpr bool kWholeRuns = requires {
 template <class T, class Decoder>
 __global__ void __launch_bounds__(kBlockThreads)
     dequantize_kernel(T* out, Decoder weights, int64_t first, int64_t n) {
-    for_each_vector<T>(n, true, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
+    // Rows of whole runs are aligned.
+    const bool aligned = kWholeRuns<Decoder> || are_aligned(out);
+    for_each_vector<T>(n, aligned, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
         if constexpr (N > 1 || !kWholeRuns<Decoder>) {
             float w[N];
             weights.decode(w, first + i);

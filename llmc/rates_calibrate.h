@@ -6,9 +6,10 @@
 // because a step uses many others between two uses of one; and so are activations that a step has kept. What
 // a step keeps is written to memory that has not been used for as long. Other activations are where the
 // operation before left them, in a cache if they fit one. Calibration takes 200 MiB of a CPU's memory in bf16
-// and 400 in fp32, more if its cache is large; 750 MiB of a GPU's in bf16, twice that in fp32.
+// and 400 in fp32, more if its cache is large; 700 MiB of a GPU's in bf16, 1.2 GiB in fp32.
 //
-// A GPU's cases are large: in a small one it waits for launches, and few of its multiprocessors have work.
+// On a GPU the cases are large: in small ones it waits for launches, and most of its multiprocessors are
+// idle.
 #pragma once
 
 #include <algorithm>
@@ -244,7 +245,8 @@ class Calibration {
 
     // The sizes of a side of a product: a LoRA's rank, a few sequences, a model's width, and a size beyond
     // which rates do not rise. On a CPU also a vocabulary, for the side where logits have it, because rows of
-    // logits are many pages apart. On a GPU also all rows of a batch, for the side that they are.
+    // logits are many pages apart. On a GPU also the rows of a whole batch, for the side that activations'
+    // rows are.
     static std::vector<double> sides(bool of_logits, bool of_rows) {
         std::vector<double> sizes = {16, 128, 512, 2048, 8192};
         if (kFastCpu) sizes = {16, 128, kChannels, 3072};
@@ -491,9 +493,7 @@ class Calibration {
             const Tensor<uint8_t> factors = b.template take<uint8_t>({int64_t{sizeof(UpdateFactors)}});
             auto* const at = reinterpret_cast<UpdateFactors*>(factors.data());
             if (!b.arena.rehearsing()) set_factors(at, {1e-6f, 0.9f, 0.95f, 1e-8f, 0.1f, 1, 1}, stream_);
-            b.time([&](int64_t i) {
-                global_norm(norm, scratch, gradients.at(i % parts * kUpdated), kUpdated, stream_);
-            });
+            b.time([&](int64_t) { global_norm(norm, scratch, far({kUpdated}).data(), kUpdated, stream_); });
             for_formats([&](Optimizer optimizer, Master master, Moment m, Moment v) {
                 b.time([&](int64_t) {
                     const int64_t first = passed++ % parts * kUpdated, block = first / kQuantizedBlock;

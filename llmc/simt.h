@@ -103,6 +103,10 @@ constexpr double kLongestLaunch = 0.5;
 inline double longest_attention = std::numeric_limits<double>::infinity();
 inline double longest_product = std::numeric_limits<double>::infinity();
 
+// Bytes of keys and values, or of queries and gradients, that attention goes through at a time: half of the
+// L2 cache of an A100 or of a later large GPU.
+inline double cached_attention = 20e6;
+
 // The part of a grid that one launch runs: its first block in x and in y, and how many blocks the whole grid
 // has in y.
 struct GridPart {

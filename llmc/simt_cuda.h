@@ -173,7 +173,7 @@ SIMT_DEVICE void from_floats(T (&to)[N], const float (&x)[N]) {
 
 SIMT_DEVICE float fast_exp(float x) { return __expf(x); }
 
-// x / y with at most 2 ulp of error; 0 for y from 2^126 on.
+// x / y with at most 2 ulp of error; 0 for |y| above 2^126.
 SIMT_DEVICE float fast_quotient(float x, float y) { return __fdividef(x, y); }
 
 namespace simt {

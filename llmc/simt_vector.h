@@ -172,8 +172,8 @@ unsigned elementwise_blocks(int64_t n) {
     return static_cast<unsigned>(ceil_div(n, int64_t{kVectorSize<T>} * kBlockThreads * kElementwiseRun));
 }
 
-// Whether full vectors may be loaded from these arrays and stored to them. The rows of a tensor from a later
-// row on are not aligned if a row is no whole number of vectors. A CPU loads vectors from anywhere.
+// Whether full vectors may be loaded from these arrays and stored to them. A view that begins at a later row
+// of a tensor is not aligned if a row is not a whole number of vectors. A CPU loads vectors from anywhere.
 template <class... T>
 SIMT_DEVICE bool are_aligned(const T*... arrays) {
     return kFastCpu || ((reinterpret_cast<uintptr_t>(arrays) % kVectorBytes == 0) && ...);

@@ -915,10 +915,22 @@ void check_divided(const Case& c) {
     const DeviceArray<T> dout(random_values<T>(size_t(c.batch) * c.queries * c.channels(), 1, 11));
     const Arrays<T> x = random_arrays<T>(c);
     const std::vector<unsigned char> whole = run(c, x, dout).bytes();
-    for (const double parts : {2., 3., 1000.}) {
-        const LongestAttention divided(input_of(c, x).flops(2) / parts);
-        EXPECT_TRUE(run(c, x, dout).bytes() == whole) << parts << " parts";
-    }
+    // Also with some heads, and with single ones, before the others.
+    for (const double cached : {cached_attention, 4.0 * sizeof(T) * c.keys * c.head_size, 1.})
+        for (const double parts : {1., 2., 3., 1000.}) {
+            const LongestAttention divided(input_of(c, x).flops(2) / parts);
+            const double before = std::exchange(cached_attention, cached);
+            EXPECT_TRUE(run(c, x, dout).bytes() == whole) << parts << " parts, " << cached << " bytes";
+            cached_attention = before;
+        }
+}
+
+TEST(AttentionGrid, SomeHeadsComeBeforeTheOthers) {
+    EXPECT_EQ(heads_at_a_time(768, 262144), 64u);    // 76 fit
+    EXPECT_EQ(heads_at_a_time(768, 1), 768u);        // all fit
+    EXPECT_EQ(heads_at_a_time(25, 2e9), 1u);         // not even one fits
+    EXPECT_EQ(heads_at_a_time(65537, 2e9), 65537u);  // a prime beyond the groups that a grid may have
+    EXPECT_EQ(heads_at_a_time(2 * 65537, 2e9), 2 * 65537u);
 }
 
 TYPED_TEST(Attention, DividedLaunchesHaveTheSameBits) {

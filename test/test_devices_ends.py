@@ -74,6 +74,7 @@ def test_a_rank_that_is_killed_ends_all(train_fp32, folder, killed):
         error = ends(process, 2)[1]
     who, how = f"rank {killed}", r"signal 9 \(Killed\)"
     if IS_MPICH:  # its launcher may name another rank, which its library UCX ended, with lines of its own
+        assert error.count("train: ") == 1, error
         who, how, error = "a rank", r"signal (6|9|15) \(\w+\)", error.splitlines(keepends=True)[-1]
     assert re.fullmatch(rf"train: --devices 3: {who} \(host \S+\) was ended by {how} in step \d+; the last save: "
                         r"out/step-000000\d+\n", error), error

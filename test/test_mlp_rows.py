@@ -166,8 +166,11 @@ def test_automatic_rows(train, options):
     """They cost at most 2% of the estimated step, and options that change no bit do not change them."""
     options = (*options, "--batch", 1, "--recompute", "block")
     chunks, whole = train.plan(*options, "--chunk-rows", "mlp=auto,head=0"), train.plan(*options, "--chunk-rows", "head=0")
-    # On a GPU chunks of Llama's would cost more than that.
-    assert whole["mlp_rows"] == 0 and (0 < chunks["mlp_rows"] < 8192 if train.device == "cpu" else chunks["mlp_rows"] < options[3])
+    most = 8192 if train.device == "cpu" else options[3]
+    if train.device == "cuda" and options[1] == "llama:d4":  # there any chunks cost more
+        assert chunks["mlp_rows"] == 0
+        return
+    assert 0 < chunks["mlp_rows"] < most and whole["mlp_rows"] == 0
     assert chunks["estimated_seconds"] <= 1.02 * whole["estimated_seconds"]
     for neutral in (("--threads", 1), ("--optimizer", "sgd"), ("--recompute", "none")):
         assert train.plan(*options, *neutral, "--chunk-rows", "mlp=auto")["mlp_rows"] == chunks["mlp_rows"], neutral

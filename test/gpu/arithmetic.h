@@ -65,10 +65,10 @@ inline Execute floats(const Words& words) {
         });
     if (op == "neg") return elementwise<float, float>([](float x) { return -x; });
     if (op == "abs") return elementwise<float, float>([](float x) { return std::fabs(x); });
-    // The smallest quotients of an approximate division are 0.
+    // For finite divisors beyond 2^126 an approximate division gives 0, or NaN if the dividend is infinite.
     if (op == "div" && mode == "approx")
         return elementwise<float, float, float>([](float a, float b) {
-            return std::fabs(b) > 0x1p126f && std::fabs(a) < INFINITY ? a * 0 : a / b;
+            return std::fabs(b) > 0x1p126f && std::fabs(b) < INFINITY ? a * 0 : a / b;
         });
     if (mode != "rn") unknown();
     if (op == "add") return elementwise<float, float, float>([](float a, float b) { return a + b; });

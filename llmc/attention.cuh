@@ -210,7 +210,8 @@ struct ForwardTiles : AttentionTiles<T, kHead, kSmall> {
     static_assert(Tiles::fits(kSharedBytes));
 };
 
-// Computes out and lse of kRows queries of one head. For the grid see launch_in_parts().
+// Computes out and lse of kRows queries of one head. Grid (batch * heads, tiles of queries), the longest
+// first.
 template <class T, int kHead, bool kPlain, bool kSmall>
 __global__ void __launch_bounds__(ForwardTiles<T, kHead, kPlain, kSmall>::kThreads,
                                   ForwardTiles<T, kHead, kPlain, kSmall>::kBlocksAtOnce)
@@ -271,7 +272,7 @@ __global__ void __launch_bounds__(ForwardTiles<T, kHead, kPlain, kSmall>::kThrea
     }
     if (!kPlain && end <= 0) wait_for_copies();  // a piece of keys that none of these queries sees
     // Computed again here: kept over the loop, it would take registers that heads of 128 columns do not have.
-    const Place to(in, in.block_head(made_anew(blockIdx.x)), in.part.y + made_anew(blockIdx.y),
+    const Place to(in, in.part.x + made_anew(blockIdx.x), in.part.y + made_anew(blockIdx.y),
                    made_anew(threadIdx.x) / kLanes);
     UNROLL for (int m = 0; m < kParts; m++)
         store_output<kHead>(out, lse, o[m], softmax[m], in, to.b, to.h, to.row + 16 * m, scale, vectors);
@@ -300,7 +301,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 }
 
 // Computes dK and dV of 64 or 128 keys of one head, from S^T = K Q^T. The queries of all heads that share
-// these keys pass by, head after head. For the grid see launch_in_parts().
+// these keys pass by, head after head. Grid (batch * kv_heads, tiles of keys), the longest first.
 template <class T, int kHead, bool kPlain, bool kSmall>
 __global__ void __launch_bounds__(AttentionTiles<T, kHead, kSmall, true>::kThreads,
                                   // Like kBlocksAtOnce, but with twice as many sums in registers.
@@ -412,7 +413,7 @@ struct BackwardTiles : AttentionTiles<T, kHead, kSmall, true> {
     static_assert(Tiles::fits(kSharedBytes));
 };
 
-// Computes dQ of kRows queries of one head. For the grid see launch_in_parts().
+// Computes dQ of kRows queries of one head. Grid (batch * heads, tiles of queries), the longest first.
 // Dropout has a form of its own, because its random numbers take registers.
 template <class T, int kHead, bool kPlain, bool kDrops, bool kSmall>
 __global__ void __launch_bounds__(BackwardTiles<T, kHead, kPlain, kDrops, kSmall>::kThreads,

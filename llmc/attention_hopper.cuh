@@ -115,7 +115,7 @@ SIMT_DEVICE void hopper_forward_produce(uint32_t shared, const AttentionInput<bf
                                         const HopperForwardMaps& maps, int block_row) {
     using F = HopperForward<kHead>;
     using KvTile = typename F::KvTile;
-    const HopperPlace place(in.block_head(), in.heads);
+    const HopperPlace place(in.grouped_head(), in.heads);
     const int q_column = static_cast<int>(in.q_offset(0, place.h));
     const int kv_column = static_cast<int>(in.kv_offset(0, place.h / in.group()));
     const int end = in.keys_before(block_row + F::kRows);
@@ -143,7 +143,7 @@ SIMT_DEVICE void hopper_forward_consume(uint32_t shared, bf16* out, float* lse,
     using F = HopperForward<kHead>;
     using KvTile = typename F::KvTile;
     constexpr int N = F::kKeys / 8;
-    const HopperRows place(in.block_head(), in.heads, block_row);
+    const HopperRows place(in.grouped_head(), in.heads, block_row);
     if (block_row + place.group_row >= in.queries) return;
     // Where the keys end that its rows see. It does not release later tiles; these are at most as many as the
     // ring has slots, so no load waits for it.
@@ -218,7 +218,8 @@ SIMT_DEVICE void hopper_forward_consume(uint32_t shared, bf16* out, float* lse,
     store_output<kHead>(out, lse, o, softmax, in, place.b, place.h, place.row, scale, true);
 }
 
-// Computes out and lse of kConsumers * 64 queries of one head. For the grid see launch_in_parts().
+// Computes out and lse of kConsumers * 64 queries of one head. For the grid see launch_in_groups().
+// The longest tiles of a group of heads come first.
 template <int kHead>
 __global__ void __launch_bounds__(HopperForward<kHead>::kThreads, 1)
     hopper_attention_forward_kernel(bf16* out, float* lse, AttentionInput<bf16> in, float scale,
@@ -264,7 +265,7 @@ void hopper_forward(bf16* out, float* lse, const AttentionInput<bf16>& in, Strea
     const HopperForwardMaps maps{map_of_queries(in, in.q, F::kRows), map_of_keys(in, in.k, F::kKeys),
                                  map_of_keys(in, in.v, F::kKeys)};
     const dim3 grid(in.batch * in.heads, ceil_div(in.queries, F::kRows));
-    launch_in_parts(grid, in, 2, [&](dim3 part, const AttentionInput<bf16>& of_part) {
+    launch_in_groups(grid, in, 2, [&](dim3 part, const AttentionInput<bf16>& of_part) {
         launch<hopper_attention_forward_kernel<kHead>>(part, F::kThreads, F::kSharedBytes, stream, out, lse,
                                                        of_part, in.scale(), maps);
     });
@@ -304,7 +305,7 @@ SIMT_DEVICE void hopper_backward_produce(unsigned char* shared, const AttentionI
     using B = HopperBackward<kHead>;
     using Staying = typename B::StayingTile;
     using Passing = typename B::PassingTile;
-    const HopperPlace place(in.block_head(), kKeysStay ? in.kv_heads : in.heads);
+    const HopperPlace place(in.grouped_head(), kKeysStay ? in.kv_heads : in.heads);
     const int group = in.group(), kv = kKeysStay ? place.h : place.h / group;
     const int first_head = kKeysStay ? kv * group : place.h, heads_end = first_head + (kKeysStay ? group : 1);
     // The column where a head begins in the i-th tensor: in K or V, or for head h in Q or dout.
@@ -355,7 +356,7 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
     constexpr int N = B::kPassing / 8;
     // Heads of 128 leave too few registers.
     constexpr bool kOverlaps = kHead == 64, kInRegisters = kHead == 64;
-    const HopperRows place(in.block_head(), in.kv_heads, block_row);
+    const HopperRows place(in.grouped_head(), in.kv_heads, block_row);
     if (block_row + place.group_row >= in.keys) return;
     const uint32_t k_tile = shared_address(shared), v_tile = k_tile + Staying::kBytes;
     Ring<B::kSlots> ring{k_tile + B::kBarriers + 8};
@@ -470,7 +471,8 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
     store_key_rows<kHead>(dv, in.dv_sums, dv_rows, 1.f, in, place.b, place.h, place.row, true);
 }
 
-// Computes dK and dV of 128 keys of one head. For the grid see launch_in_parts().
+// Computes dK and dV of 128 keys of one head. For the grid see launch_in_groups().
+// The longest tiles of a group of heads come first.
 template <int kHead>
 __global__ void __launch_bounds__(HopperBackward<kHead>::kThreads, 1)
     hopper_attention_backward_keys_kernel(bf16* dk, bf16* dv, const float* lse, const float* delta,
@@ -478,7 +480,7 @@ __global__ void __launch_bounds__(HopperBackward<kHead>::kThreads, 1)
                                           const __grid_constant__ HopperBackwardMaps maps) {
 #if defined(HOPPER_CODE)
     using B = HopperBackward<kHead>;
-    const int block_row = in.block_tile() * B::kRows, b = in.block_head() / in.kv_heads;
+    const int block_row = in.block_tile() * B::kRows, b = in.grouped_head() / in.kv_heads;
     unsigned char* const shared = hopper_backward_begin<kHead>(1 + kLanes, in.keys - block_row);
     if (threadIdx.x < kWarpgroup) {
         setmaxnreg_dec<B::kProducerRegisters>();
@@ -503,7 +505,7 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
     using Passing = typename B::PassingTile;
     constexpr int N = B::kPassing / 8;
     constexpr bool kInRegisters = kHead == 64;  // as in the kernel for keys
-    const HopperRows place(in.block_head(), in.heads, block_row);
+    const HopperRows place(in.grouped_head(), in.heads, block_row);
     if (block_row + place.group_row >= in.queries) return;
     const uint32_t q_tile = shared_address(shared), dout_tile = q_tile + Staying::kBytes;
     Ring<B::kSlots> ring{q_tile + B::kBarriers + 8};
@@ -590,7 +592,8 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
     store_query_rows<kHead>(dq, dq_rows, scale, in, place.b, place.h, place.row, true);
 }
 
-// Computes dQ of 128 queries of one head. For the grid see launch_in_parts().
+// Computes dQ of 128 queries of one head. For the grid see launch_in_groups().
+// The longest tiles of a group of heads come first.
 template <int kHead>
 __global__ void __launch_bounds__(HopperBackward<kHead>::kThreads, 1)
     hopper_attention_backward_queries_kernel(bf16* dq, const float* lse, const float* delta,
@@ -605,7 +608,7 @@ __global__ void __launch_bounds__(HopperBackward<kHead>::kThreads, 1)
         setmaxnreg_dec<B::kProducerRegisters>();
         if (warp() == 0)
             hopper_backward_produce<kHead, false>(shared, in, maps, block_row,
-                                                  in.first_key(in.block_head() / in.heads, block_row), end,
+                                                  in.first_key(in.grouped_head() / in.heads, block_row), end,
                                                   nullptr, nullptr);
     } else {
         setmaxnreg_inc<B::kConsumerRegisters>();
@@ -633,15 +636,16 @@ void hopper_backward(bf16* dq, bf16* dk, bf16* dv, const bf16* dout, const float
         {map_of_keys(in, in.k, B::kPassing), map_of_keys(in, in.v, B::kPassing)}};
     const auto tiles = [](int rows) { return static_cast<unsigned>(ceil_div(rows, B::kRows)); };
     const dim3 key_grid(in.batch * in.kv_heads, tiles(in.keys));
-    launch_in_parts(key_grid, in, kProductsForKeys, [&](dim3 part, const AttentionInput<bf16>& of_part) {
+    launch_in_groups(key_grid, in, kProductsForKeys, [&](dim3 part, const AttentionInput<bf16>& of_part) {
         launch<hopper_attention_backward_keys_kernel<kHead>>(part, B::kThreads, B::kSharedBytes, stream, dk,
                                                              dv, lse, delta, of_part, in.scale(), keys);
     });
     const dim3 query_grid(in.batch * in.heads, tiles(in.queries));
-    launch_in_parts(query_grid, in, kProductsForQueries, [&](dim3 part, const AttentionInput<bf16>& of_part) {
-        launch<hopper_attention_backward_queries_kernel<kHead>>(part, B::kThreads, B::kSharedBytes, stream,
-                                                                dq, lse, delta, of_part, in.scale(), queries);
-    });
+    launch_in_groups(
+        query_grid, in, kProductsForQueries, [&](dim3 part, const AttentionInput<bf16>& of_part) {
+            launch<hopper_attention_backward_queries_kernel<kHead>>(
+                part, B::kThreads, B::kSharedBytes, stream, dq, lse, delta, of_part, in.scale(), queries);
+        });
 }
 inline void hopper_attention_backward(bf16* dq, bf16* dk, bf16* dv, const bf16* dout, const float* lse,
                                       const float* delta, const AttentionInput<bf16>& in, Stream stream) {

@@ -75,11 +75,10 @@ struct AttentionInput {
     GridPart part = {};  // the part of all heads and tiles of rows that this launch runs
 
     // A block's position in the whole grid: its head, counted over all batch entries, and its tile of rows,
-    // counted from the first or from the last. x and z number the heads, see launch_in_parts().
-    SIMT_DEVICE unsigned block_head(unsigned x) const {
-        return static_cast<unsigned>(part.x) + blockIdx.z * gridDim.x + x;
-    }
-    SIMT_DEVICE unsigned block_head() const { return block_head(blockIdx.x); }
+    // counted from the first or from the last.
+    SIMT_DEVICE unsigned block_head() const { return static_cast<unsigned>(part.x) + blockIdx.x; }
+    // Its head in a launch of launch_in_groups().
+    SIMT_DEVICE unsigned grouped_head() const { return block_head() + blockIdx.z * gridDim.x; }
     SIMT_DEVICE int block_tile() const { return part.y + static_cast<int>(blockIdx.y); }
     SIMT_DEVICE int block_tile_from_last() const { return part.whole_y - 1 - block_tile(); }
 
@@ -210,6 +209,16 @@ struct AttentionInput {
 // Matrix products of the scores' size in backward on a GPU: in the kernel for dK and dV, and in that for dQ.
 constexpr int kProductsForKeys = 4, kProductsForQueries = 3;
 
+// Calls launch_part(grid, in) for each part of a launch that computes `products` products of the scores. The
+// grid is (heads of all batch entries, tiles of rows).
+template <class T, class F>
+void launch_in_parts(dim3 grid, AttentionInput<T> in, int products, F launch_part) {
+    for_each_part(grid, in.flops(products), longest_attention, [&](dim3 part_grid, const GridPart& part) {
+        in.part = part;
+        launch_part(part_grid, in);
+    });
+}
+
 // How many of n heads, a divisor of n, are processed at a time: all tiles of rows of these heads come before
 // those of the next heads. Each tile of a head reads keys and values, or queries and gradients, that the
 // head's other tiles read too: bytes_of_head. A GPU whose L2 cache has less than cached_attention gains
@@ -222,20 +231,18 @@ inline unsigned heads_at_a_time(unsigned n, double bytes_of_head) {
     return n / heads <= kMostGroups ? heads : n;
 }
 
-// Calls launch_part(grid, in) for each part of a launch that computes `products` products of the scores. The
-// given grid is (heads of all batch entries, tiles of rows), that of a launch (heads at a time, tiles, groups
-// of so many heads). Kernels begin with the longest tiles of each group of heads.
+// launch_in_parts() by groups of heads: the grid of a launch is (heads at a time, tiles of rows, groups of so
+// many heads). Of Hopper's kernels only: the others have no register left for it on every GPU.
 template <class T, class F>
-void launch_in_parts(dim3 grid, AttentionInput<T> in, int products, F launch_part) {
+void launch_in_groups(dim3 grid, const AttentionInput<T>& in, int products, F launch_part) {
     // In the kernel for keys the queries of all heads that share the keys pass; elsewhere these heads share
     // what passes.
     const double rows =
         products == kProductsForKeys ? 1. * in.queries * in.group() : 1. * in.keys / in.group();
     const double bytes_of_head = 2.0 * sizeof(T) * rows * in.head_size;
-    for_each_part(grid, in.flops(products), longest_attention, [&](dim3 part_grid, const GridPart& part) {
-        in.part = part;
-        const unsigned heads = heads_at_a_time(part_grid.x, bytes_of_head);
-        launch_part(dim3(heads, part_grid.y, part_grid.x / heads), in);
+    launch_in_parts(grid, in, products, [&](dim3 part, const AttentionInput<T>& of_part) {
+        const unsigned heads = heads_at_a_time(part.x, bytes_of_head);
+        launch_part(dim3(heads, part.y, part.x / heads), of_part);
     });
 }
 

@@ -599,7 +599,8 @@ def kernel_table(gpu_name, kernels, code):
                                            "of Little's", "sector use", "passes a bank"], rows)]
 
 
-HEAD = ["# Predicted times of steps on GPUs", "", "**Nothing here was measured**; [gpu-h200.md](gpu-h200.md) compares these times with an H200's. `make gpu-predicted` makes "
+HEAD = ["# Predicted times of steps on GPUs", "",
+        "**Nothing here was measured**; [gpu-h200.md](gpu-h200.md) compares these times with an H200's. `make gpu-predicted` makes "
         "this page from the program, whose kernels it runs on an emulated GPU (`dev/gpu_predicted.py`).", "",
         " ".join(__doc__.split("\n\n")[1].split()) + " The counts are of PTX, as executed on models of one narrow layer, in "
         "proportion to bytes or FLOPs; where a kernel is one long loop, times the instructions that this has in SASS beside "

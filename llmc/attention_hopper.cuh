@@ -64,6 +64,18 @@ struct HopperBackward {
     static constexpr uint32_t kBarriers =
         kStatistics + kSlots * 2 * kPassing * 4;  // of the staying tiles, then of the ring
     static constexpr size_t kSharedBytes = 1024 + kBarriers + 8 + 8 * 2 * kSlots;
+    // Heads of 64 leave a consumer registers for its rows of the staying tiles: then shared memory delivers
+    // only the passing ones. In the kernel for keys they also leave registers for the scores of a tile beside
+    // the gradients' products of the previous one.
+    static constexpr bool kRegistersLeft = kHead == 64;
+
+    // Where a slot's tiles, or its lse and delta, begin in shared memory.
+    SIMT_HOST_DEVICE static constexpr uint32_t passing_tile(int slot) {
+        return kPassingTiles + slot * 2 * PassingTile::kBytes;
+    }
+    SIMT_HOST_DEVICE static constexpr uint32_t statistics(int slot) {
+        return kStatistics + slot * 2 * kPassing * 4;
+    }
 };
 
 #if defined(SIMT_GPU) || defined(SIMT_FAITHFUL)
@@ -325,15 +337,14 @@ SIMT_DEVICE void hopper_backward_produce(unsigned char* shared, const AttentionI
         for (int row = begin; row < end; row += B::kPassing, ring.advance()) {
             ring.wait_empty();
             if (lane() == 0) {
-                const uint32_t to = at + B::kPassingTiles + ring.slot * 2 * Passing::kBytes;
+                const uint32_t to = at + B::passing_tile(ring.slot);
                 barrier_arrive_expecting(ring.full(), 2 * Passing::kBytes);
                 for (int i = 0; i < 2; i++)
                     start_load<Passing>(to + i * Passing::kBytes, maps.passing[i], ring.full(),
                                         column(!kKeysStay, h, i), row, place.b);
             }
             if constexpr (kKeysStay) {
-                float* const to =
-                    reinterpret_cast<float*>(shared + B::kStatistics) + ring.slot * 2 * B::kPassing;
+                float* const to = reinterpret_cast<float*>(shared + B::statistics(ring.slot));
                 const int64_t from = in.row_offset(place.b, h) + row;
                 for (int i = lane(); i < B::kPassing; i += kLanes) {
                     to[i] = row + i < end ? lse[from + i] * kLog2e : 0.f;
@@ -344,9 +355,9 @@ SIMT_DEVICE void hopper_backward_produce(unsigned char* shared, const AttentionI
         }
 }
 
-// A consumer of the kernel for keys. With heads of 64 it starts the scores of a tile before it waits for the
-// gradients' products with the previous tile, so that the tensor cores have work while it computes
-// probabilities; and it keeps its rows of K and V in registers. For heads of 128 there are too few registers.
+// A consumer of the kernel for keys. If registers are left, it starts the scores of a tile before it waits
+// for the gradients' products with the previous tile, so that the tensor cores have work while it computes
+// probabilities.
 template <int kHead>
 SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
                                      const AttentionInput<bf16>& in, float scale, int block_row) {
@@ -354,8 +365,6 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
     using Staying = typename B::StayingTile;
     using Passing = typename B::PassingTile;
     constexpr int N = B::kPassing / 8;
-    // Heads of 128 leave too few registers.
-    constexpr bool kOverlaps = kHead == 64, kInRegisters = kHead == 64;
     const HopperRows place(in.grouped_head(), in.kv_heads, block_row);
     if (block_row + place.group_row >= in.keys) return;
     const uint32_t k_tile = shared_address(shared), v_tile = k_tile + Staying::kBytes;
@@ -370,15 +379,12 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
     AttentionRows<kHead / 8> dk_rows = {}, dv_rows = {};
     AttentionRows<N> p, ds;
     FragmentA<bf16> p_rounded[N / 2] = {}, ds_rounded[N / 2] = {};
-    const auto q_tile = [&](const Ring<B::kSlots>& at) {
-        return k_tile + B::kPassingTiles + at.slot * 2 * Passing::kBytes;
-    };
-    // With rows of K and V in registers, shared memory has only the passing tiles to deliver.
+    const auto q_tile = [&] { return k_tile + B::passing_tile(ring.slot); };
     FragmentA<bf16> k_rows[4 * Staying::kPanels], v_rows[4 * Staying::kPanels];
     const auto start_scores = [&] {
-        const uint32_t tile = q_tile(ring);
+        const uint32_t tile = q_tile();
         ring.wait_full();
-        if constexpr (kInRegisters) {
+        if constexpr (B::kRegistersLeft) {
             start_rows_product<Passing>(p, k_rows, tile);
             start_rows_product<Passing>(ds, v_rows, tile + Passing::kBytes);
         } else {
@@ -387,12 +393,11 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
         }
     };
     const auto start_values = [&] {
-        start_columns_product<Passing>(dv_rows, p_rounded, q_tile(ring) + Passing::kBytes);
+        start_columns_product<Passing>(dv_rows, p_rounded, q_tile() + Passing::kBytes);
     };
     // Makes the rounded scores from the products p, which are complete, and ds, which may still run.
     const auto take_scores = [&](int h, int query) {
-        const float* const lse_of =
-            reinterpret_cast<const float*>(shared + B::kStatistics) + ring.slot * 2 * B::kPassing;
+        const float* const lse_of = reinterpret_cast<const float*>(shared + B::statistics(ring.slot));
         const float* const delta_of = lse_of + B::kPassing;
         // The first column that sees this warp's first key.
         const int diagonal = place.row - in.position(query);
@@ -409,8 +414,10 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
         round_scores<N>(p_rounded, p);
         wgmma_wait<0>();
         fence_registers(ds);
-        if constexpr (kInRegisters) fence_registers(v_rows);
-        if constexpr (!kOverlaps) start_values();
+        if constexpr (B::kRegistersLeft)
+            fence_registers(v_rows);
+        else
+            start_values();
         const auto gradient = [&](float& x, float probability, int, int column) {
             x = probability * (x - delta_of[column]);
         };
@@ -418,8 +425,8 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
         round_scores<N>(ds_rounded, ds);
     };
     const auto start_gradients = [&] {
-        if constexpr (kOverlaps) start_values();
-        start_columns_product<Passing>(dk_rows, ds_rounded, q_tile(ring));
+        if constexpr (B::kRegistersLeft) start_values();
+        start_columns_product<Passing>(dk_rows, ds_rounded, q_tile());
     };
     const auto take_gradients = [&](const Ring<B::kSlots>& tile) {
         fence_registers(dv_rows);
@@ -429,7 +436,7 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
         tile.release();
     };
     barrier_wait(k_tile + B::kBarriers, 0);
-    if constexpr (kInRegisters) {
+    if constexpr (B::kRegistersLeft) {
         load_rows<Staying>(k_rows, shared, place.row - block_row);
         load_rows<Staying>(v_rows, shared + Staying::kBytes, place.row - block_row);
     }
@@ -437,7 +444,7 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
     for (int h = first_head; h < heads_end; h++) {
         int query = begin;
         for (; query < end && query + B::kPassing <= seen_begin; query += B::kPassing) ring.pass_over();
-        if constexpr (!kOverlaps) {
+        if constexpr (!B::kRegistersLeft) {
             for (; query < seen_end; query += B::kPassing) {
                 start_scores();
                 wgmma_wait<1>();
@@ -504,7 +511,6 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
     using Staying = typename B::StayingTile;
     using Passing = typename B::PassingTile;
     constexpr int N = B::kPassing / 8;
-    constexpr bool kInRegisters = kHead == 64;  // as in the kernel for keys
     const HopperRows place(in.grouped_head(), in.heads, block_row);
     if (block_row + place.group_row >= in.queries) return;
     const uint32_t q_tile = shared_address(shared), dout_tile = q_tile + Staying::kBytes;
@@ -527,14 +533,12 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
     AttentionRows<N> p, ds;
     FragmentA<bf16> ds_rounded[N / 2] = {};
     int key = in.first_key(place.b, block_row);
-    const auto k_tile = [&](const Ring<B::kSlots>& at) {
-        return q_tile + B::kPassingTiles + at.slot * 2 * Passing::kBytes;
-    };
+    const auto k_tile = [&] { return q_tile + B::passing_tile(ring.slot); };
     FragmentA<bf16> q_rows[4 * Staying::kPanels], dout_rows[4 * Staying::kPanels];
     const auto start_scores = [&] {
-        const uint32_t tile = k_tile(ring);
+        const uint32_t tile = k_tile();
         ring.wait_full();
-        if constexpr (kInRegisters) {
+        if constexpr (B::kRegistersLeft) {
             start_rows_product<Passing>(p, q_rows, tile);
             start_rows_product<Passing>(ds, dout_rows, tile + Passing::kBytes);
         } else {
@@ -555,16 +559,16 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
         if (in.positions) mask_before(p, {first_keys[0] - key, first_keys[1] - key}, 0.f);
         wgmma_wait<0>();
         fence_registers(ds);
-        if constexpr (kInRegisters) fence_registers(dout_rows);
+        if constexpr (B::kRegistersLeft) fence_registers(dout_rows);
         const auto gradient = [&](float& x, float probability, int r, int) {
             x = probability * (x - row_delta[r]);
         };
         for_each_score<N>(gradient, ds, p);
         round_scores<N>(ds_rounded, ds);
     };
-    const auto start_gradients = [&] { start_columns_product<Passing>(dq_rows, ds_rounded, k_tile(ring)); };
+    const auto start_gradients = [&] { start_columns_product<Passing>(dq_rows, ds_rounded, k_tile()); };
     barrier_wait(q_tile + B::kBarriers, 0);
-    if constexpr (kInRegisters) {
+    if constexpr (B::kRegistersLeft) {
         load_rows<Staying>(q_rows, shared, place.row - block_row);
         load_rows<Staying>(dout_rows, shared + Staying::kBytes, place.row - block_row);
     }

@@ -222,7 +222,7 @@ SIMT_DEVICE void wgmma_by_rows(float (&d)[1][N][4], uint64_t a, uint64_t b, bool
             : "l"(a), "l"(b), "r"(scale_d));
 }
 
-// The same with a in registers.
+// wgmma_by_rows() with its left operand in registers: d = a b, or d += a b if `add`.
 template <int N>
 SIMT_DEVICE void wgmma_by_rows(float (&d)[1][N][4], const FragmentA<bf16>& a, uint64_t b, bool add) {
     static_assert(N == 8);
@@ -310,7 +310,8 @@ SIMT_DEVICE void start_rows_product(float (&s)[1][N][4], uint32_t a, int a_row, 
     wgmma_commit();
 }
 
-// The same with A's rows of this warp in registers: a[k] has columns 16 k .. 16 k + 15.
+// Starts s = A B^T as a group of its own, with A in registers: a[k] has columns 16 k .. 16 k + 15 of this
+// warp's 16 rows.
 template <class B, int kSteps, int N>
 SIMT_DEVICE void start_rows_product(float (&s)[1][N][4], FragmentA<bf16> (&a)[kSteps], uint32_t b) {
     static_assert(B::kHeight == 8 * N && 4 * B::kPanels == kSteps);

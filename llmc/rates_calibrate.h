@@ -716,8 +716,10 @@ class RanksCalibration {
     // the time that they take alone: all ranks do both at a time.
     template <class Multiply>
     Beside beside(const Parts& parts, double seconds, Multiply&& multiply, double alone) {
-        // As many on every rank, though each has measured its own times.
-        const int exchanges = exchange_.largest(std::max(3, static_cast<int>(15 * alone / seconds)));
+        // As many on every rank, though each has measured its own times. One with nothing to send measured
+        // how long nothing takes.
+        const int enough = parts.sent > 0 ? static_cast<int>(15 * alone / seconds) : 0;
+        const int exchanges = exchange_.largest(std::max(3, enough));
         const double products = std::ceil(2. / 3 * exchanges * seconds / alone);
         std::vector<double> shares, each;
         for (int i = 0; i < kTimes; i++) {

@@ -36,7 +36,7 @@ export WERROR
 WARNINGS := -Wall -Wextra $(if $(WERROR),-Werror) -Wno-restrict
 CXX_COMMON := -std=c++20 $(WARNINGS) -Wno-unknown-pragmas -fopenmp -I. -MMD -MP
 CXXFLAGS := $(CXX_COMMON) -O3 -march=native -fno-math-errno -fno-trapping-math
-TEXT_LIBS := -lpcre2-8 -lutf8proc -lsentencepiece
+TEXT_LIBS := -lpcre2-8 -lutf8proc -lsentencepiece -lz
 DISK_LIBS := -luring
 CPU_LIBS := -ldnnl $(TEXT_LIBS) $(DISK_LIBS)
 
@@ -58,7 +58,7 @@ define need_headers
 @missing=$$(for h in $(1); do printf '#if !__has_include(<%s>)\n%s\n#endif\n' $$h $$h; done | $(CXX) -E -P -x c++ -); \
   [ -z "$$missing" ] || { echo "missing:" $$missing "(make $(2) installs what is missing)" >&2; exit 1; }
 endef
-HEADERS := CLI/CLI.hpp nlohmann/json.hpp pcre2.h utf8proc.h sentencepiece_processor.h liburing.h
+HEADERS := CLI/CLI.hpp nlohmann/json.hpp pcre2.h utf8proc.h sentencepiece_processor.h zlib.h liburing.h
 CPU_HEADERS := $(HEADERS) oneapi/dnnl/dnnl.hpp
 
 # The commit, for --version. It has a file of its own, which is rewritten if the commit has changed: then the trainers are only
@@ -105,7 +105,7 @@ build/cuda-fp32/train build/cuda-bf16/train: build/cuda-%/train: build/cuda-%/tr
 	$(NVCC) $(filter %.o,$^) -o $@ $(CUDA_LIBS)
 
 # Debian packages for building and training.
-DEPS := g++ make libdnnl-dev libcli11-dev nlohmann-json3-dev libpcre2-dev libutf8proc-dev libsentencepiece-dev liburing-dev \
+DEPS := g++ make libdnnl-dev libcli11-dev nlohmann-json3-dev libpcre2-dev libutf8proc-dev libsentencepiece-dev zlib1g-dev liburing-dev \
   pkg-config libopenmpi-dev openmpi-bin
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 # $(call install,PACKAGES) installs those that are missing; if it cannot, its last line names them.

@@ -8,8 +8,12 @@
 #include <string>
 #include <string_view>
 
+#include "llmc/data_gzip.h"
 #include "llmc/error.h"
 #include "llmc/file.h"
+
+// How many of a file's first bytes tell its kind.
+constexpr size_t kDataStart = 4096;
 
 enum class DataKind {
     Text,
@@ -17,9 +21,11 @@ enum class DataKind {
     JsonList    // [example, example, ...]
 };
 
-// The part of a file's name after its last dot, in lower case; "" if there is none.
+// The part of a file's name after its last dot, in lower case; "" if there is none. An ending .gz does not
+// count.
 inline std::string name_extension(std::string_view path) {
-    const std::string_view name = path.substr(path.rfind('/') + 1);
+    std::string_view name = path.substr(path.rfind('/') + 1);
+    if (name.ends_with(".gz")) name.remove_suffix(3);
     const size_t dot = name.rfind('.');
     std::string extension(dot == name.npos ? "" : name.substr(dot + 1));
     for (char& c : extension) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
@@ -36,7 +42,7 @@ inline bool is_json_name(std::string_view path) {
     return extension == "json" || is_json_lines_extension(extension);
 }
 
-// Fails if a file is a table or compressed, judged by its extension or its first bytes in `start`.
+// Fails if a file is a table or an archive, judged by its extension or by how its content begins.
 inline void refuse_tables(const std::string& path, const std::string& extension, std::string_view start) {
     struct Format {
         const char* name;
@@ -55,7 +61,8 @@ inline void refuse_tables(const std::string& path, const std::string& extension,
         {"a database", "SQLite format 3"sv, {"sqlite", "sqlite3", "db"}},
     };
     static const Format archives[] = {
-        {"gzip", "\x1f\x8b"sv, {"gz", "tgz"}},
+        {"gzip, twice", "\x1f\x8b"sv, {}},
+        {"tar", "", {"tar", "tgz"}},
         {"zip", "PK\x03\x04", {"zip"}},
         {"zstd", "\x28\xb5\x2f\xfd"sv, {"zst"}},
         {"xz", "\xfd\x37zXZ"sv, {"xz"}},
@@ -72,19 +79,16 @@ inline void refuse_tables(const std::string& path, const std::string& extension,
                 "..., \"completion\": ...}, into a file that ends in .jsonl",
                 path.c_str(), f.name);
     for (const Format& f : archives)
-        if (is(f)) fail("%s: is compressed (%s): unpack it first", path.c_str(), f.name);
+        if (is(f)) fail("%s: is packed (%s): unpack it first", path.c_str(), f.name);
 }
 
-// The kind of a file that is not a token shard. A name that ends in .txt means text; .json, .jsonl or .ndjson
+// The kind of a file that is not a token shard, by its name and how its content begins. A name that ends in .txt means text; .json, .jsonl or .ndjson
 // means examples: a list if the first character is '[', else lines. Any other file is taken as examples if it
 // begins like them, with an object on one line or with a list of objects, and as text otherwise. Fails on
 // tables, archives and Git LFS pointers, and on a .json file that is neither list nor lines.
-inline DataKind data_kind(const FileReader& file) {
-    const std::string& path = file.path();
+inline DataKind data_kind(const std::string& path, std::string_view start) {
     const std::string extension = name_extension(path);
     if (extension == "txt" || extension == "text") return DataKind::Text;
-    std::string start(std::min<uint64_t>(file.size(), 4096), '\0');
-    file.read(0, start.size(), start.data());
     refuse_lfs_pointer(path, start);
     refuse_tables(path, extension, start);
     std::string_view rest = start;
@@ -118,4 +122,8 @@ inline DataKind data_kind(const FileReader& file) {
         if (rest.starts_with('"')) return DataKind::JsonList;
     }
     return DataKind::Text;
+}
+// The kind of a file that is not compressed.
+inline DataKind data_kind(const FileReader& file) {
+    return data_kind(file.path(), first_bytes(file, kDataStart));
 }

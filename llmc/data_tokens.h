@@ -29,13 +29,13 @@
 // dev/data/tokenize_text.py writes into shards.
 
 // Reports the progress of tokenizing and at the end the result: on a terminal in one line that is
-// overwritten, otherwise in a line every ten seconds. Prints nothing for less than 10 MB.
+// overwritten, otherwise in a line every ten seconds. Prints nothing for files of less than 10 MB.
 class TokenizingLines {
   public:
-    TokenizingLines(FILE* to, std::string name, uint64_t bytes)
-        : to_(bytes >= 10'000'000 ? to : nullptr),
-          name_(std::move(name)),
-          bytes_(bytes),
+    TokenizingLines(FILE* to, const Dataset& data)
+        : to_(data.file_bytes() >= 10'000'000 ? to : nullptr),
+          name_(data.stream_name(0)),
+          of_all_(data.has_compressed_examples() ? "" : format(" of %.1f", megabytes(data.file_bytes()))),
           terminal_(isatty(fileno(to)) == 1) {}
 
     void add(uint64_t bytes) {
@@ -43,14 +43,14 @@ class TokenizingLines {
         const double now = seconds();
         if (!to_ || now < due_) return;
         due_ = now + (terminal_ ? 0.2 : 10);
-        fprintf(to_, "%stokenizing %s: %.1f of %.1f MB%s", terminal_ ? "\r" : "", name_.c_str(),
-                megabytes(done_), megabytes(bytes_), terminal_ ? "" : "\n");
+        fprintf(to_, "%stokenizing %s: %.1f%s MB%s", terminal_ ? "\r" : "", name_.c_str(), megabytes(done_),
+                of_all_.c_str(), terminal_ ? "" : "\n");
         fflush(to_);
     }
     void finish(uint64_t tokens) const {
         if (!to_) return;
         fprintf(to_, "%stokenized %s: %.1f MB, %llu tokens, %.1f s\n", terminal_ ? "\r\033[K" : "",
-                name_.c_str(), megabytes(bytes_), static_cast<unsigned long long>(tokens), seconds());
+                name_.c_str(), megabytes(done_), static_cast<unsigned long long>(tokens), seconds());
     }
 
   private:
@@ -61,7 +61,7 @@ class TokenizingLines {
 
     FILE* to_;
     const std::string name_;
-    const uint64_t bytes_;
+    const std::string of_all_;
     const bool terminal_;
     const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
     double due_ = 0;
@@ -105,7 +105,7 @@ inline bool is_long_text(const Dataset& text, uint64_t tokens) { return text.fil
 // Replaces a text's bytes by the tokenizer's tokens, and reports progress on stderr if it takes a while.
 // Fails as read_utf8() and Dataset::tokenize() do.
 inline void tokenize_text(Dataset& text, const Tokenizer& tokenizer) {
-    TokenizingLines lines(stderr, text.stream_name(0), text.file_bytes());
+    TokenizingLines lines(stderr, text);
     TextEncoder encoder = tokenizer.encoder(false);
     const int start = tokenizer.document_start();
     std::vector<int32_t> tokens;
@@ -334,7 +334,7 @@ struct ChatUsed {
 };
 inline ChatUsed tokenize_examples(Dataset& lines, const Tokenizer& tokenizer, const ExampleOptions& options,
                                   int seq_len) {
-    TokenizingLines progress(stderr, lines.stream_name(0), lines.file_bytes());
+    TokenizingLines progress(stderr, lines);
     ExampleEncoder encoder(tokenizer, options);
     size_t most_bytes = 0;
     lines.tokenize_examples(seq_len, [&](const FileReader& file, const auto& put) {

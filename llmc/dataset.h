@@ -4,10 +4,10 @@
 // There are three kinds of files. Token shards have llm.c's formats, with 16 or 32 bits per token; each shard
 // is a token stream of its own. JSON lines and lists contain examples (data_kind.h tells them from text),
 // which a tokenizer turns into tokens (data_tokens.h) and which are packed into sequences (data_packing.h).
-// Every other file is text; its tokens are its bytes, or what a tokenizer makes of it (data_tokens.h). All
-// text files together are one stream, and so are all examples. Tokens are read when a sequence needs them, so
-// there may be any number of files of any size. They are then dropped from the page cache, because memory
-// plans do not count its memory.
+// Every other file is text; its tokens are its bytes, or what a tokenizer makes of it (data_tokens.h).
+// Examples and texts may be compressed (data_gzip.h). All text files together are one stream, and so are all
+// examples. Tokens are read when a sequence needs them, so there may be any number of files of any size. They
+// are then dropped from the page cache, because memory plans do not count its memory.
 #pragma once
 
 #include <algorithm>
@@ -130,12 +130,13 @@ class Dataset {
     size_t reading_bytes() const { return std::max(reading_bytes_, packed_ ? packed_->packing_bytes() : 0); }
     void reading_took(size_t bytes) { reading_bytes_ = std::max(reading_bytes_, bytes); }
 
-    // The bytes of the files.
+    // The bytes of the files; of compressed examples as they are on the disk.
     uint64_t file_bytes() const {
         uint64_t sum = 0;
-        for (const File& file : files_) sum += file.stamp.bytes;
+        for (const File& file : files_) sum += file.text ? file.text->size() : file.stamp.bytes;
         return sum;
     }
+    bool has_compressed_examples() const { return has_compressed_examples_; }
 
     size_t stream_count() const { return is_text() ? 1 : files_.size(); }
     uint64_t token_count(size_t stream) const { return is_text() ? tokens_ : files_[stream].count; }
@@ -174,8 +175,10 @@ class Dataset {
         tokens_ = 0;
         for (File& file : files) {
             const FileReader& text = open_unchanged(file);
+            const auto examples = unpacked(text);  // one file at a time: there may be many
             const uint64_t begin = kept->count;
-            encode(text, [&](std::span<const int32_t> tokens) { kept->append(tokens); });
+            encode(examples ? *examples : text,
+                   [&](std::span<const int32_t> tokens) { kept->append(tokens); });
             open_unchanged(file).drop_pages();
             append({std::move(file.path), file.stamp, begin, kept->count - begin});
         }
@@ -360,6 +363,7 @@ class Dataset {
         uint64_t begin, count;  // in tokens of the file without its header, or of text_tokens_
         uint64_t first = 0;     // position in the stream at which this part begins
         uint64_t first_example = 0, examples = 0;  // the file's part of index_->examples
+        std::shared_ptr<const FileReader> text = nullptr;  // of a compressed text: what it contains
     };
 
     // The tokens of all text files, one file after the other.
@@ -445,7 +449,10 @@ class Dataset {
         if (format) file.drop_pages();  // with what the system read ahead; a text is read whole anyway
         uint64_t count = stamp.bytes;
         if (format || path.ends_with(".bin")) count = check_shard(path, stamp.bytes, header, format);
-        const bool lines = !format && data_kind(file) != DataKind::Text;
+        const bool lines = !format && data_kind(path, start_of_data(file, kDataStart)) != DataKind::Text;
+        std::shared_ptr<const FileReader> text;
+        if (!format && !lines && (text = unpacked(file))) count = text->size();
+        if (lines && is_gzip(file)) has_compressed_examples_ = true;
         if (files_.empty()) format_ = format, lines_ = lines;
         const auto kind = [](const ShardFormat* f, bool is_lines) {
             return f ? f->name : is_lines ? "file of examples in JSON" : "text";
@@ -454,7 +461,7 @@ class Dataset {
             fail("%s: %s is a %s and %s a %s; give files of one kind", option_.c_str(),
                  files_[0].path.c_str(), kind(format_, lines_), path.c_str(), kind(format, lines));
         limit_ = format ? format->limit : 256;
-        append({path, stamp, 0, count});
+        append({.path = path, .stamp = stamp, .begin = 0, .count = count, .text = std::move(text)});
     }
 
     // The number of tokens in a shard of `file_bytes` bytes; fails if it is damaged.
@@ -478,6 +485,7 @@ class Dataset {
 
     // Opens the file if it is not open. Fails if it has changed since the run began.
     const FileReader& open_unchanged(const File& file) const {
+        if (file.text) return *file.text;
         if (!open_ || open_->path() != file.path) {
             if (open_) open_->drop_pages();
             open_.emplace(file.path, Pages::Dropped);
@@ -541,6 +549,7 @@ class Dataset {
     std::string option_;
     const ShardFormat* format_ = nullptr;  // null: text
     bool lines_ = false;                   // JSON lines
+    bool has_compressed_examples_ = false;
     std::shared_ptr<ExampleIndex> index_;  // of the examples, once they are tokenized
     mutable std::shared_ptr<const PackedExamples> packed_;
     size_t reading_bytes_ = 0;

@@ -162,10 +162,12 @@ inline std::filesystem::path program_folder() {
 // missing or unreadable, or if it is a folder, a FIFO or a device (which may have no end).
 class FileReader {
   public:
+    // O_NONBLOCK: a FIFO would wait for its writer.
     explicit FileReader(const std::string& path, Pages pages = Pages::Kept)
-        : path_(path),
-          file_(path, O_RDONLY | O_NONBLOCK),  // O_NONBLOCK: do not wait for a FIFO's writer
-          pages_(pages) {
+        : FileReader(path, open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC), pages) {}
+    // Takes over a descriptor, as of open(2), of a file that messages call `path`.
+    FileReader(const std::string& path, int fd, Pages pages) : path_(path), file_(fd), pages_(pages) {
+        if (fd < 0) fail("%s: cannot open: %s", path.c_str(), std::strerror(errno));
         const struct stat info = status_of(file_.fd(), path_);
         if (S_ISDIR(info.st_mode)) fail("%s: is a directory where a file is needed", path.c_str());
         if (!S_ISREG(info.st_mode)) fail("%s: is not a regular file", path.c_str());

@@ -145,6 +145,7 @@ class LineReader {
     int read_byte() {
         if (next_ == held_.size()) {
             char bytes[4096];
+            if (!wait_for_input()) return kEndOfInput;
             const ssize_t count = ::read(STDIN_FILENO, bytes, sizeof bytes);
             if (count <= 0) return kEndOfInput;
             held_.assign(bytes, static_cast<size_t>(count));

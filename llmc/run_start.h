@@ -94,7 +94,9 @@ inline void print_example(const Options& o, const RunInputs& in) {
                tokens.size(), static_cast<long long>(learnt), marked_text(tokens, *in.tokenizer).c_str());
     };
     for (const std::string& path : data.paths()) {
-        const FileReader file(path);
+        const FileReader given(path);
+        const auto content = unpacked(given);
+        const FileReader& file = content ? *content : given;
         data_kind(file) == DataKind::JsonList ? for_each_element(file, use) : for_each_line(file, use);
     }
     if (number < o.show_example)

@@ -2,6 +2,8 @@
 // tokens, so that it can save first. SIGUSR1 asks it to save and go on.
 #pragma once
 
+#include <poll.h>
+#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -58,16 +60,35 @@ inline void handle_signal(int signal, void (*handler)(int)) {
 // In a conversation: whether an answer is being written, and whether Ctrl-C has asked to stop it.
 inline volatile std::sig_atomic_t is_answering = 0, stop_answer = 0;
 
+// Becomes readable when a signal asks a conversation to stop.
+inline int stop_event = -1;
+
+// Waits until standard input has something to read, or has ended. Returns false if a signal has asked to
+// stop, also one that came before this call.
+inline bool wait_for_input() {
+    pollfd waited[] = {{STDIN_FILENO, POLLIN, 0}, {stop_event, POLLIN, 0}};
+    while (!interrupted && poll(waited, 2, -1) < 0 && errno == EINTR) continue;
+    return !interrupted;
+}
+
+inline void stop_waiting(int signal) {
+    const int before = errno;
+    interrupted = signal;
+    [[maybe_unused]] const int told = eventfd_write(stop_event, 1);
+    errno = before;
+}
+
 // From here on, Ctrl-C stops an answer; where none is written, it stops the run, as other signals do, and
-// they also end a read() that waits for input.
+// they end wait_for_input().
 inline void signals_of_conversation() {
     when_interrupted = "";
+    stop_event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     struct sigaction action = {};
     action.sa_handler = [](int signal) {
         if (is_answering && signal == SIGINT)
             stop_answer = 1;
         else
-            interrupted = signal;
+            stop_waiting(signal);
     };
     for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
         struct sigaction before = {};

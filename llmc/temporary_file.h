@@ -3,6 +3,7 @@
 // the input and would take memory that the plan does not count.
 #pragma once
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <queue>
 #include <span>
 #include <string>
@@ -62,6 +64,11 @@ class TemporaryFile {
         flush();
         std::vector<char>().swap(buffer_);  // frees its memory too
         if (!writes_.finish()) fail_to("write");
+    }
+    // Calls finish(), and returns a reader of the file, which messages then call `path`.
+    std::unique_ptr<const FileReader> finish_as(const std::string& path) {
+        finish();
+        return std::make_unique<const FileReader>(path, fcntl(file_.fd(), F_DUPFD_CLOEXEC, 0), Pages::Dropped);
     }
     void read(uint64_t first, size_t bytes, void* out) const {
         const ssize_t got = read_at(file_.fd(), first, bytes, out);

@@ -17,7 +17,7 @@ import transformers
 from adapter_files import make_adapter
 from example_files import VOCAB, WORDS, says
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from trainer_runs import formats_probe, make
+from trainer_runs import error_line, formats_probe, make
 
 USUALLY = "fp32"  # see conftest.py
 
@@ -81,12 +81,6 @@ def answers(train, folder, lines, *options):
     return [json.loads(line) for line in out.decode().splitlines()]
 
 
-def error(train, *options, cwd=None):
-    text = train(*options, cwd=cwd, code=2).stderr.decode()
-    assert text.startswith("train: ") and text.count("\n") == 1, text
-    return text
-
-
 # ---- a prompt
 
 
@@ -94,7 +88,7 @@ def test_a_prompt_is_written_in_the_format(train_fp32, work):
     user = says("user", "Who art thou?")
     assert answer(train_fp32, work, "Who art thou?", 30) == answer(train_fp32, work, written(user), 30, raw=True)
     assert answer(train_fp32, work, "Who art thou?", 30, raw=True) != answer(train_fp32, work, "Who art thou?", 30)
-    assert "--raw-prompt" in error(train_fp32, "--model", "model", "--raw-prompt", "--val-data", "x", cwd=work)
+    assert "--raw-prompt" in error_line(train_fp32, "--model", "model", "--raw-prompt", "--val-data", "x", cwd=work)
 
 
 def test_a_model_without_a_template(train_fp32, tmp_path, tokenizer):
@@ -154,7 +148,7 @@ def test_stop_strings(train_fp32, work):
     (("--top-p", 1.5), "--sample top-p"), (("--sample", "min-p=-1"), "--sample min-p"),
     (("--repetition-penalty", 0), "--sample repetition-penalty")], ids=str)
 def test_bad_sampling(train_fp32, work, options, named):
-    assert named in error(train_fp32, "--model", "model", "--prompt", "x", *options, cwd=work)
+    assert named in error_line(train_fp32, "--model", "model", "--prompt", "x", *options, cwd=work)
 
 
 # ---- the choice of tokens
@@ -217,7 +211,7 @@ def test_settings_of_generation_config(train_fp32, tmp_path, tokenizer):
     assert said(*given) == by_file != usual
     for key, value in (("temperature", -1), ("top_p", 2), ("min_p", "x"), ("repetition_penalty", 0)):
         set_generation(folder, eos_token_id=ends, do_sample=True, **{key: value})
-        assert f"generation_config.json: '{key}' is" in error(train_fp32, "--model", "model", "--prompt", "x", cwd=tmp_path)
+        assert f"generation_config.json: '{key}' is" in error_line(train_fp32, "--model", "model", "--prompt", "x", cwd=tmp_path)
 
 
 # ---- prompts of a file
@@ -278,7 +272,7 @@ def test_several_at_a_time_with_adapters_and_quantized(train_fp32, work, tmp_pat
     (json.dumps({"prompt": "x " * 600}), "leaves no room in the model's 512 positions")], ids=str)
 def test_bad_prompts(train_fp32, work, line, named):
     (work / "bad.jsonl").write_text('{"prompt": "a"}\n' + line + "\n")
-    assert named in error(train_fp32, "--model", "model", "--prompts", "bad.jsonl", cwd=work)
+    assert named in error_line(train_fp32, "--model", "model", "--prompts", "bad.jsonl", cwd=work)
 
 
 def test_what_cannot_be_combined(train_fp32, work):
@@ -289,8 +283,8 @@ def test_what_cannot_be_combined(train_fp32, work):
                            (("--chat", "--prompts", "empty.jsonl"), "--chat"), (("--chat", "--prompt", "x"), "--prompt x"),
                            (("--chat", "--sample", "tokens=0"), "tokens=0"), (("--prompts", "empty.jsonl"), "has no prompt"),
                            (("--prompts", "missing.jsonl"), "missing.jsonl"), (("--prompts", "talk.jsonl", "--raw-prompt"), "line 1: has messages")):
-        assert named in error(train_fp32, "--model", "model", *options, cwd=work), options
-    assert "is a new one" in error(train_fp32, "--chat")
+        assert named in error_line(train_fp32, "--model", "model", *options, cwd=work), options
+    assert "is a new one" in error_line(train_fp32, "--chat")
 
 
 # ---- a conversation
@@ -396,6 +390,18 @@ def test_interrupts(train_fp32, tmp_path, tokenizer, terminal):
     os.write(master, b"\x03")
     assert run.wait(timeout=30) == 128 + signal.SIGINT
     os.close(master)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_signals(train_fp32, work, number):
+    """They end a conversation that waits for input."""
+    with train_fp32.start("--model", "model", "--chat", *GREEDY, "--sample", "tokens=2", cwd=work, stdin=-1) as run:
+        run.stdin.write(b"Who?\n")
+        run.stdin.flush()
+        run.stdout.readline()
+        time.sleep(0.1)  # until it reads again; a signal that comes before ends it too
+        run.send_signal(number)
+        assert run.wait(timeout=30) == 128 + number
 
 
 # ---- training on chats, and its outputs

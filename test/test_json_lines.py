@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gzip
 import json
 import random
 import re
@@ -21,7 +22,7 @@ from example_files import VOCAB, WORDS, lines_of, says, tokenizer, words, write_
 from known_tokenizers import encode_all, facts, llama2, llama2_first, mistral3, probe, smollm2
 from reference_runs import LOSS_BOUND, run_reference
 from tokenizers import Tokenizer, models, pre_tokenizers
-from trainer_runs import by_key, cpu_seconds, figures, listing, make, peak, read_log, saved_bytes
+from trainer_runs import by_key, cpu_seconds, error_line, figures, listing, make, peak, read_log, saved_bytes
 
 USUALLY = "fp32"  # see conftest.py
 
@@ -285,6 +286,29 @@ def test_examples_are_known_by_name_or_first_bytes(plain_folder, tmp_path):
         assert got == expected, name
 
 
+def test_gzip(plain_folder, tmp_path):
+    """Compressed files are read as what they contain, which may be in several parts."""
+    lines = "\n".join(lines_of(KINDS))
+    half = len(lines) // 2
+    contents = {"a.jsonl": lines, "a.json": json.dumps(KINDS), "data": lines, "a.txt": lines, "text": "Who? " * 60_000}
+    for name, text in contents.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(text[:half].encode()) + gzip.compress(text[half:].encode()))
+        (tmp_path / f"{name}.plain.gz").write_text(text)  # programs unpack files without renaming them
+    for suffix in (".gz", ".plain.gz"):
+        names = [str(tmp_path / name) for name in contents if suffix == ".gz" or name in ("data", "text")]
+        plain = encode_all(plain_folder, names, command="data")
+        assert encode_all(plain_folder, [name + suffix for name in names], command="data") == plain
+
+
+def test_damaged_gzip(plain_folder, tmp_path):
+    packed = gzip.compress(json.dumps({"text": "Who wrote Hamlet? " * 9000}).encode())
+    path = tmp_path / "a.jsonl.gz"
+    for damaged in (packed[:-1], packed[:len(packed) // 2], packed[:-8] + b"1234" + packed[-4:], packed[:30] + b"\xff" * 9 + packed[39:]):
+        path.write_bytes(damaged)
+        assert re.fullmatch(f"{path}: is a damaged gzip file: [a-z -]+\n", probe(plain_folder, "data", inputs=[str(path).encode()], code=2))
+
+
 def test_text_stays_text(plain_folder, tmp_path):
     """A file is text because of its name, or because it does not begin like examples."""
     texts = {"a.txt": '{"text": "a"}\n', "A.TXT": "[{", "b.txt": "a,b\n1,2\n", "tex": "{\\bf Hello}", "c": "{ int i; }",
@@ -301,7 +325,9 @@ TABLES = {
     "a.csv": (b"text\na\n", "is a CSV table, which is not read: write its rows as JSON lines, "),
     "a.TSV": (b"text\tb\n", "is a TSV table"), "a.parquet": (b"x", "is a Parquet table"), "b": (b"PAR1\x15", "is a Parquet table"),
     "c": (b"ARROW1\0\0", "is an Arrow table"), "d": (b"\xff\xff\xff\xff\x10\0", "is an Arrow table"),
-    "a.jsonl.gz": (b"\x1f\x8b\x08", "is compressed (gzip): unpack it first"), "e": (b"\x28\xb5\x2f\xfd", "is compressed (zstd)"),
+    "a.jsonl.gz": (gzip.compress(b'{"text": "a"}')[:12], "is a damaged gzip file: "), "e": (b"\x28\xb5\x2f\xfd", "is packed (zstd)"),
+    "twice.gz": (gzip.compress(gzip.compress(b"a")), "is packed (gzip, twice): unpack it first"),
+    "a.tar.gz": (gzip.compress(b"a"), "is packed (tar)"), "b.csv.gz": (gzip.compress(b"a,b"), "is a CSV table"),
     "f.json": (b'{\n "data": []\n}', "is neither a JSON list of examples nor an example a line; a file that ends in .txt"),
     "g.json": (b'"text"', "is neither a JSON list"),
     "h.json": (b'{"data": [{"text": "a"}]}', 'line 1: has "data", where one of these is read: "messages"; '),
@@ -373,6 +399,23 @@ def test_twenty_steps(train, any_work, loss_on):
     assert len(by_key(log, "val_loss")) == 3
     if train.precision == "fp32":
         assert by_key(log, "grad_norm") == pytest.approx(by_key(expected, "grad_norm"), rel=1e-3)
+
+
+def test_training_on_compressed_data(train_fp32, work, monkeypatch):
+    """Losses, held out examples and the plan are those of the same data uncompressed; what is unpacked needs room in TMPDIR."""
+    (work / "data.jsonl.gz").write_bytes(gzip.compress((work / "data.jsonl").read_bytes()))
+    (work / "text.gz").write_bytes(gzip.compress(b"Hi! " * 1_500_000 + (work / "data.jsonl").read_bytes()))
+    (work / "text").write_bytes(gzip.decompress((work / "text.gz").read_bytes()))
+    for name in ("data.jsonl", "text"):
+        options = ("--data", name, "--steps", 3, "--eval-every", 2, *(("--model", "d1", "--batch", 4) if name == "text" else ()))
+        plain, packed = (log_of(train_fp32, work, *options, "--data", file)[0] for file in (name, name + ".gz"))
+        assert [by_key(packed, key) for key in ("loss", "val_loss")] == [by_key(plain, key) for key in ("loss", "val_loss")]
+    shown = [train_fp32(*RUN[:2], "--data", name, "--show-example", 3, cwd=work).stdout.replace(b".gz", b"")
+             for name in ("data.jsonl", "data.jsonl.gz")]
+    assert shown[0] == shown[1]
+    monkeypatch.setitem(train_fp32.environment, "TMPDIR", "/nowhere")
+    assert error_line(train_fp32, "--model", "d1", "--data", "text.gz", "--steps", 1, cwd=work) == (
+        "train: /nowhere: cannot keep what text.gz contains there: No such file or directory; TMPDIR can name another folder\n")
 
 
 @pytest.mark.parametrize("kind", ["lora", "prompt"])

@@ -495,6 +495,7 @@ class Chat {
             : date(chat.date_),
               used(chat.template_for(conversation)),
               variables(chat.templates_.special_tokens) {
+            if (!chat.own_source_.empty()) chat.refuse_what_our_formats_lack(conversation);
             for (const Message& message : conversation.messages) {
                 bytes += message.bytes();
                 messages.push_back(as_transformers(message.object));
@@ -522,6 +523,23 @@ class Chat {
         jinja::Values messages;
         size_t bytes = 0;
     };
+
+    // Fails if a conversation has what templates may write and our own formats do not.
+    void refuse_what_our_formats_lack(const Conversation& conversation) const {
+        const auto refuse = [&](const nlohmann::ordered_json& object, const char* name,
+                                const std::string& where) {
+            const auto found = object.find(name);
+            if (found != object.end() && !found->empty() && *found != "")
+                fail(
+                    "%s\"%s\" is not written by %s: leave the field out, or give a model with a chat "
+                    "template",
+                    where.c_str(), name, description_.c_str());
+        };
+        for (const char* name : {"tools", "documents"}) refuse(conversation.variables, name, "");
+        for (size_t i = 0; i < conversation.messages.size(); i++)
+            for (const char* name : {"tool_calls", "reasoning_content", "thinking", "reasoning"})
+                refuse(conversation.messages[i].object, name, format("message %zu: ", i + 1));
+    }
 
     // A message as transformers gives it to templates: without fields that are null, and with the thoughts
     // under each of their usual names.

@@ -61,12 +61,9 @@ inline void refuse_tables(const std::string& path, const std::string& extension,
         {"a database", "SQLite format 3"sv, {"sqlite", "sqlite3", "db"}},
     };
     static const Format archives[] = {
-        {"gzip, twice", "\x1f\x8b"sv, {}},
-        {"tar", "", {"tar", "tgz"}},
-        {"zip", "PK\x03\x04", {"zip"}},
-        {"zstd", "\x28\xb5\x2f\xfd"sv, {"zst"}},
-        {"xz", "\xfd\x37zXZ"sv, {"xz"}},
-        {"bzip2", "", {"bz2"}},
+        {"gzip, twice", "\x1f\x8b"sv, {}}, {"tar", "", {"tar", "tgz"}},
+        {"zip", "PK\x03\x04", {"zip"}},    {"zstd", "\x28\xb5\x2f\xfd"sv, {"zst"}},
+        {"xz", "\xfd\x37zXZ"sv, {"xz"}},   {"bzip2", "", {"bz2"}},
     };
     const auto is = [&](const Format& f) {
         const bool named = std::ranges::find(f.extensions, std::string_view(extension)) != f.extensions.end();
@@ -82,10 +79,11 @@ inline void refuse_tables(const std::string& path, const std::string& extension,
         if (is(f)) fail("%s: is packed (%s): unpack it first", path.c_str(), f.name);
 }
 
-// The kind of a file that is not a token shard, by its name and how its content begins. A name that ends in .txt means text; .json, .jsonl or .ndjson
-// means examples: a list if the first character is '[', else lines. Any other file is taken as examples if it
-// begins like them, with an object on one line or with a list of objects, and as text otherwise. Fails on
-// tables, archives and Git LFS pointers, and on a .json file that is neither list nor lines.
+// The kind of a file that is not a token shard, by its name and how its content begins. A name that ends in
+// .txt means text; .json, .jsonl or .ndjson means examples: a list if the first character is '[', else lines.
+// Any other file is taken as examples if it begins like them, with an object on one line or with a list of
+// objects, and as text otherwise. Fails on tables, archives and Git LFS pointers, and on a .json file that is
+// neither list nor lines.
 inline DataKind data_kind(const std::string& path, std::string_view start) {
     const std::string extension = name_extension(path);
     if (extension == "txt" || extension == "text") return DataKind::Text;

@@ -362,7 +362,7 @@ class Dataset {
         FileStamp stamp;        // when the file was first opened
         uint64_t begin, count;  // in tokens of the file without its header, or of text_tokens_
         uint64_t first = 0;     // position in the stream at which this part begins
-        uint64_t first_example = 0, examples = 0;  // the file's part of index_->examples
+        uint64_t first_example = 0, examples = 0;          // the file's part of index_->examples
         std::shared_ptr<const FileReader> text = nullptr;  // of a compressed text: what it contains
     };
 

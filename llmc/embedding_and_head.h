@@ -120,10 +120,11 @@ class EmbeddingAndHead {
         if (!comes_in_slices())
             return linear_forward(arena_, stream_, "logits", x, weights_.head.logits, rows);
         TensorX logits = arena_.take<floatX>("logits", {x.rows(), config_.padded_vocabulary()});
-        if (x.rows() == 1) {
+        if (const int64_t few = x.rows() == 1 ? 1 : rows.alone; few > 0) {
             const auto multiply = [&](int64_t first, const QuantizedView& slice) {
                 const floatX* const no_bias = nullptr;
-                quantized_matvec(logits.at(first), x.data(), slice, no_bias, stream_);
+                multiply_few_rows({logits.at(first), logits.columns(), x.data(), few}, slice, no_bias,
+                                  stream_);
             };
             offloaded_ ? for_each_streamed_slice(multiply) : multiply(0, quantized_->view());
             return logits;

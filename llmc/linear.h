@@ -41,11 +41,13 @@ inline TensorX linear_forward(Arena& arena, Stream stream, const char* name, con
     Shape shape = x.shape();
     shape.dims[shape.count - 1] = w.outputs();
     TensorX out = arena.take<floatX>(name, shape);
-    const bool reads_codes = !w.quantized.empty() && !w.floats && x.rows() == 1,
+    const int64_t few = x.rows() == 1 ? 1 : rows.alone;  // rows that are multiplied with the codes themselves
+    const bool reads_codes = !w.quantized.empty() && !w.floats && few > 0,
                finishes = w.adapter || reads_codes;
     if (reads_codes) {
         for (const auto& [matrix, first] : w.quantized)
-            quantized_matvec(out.at(first), x.data(), matrix, w.bias ? w.bias.at(first) : nullptr, stream);
+            multiply_few_rows({out.at(first), out.columns(), x.data(), few}, matrix,
+                              w.bias ? w.bias.at(first) : nullptr, stream);
     } else {
         matmul(arena, stream, out, x, weight_of(arena, stream, w),
                {.transpose_b = w.by_outputs,

@@ -289,44 +289,12 @@ float dot(const float* x, const T* y, int64_t n) {
     return sum;
 }
 
-// A run as one value, which g++ keeps in a register also in an array.
-using MatvecValue = float __attribute__((vector_size(kMatvecRun * sizeof(float))));
-
 template <class T>
-MatvecValue load_value(const T* p) {
+Vector16 load_value(const T* p) {
     const MatvecRun run = load_widened(p);
-    MatvecValue value;
+    Vector16 value;
     memcpy(&value, &run, sizeof value);
     return value;
-}
-
-// Several values' sums of elements, each added in the order of sum_of(): first the elements that are 8 apart,
-// then those 4, 2 and 1 apart. Four values share these additions.
-template <int kRows>
-SIMT_DEVICE void sums_of_values(float (&sums)[kRows], const MatvecValue (&x)[kRows]) {
-    static_assert(kMatvecRun == 16);
-    constexpr int kFours = (kRows + 3) / 4;
-#pragma GCC unroll 2
-    for (int four = 0; four < kFours; four++) {
-        const int r = 4 * four;
-        const MatvecValue none = {};
-        const MatvecValue &a = x[r], &b = r + 1 < kRows ? x[r + 1] : none,
-                          &c = r + 2 < kRows ? x[r + 2] : none, &d = r + 3 < kRows ? x[r + 3] : none;
-        const MatvecValue ab =
-            __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-            __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-        const MatvecValue cd =
-            __builtin_shufflevector(c, d, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-            __builtin_shufflevector(c, d, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-        const MatvecValue all =
-            __builtin_shufflevector(ab, cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-            __builtin_shufflevector(ab, cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-        const MatvecValue pairs =
-            all + __builtin_shufflevector(all, all, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-        const MatvecValue sum = pairs + __builtin_shufflevector(pairs, pairs, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8,
-                                                                11, 10, 13, 12, 15, 14);
-        for (int i = 0; i < 4 && r + i < kRows; i++) sums[r + i] = sum[4 * i];
-    }
 }
 
 // Widens `rows` rows of x (rows, n) and puts them into the order in which dots() reads them: a run of each
@@ -341,14 +309,14 @@ void pack_rows(float* packed, const T* x, int64_t rows, int64_t n) {
 // pack_rows() of x.
 template <int kOutputs, int kRows, class T>
 void dots(float (&sums)[kOutputs][kRows], const float* packed, const T* x, const T* y, int64_t n) {
-    MatvecValue even[kOutputs][kRows], odd[kOutputs][kRows];
+    Vector16 even[kOutputs][kRows], odd[kOutputs][kRows];
 #pragma GCC unroll 8
     for (int o = 0; o < kOutputs; o++)
 #pragma GCC unroll 8
-        for (int r = 0; r < kRows; r++) even[o][r] = odd[o][r] = MatvecValue{};
-    const auto add = [&](MatvecValue(&to)[kOutputs][kRows], int64_t at) SIMT_INLINE {
+        for (int r = 0; r < kRows; r++) even[o][r] = odd[o][r] = Vector16{};
+    const auto add = [&](Vector16(&to)[kOutputs][kRows], int64_t at) SIMT_INLINE {
         constexpr int kAhead = 2048;  // bytes
-        MatvecValue b[kOutputs];
+        Vector16 b[kOutputs];
 #pragma GCC unroll 8
         for (int o = 0; o < kOutputs; o++) {
             __builtin_prefetch(reinterpret_cast<const char*>(y + o * n + at) + kAhead);
@@ -356,7 +324,7 @@ void dots(float (&sums)[kOutputs][kRows], const float* packed, const T* x, const
         }
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; r++) {
-            const MatvecValue a = load_value(packed + at * kRows + r * kMatvecRun);
+            const Vector16 a = load_value(packed + at * kRows + r * kMatvecRun);
 #pragma GCC unroll 8
             for (int o = 0; o < kOutputs; o++) to[o][r] += a * b[o];
         }
@@ -368,7 +336,7 @@ void dots(float (&sums)[kOutputs][kRows], const float* packed, const T* x, const
     for (int o = 0; o < kOutputs; o++) {
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; r++) even[o][r] += odd[o][r];
-        sums_of_values(sums[o], even[o]);
+        sums_of_vectors(sums[o], even[o]);
         for (int r = 0; r < kRows; r++)
             for (int64_t rest = c; rest < n; rest++)
                 sums[o][r] = fused_sum(to_float(x[r * n + rest]), to_float(y[o * n + rest]), sums[o][r]);

@@ -222,9 +222,13 @@ class WordReader {
     template <class Check>
     void config_file(const std::string& path, Check&& check) {
         settings_.clear(), replaced_.clear();
+        std::error_code error;
+        const std::filesystem::file_status status = std::filesystem::status(path, error);
+        if (std::filesystem::exists(status) && !std::filesystem::is_regular_file(status))
+            fail("--config %s: is %s", path.c_str(),
+                 std::filesystem::is_directory(status) ? "a directory" : "not a regular file");
         std::ifstream file(path);
-        if (!file || !std::filesystem::is_regular_file(path))
-            fail("--config %s: cannot be read: %s", path.c_str(), strerror(errno ? errno : EISDIR));
+        if (!file) fail("--config %s: cannot be read: %s", path.c_str(), strerror(errno));
         const std::string text{std::istreambuf_iterator<char>(file), {}};
         const std::vector<CLI::ConfigItem> items = items_of(text);
         for (size_t i = 0; i < items.size(); i++) {

@@ -139,6 +139,16 @@ inline void check_new_folder(const char* option, const std::string& path) {
     if (error) fail("%s %s: cannot make the folder: %s", option, path.c_str(), std::strerror(error));
 }
 
+// Makes an empty file and removes it again: file systems like /proc refuse a new file to those with all
+// permissions too. Returns false, with errno, if it cannot be made. Another rank may be making it now.
+inline bool can_make_file(const std::string& path) {
+    const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (fd < 0) return errno == EEXIST;
+    close(fd);
+    unlink(path.c_str());
+    return true;
+}
+
 // Fails unless the file can be written. If it exists, it must be of the same kind.
 inline void check_output_file(const Output& o) {
     struct stat info;
@@ -150,7 +160,7 @@ inline void check_output_file(const Output& o) {
     if (stat(path, &info) != 0) {
         check(errno == ENOENT);
         check(access(above.c_str(), W_OK | X_OK) == 0);
-        return;
+        return check(can_make_file(resolved(o.path)));
     }
     check(access(path, W_OK) == 0);
     if (S_ISDIR(info.st_mode)) fail("%s %s: %s", o.option, path, std::strerror(EISDIR));

@@ -27,6 +27,7 @@ struct StoredFloats {
     explicit StoredFloats(const QuantizedView& w) : data(w.data) {}
     static int64_t bytes(int64_t elements) { return aligned_part(elements * kBytes); }
 
+    const unsigned char* place(int64_t i) const { return data + i * kBytes; }
     template <int N>
     SIMT_DEVICE void decode(float (&w)[N], int64_t i) const {
         for (int k = 0; k < N; k++) {

@@ -1,5 +1,5 @@
 // quant_matrix.h - weight matrices in quantized formats: what a format is, and the operations on such a
-// matrix: dequantize it, wholly or some rows, and multiply it with one row.
+// matrix: dequantize it, wholly or some rows, and multiply it with one row or a few.
 //
 // A format is a value, as a family of models is (family.h). Each format has one file with its decoder, the
 // layout of a matrix in memory and the place of its parts in files; quant_formats.h lists them all. A kernel
@@ -7,9 +7,13 @@
 //
 //     template <int N> void decode(float (&w)[N], int64_t i) const;   // elements i to i + N - 1
 //
-// for N = 1, 4, 8, 16 or 32, with i a multiple of N. Decoded values have the same bits everywhere.
+// for N = 1, 4, 8, 16 or 32, with i a multiple of N. Decoded values have the same bits everywhere. A CPU
+// prefetches from
+//
+//     const unsigned char* place(int64_t i) const;                     // where the codes of element i are
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <type_traits>
@@ -28,6 +32,17 @@
 
 struct QuantizedView;
 
+// Rows x (rows, columns) to multiply with a matrix, and where the products go: out's rows are out_row
+// elements apart.
+template <class T>
+struct FewRows {
+    T* out;
+    int64_t out_row;
+    const T* x;
+    int64_t rows;
+};
+constexpr int kRowsTogether = 8;  // rows that share what is decoded
+
 struct WeightFormat {
     const char* name;       // its name in messages and options
     const char* file_type;  // its name in files: GGUF's type, bitsandbytes' quant_type
@@ -40,9 +55,8 @@ struct WeightFormat {
     void (*to_bf16)(bf16* out, const QuantizedView&, int64_t first_row, int64_t count, Stream);
     void (*rows_to_fp32)(float* out, const QuantizedView&, const int* rows, int64_t count, Stream);
     void (*rows_to_bf16)(bf16* out, const QuantizedView&, const int* rows, int64_t count, Stream);
-    void (*matvec_fp32)(float* out, const float* x, const QuantizedView&, const float* bias, Stream);
-    void (*matvec_bf16)(bf16* out, const bf16* x, const QuantizedView&, const bf16* bias, Stream);
-    void (*matvec_widened)(float* out, const bf16* x, const QuantizedView&, const bf16* bias, Stream);
+    void (*few_rows_fp32)(const FewRows<float>&, const QuantizedView&, const float* bias, Stream);
+    void (*few_rows_bf16)(const FewRows<bf16>&, const QuantizedView&, const bf16* bias, Stream);
     int halves[2] = {-1, -1};  // offsets of a block's fp16 scales; -1: none
 };
 
@@ -100,16 +114,15 @@ void dequantize_rows(T* out, const QuantizedView& w, const int* rows, int64_t co
         w.format->rows_to_bf16(out, w, rows, count, stream);
 }
 
-// out (rows) = W x + bias for x (columns): a linear layer's product with one row, where W is (out, in). The
-// quantized matrix is read once; sums are fp32. `bias` may be null.
-template <class T, class Out>
-void quantized_matvec(Out* out, const T* x, const QuantizedView& w, const T* bias, Stream stream) {
+// out (rows, outputs) = x (rows, columns) W^T + bias: a linear layer's product with one row or a few, where W
+// is (outputs, columns). The quantized matrix is read once for kRowsTogether rows; sums are fp32. `bias` may
+// be null. On a CPU a row has the same bits beside any others.
+template <class T>
+void multiply_few_rows(const FewRows<T>& rows, const QuantizedView& w, const T* bias, Stream stream) {
     if constexpr (std::is_same_v<T, float>)
-        w.format->matvec_fp32(out, x, w, bias, stream);
-    else if constexpr (std::is_same_v<Out, float>)
-        w.format->matvec_widened(out, x, w, bias, stream);
+        w.format->few_rows_fp32(rows, w, bias, stream);
     else
-        w.format->matvec_bf16(out, x, w, bias, stream);
+        w.format->few_rows_bf16(rows, w, bias, stream);
 }
 
 // The most elements that a decoder decodes at a time. Every block consists of whole runs.
@@ -188,37 +201,186 @@ constexpr bool kWholeRunsOf = requires {
     requires Decoder::kElements % kRun == 0;
 };
 
-// One warp per output. Each lane has two sums, because every addition waits for the one before it.
-template <class T, class Out, class Decoder, int N>
+// One warp per output computes it for kRows rows, from row blockIdx.y * kRows on. For a single row each lane
+// has two sums, because every addition waits for the one before it.
+template <class T, class Decoder, int N, int kRows>
 __global__ void __launch_bounds__(kBlockThreads)
-    quantized_matvec_kernel(Out* out, const T* x, Decoder weights, const T* bias, int64_t rows,
-                            int64_t columns) {
-    const int64_t row = int64_t{blockIdx.x} * warps_per_block() + warp();
-    if (row >= rows) return;
-    Accumulator<N> even, odd;
-    const auto add = [&](Accumulator<N>& sums, int64_t c) SIMT_INLINE {
+    few_rows_kernel(FewRows<T> p, Decoder weights, const T* bias, int64_t outputs, int64_t columns) {
+    const int64_t j = int64_t{blockIdx.x} * warps_per_block() + warp();
+    if (j >= outputs) return;
+    const int64_t first = int64_t{blockIdx.y} * kRows;
+    const auto count = static_cast<int>(p.rows - first < kRows ? p.rows - first : kRows);
+    const T* const x = p.x + first * columns;
+    Accumulator<N> even[kRows], odd;
+    const auto add = [&](Accumulator<N>(&sums)[kRows], int64_t c) SIMT_INLINE {
         float w[N];
-        weights.decode(w, row * columns + c);
-        const Packed<T, N> factors = load<N>(x + c);
-        for (int k = 0; k < N; k++) sums[k] += factors[k] * w[k];
+        weights.decode(w, j * columns + c);
+#pragma unroll
+        for (int r = 0; r < kRows; r++) {
+            const int row = r < count ? r : 0;  // offsets of 32 bits take fewer registers
+            const Packed<T, N> factors = load<N>(x + c + row * static_cast<int>(columns));
+            for (int k = 0; k < N; k++) sums[r][k] += factors[k] * w[k];
+        }
     };
     constexpr int kStep = kLanes * N;
     int64_t c = lane() * N;
-    for (; c + kStep < columns; c += 2 * kStep) add(even, c), add(odd, c + kStep);
-    if constexpr (!kWholeRunsOf<Decoder, 2 * kStep>)
-        if (c < columns) add(even, c);
-    for (int k = 0; k < N; k++) even[k] += odd[k];
-    const float sum = warp_sum(sum_of(even.v));
-    if (lane() == 0) out[row] = from_float<Out>(bias ? sum + to_float(bias[row]) : sum);
+    if constexpr (kRows == 1) {
+        Accumulator<N> others[1];
+        for (; c + kStep < columns; c += 2 * kStep) add(even, c), add(others, c + kStep);
+        odd = others[0];
+    }
+    if constexpr (kRows > 1 || !kWholeRunsOf<Decoder, 2 * kStep>)
+        for (; c < columns; c += kStep) add(even, c);
+    if constexpr (kRows == 1)
+        for (int k = 0; k < N; k++) even[0][k] += odd[k];
+#pragma unroll
+    for (int r = 0; r < kRows; r++) {
+        const float sum = warp_sum(sum_of(even[r].v));
+        if (lane() == 0 && r < count)
+            p.out[(first + r) * p.out_row + j] = from_float<T>(bias ? sum + to_float(bias[j]) : sum);
+    }
 }
 
-template <class T, class Out, class Decoder>
-void quantized_matvec_with(Out* out, const T* x, const QuantizedView& w, const T* bias, Stream stream) {
-    const double passed = static_cast<double>(quantized_bytes(w) + w.columns * sizeof(T));
-    const Operation operation("quantized_matvec", 2.0 * w.elements(), passed + w.rows * sizeof(Out));
+#if !defined(SIMT_GPU) && !defined(LLMC_PLANNER)
+// ---- in the fast CPU build
+//
+// A block computes some outputs of all rows. What it decodes is multiplied with up to kRowsTogether rows,
+// whose elements are widened once for all outputs, so many columns at a time that they stay in a core's first
+// cache.
+
+constexpr int64_t kDecodedOutputs = 32, kDecodedColumns = 768;
+
+// sums[r] += the product of n elements of the matrix, from element `at` on, with those of row r. In `packed`,
+// N elements of each row follow each other.
+template <int N, int kRows, class Decoder>
+void add_decoded_products(float* sums, const float* packed, const Decoder& weights, int64_t at, int64_t n) {
+    if constexpr (N == 1) {
+        float all[kRows] = {};
+        for (int64_t c = 0; c < n; c++, packed += kRows) {
+            float w[1];
+            weights.decode(w, at + c);
+            for (int r = 0; r < kRows; r++) all[r] = __builtin_fmaf(packed[r], w[0], all[r]);
+        }
+        for (int r = 0; r < kRows; r++) sums[r] += all[r];
+    } else {
+        static_assert(N == 32);
+        Vector16 low[kRows] = {}, high[kRows] = {};  // sums of products with the halves of runs
+        for (int64_t c = 0; c < n; c += N, packed += kRows * N) {
+            float w[N];
+            weights.decode(w, at + c);
+            Vector16 w_low, w_high, x_low, x_high;
+            memcpy(&w_low, w, sizeof w_low), memcpy(&w_high, w + 16, sizeof w_high);
+#pragma GCC unroll 8
+            for (int r = 0; r < kRows; r++) {
+                memcpy(&x_low, packed + r * N, sizeof x_low);
+                memcpy(&x_high, packed + r * N + 16, sizeof x_high);
+                low[r] += x_low * w_low, high[r] += x_high * w_high;
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; r++) low[r] += high[r];
+        float products[kRows];
+        sums_of_vectors(products, low);
+        for (int r = 0; r < kRows; r++) sums[r] += products[r];
+    }
+}
+
+// Widens columns [begin, end) of kRows rows x, of which there are `count`, in the order of
+// add_decoded_products(). Missing rows are copies of the first one.
+template <int N, int kRows, class T>
+void pack_few_rows(float* packed, const T* x, int64_t count, int64_t columns, int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; c += N)
+        for (int64_t r = 0; r < kRows; r++, packed += N) {
+            const Packed<T, N> run = load<N>(x + (r < count ? r : 0) * columns + c);
+            for (int k = 0; k < N; k++) packed[k] = run[k];
+        }
+}
+
+// Computes outputs [first, end) of the rows from `row` on: of kRows, or of those that there are. One row is
+// widened whole, and reads the matrix from its first byte to its last. Several are multiplied some columns at
+// a time; each time the columns of the next output are prefetched, as they are far from those of this one.
+template <int N, int kRows, class T, class Decoder>
+void multiply_rows(const FewRows<T>& p, int64_t row, const Decoder& weights, const T* bias, int64_t first,
+                   int64_t end, int64_t columns, float* packed) {
+    const int64_t count = p.rows - row < kRows ? p.rows - row : kRows;
+    const T* const x = p.x + row * columns;
+    float sums[kDecodedOutputs * kRows] = {};
+    const auto end_of = [&](int64_t c) {
+        return c + kDecodedColumns < columns ? c + kDecodedColumns : columns;
+    };
+    const auto multiply = [&](int64_t j, int64_t c, const float* factors) SIMT_INLINE {
+        add_decoded_products<N, kRows>(sums + (j - first) * kRows, factors, weights, j * columns + c,
+                                       end_of(c) - c);
+    };
+    if constexpr (kRows == 1) {
+        pack_few_rows<N, 1>(packed, x, 1, columns, 0, columns);
+        for (int64_t j = first; j < end; j++)
+            for (int64_t c = 0; c < columns; c += kDecodedColumns) multiply(j, c, packed + c);
+    } else {
+        for (int64_t c = 0; c < columns; c += kDecodedColumns) {
+            pack_few_rows<N, kRows>(packed, x, count, columns, c, end_of(c));
+            for (int64_t j = first; j < end; j++) {
+                if (j + 1 < end) {
+                    const unsigned char* const next = weights.place((j + 1) * columns + c);
+                    const unsigned char* const next_end = weights.place((j + 1) * columns + end_of(c) - 1);
+                    for (const unsigned char* at = next; at <= next_end; at += 64) __builtin_prefetch(at);
+                }
+                multiply(j, c, packed);
+            }
+        }
+    }
+    for (int64_t j = first; j < end; j++)
+        for (int64_t r = 0; r < count; r++) {
+            const float sum = sums[(j - first) * kRows + r] + (bias ? to_float(bias[j]) : 0.f);
+            p.out[(row + r) * p.out_row + j] = from_float<T>(sum);
+        }
+}
+
+template <class T, class Decoder, int N>
+__global__ void few_rows_on_cpu_kernel(FewRows<T> p, Decoder weights, const T* bias, int64_t outputs,
+                                       int64_t columns) {
+    const int64_t first = blockIdx.x * kDecodedOutputs;
+    const int64_t end = first + kDecodedOutputs < outputs ? first + kDecodedOutputs : outputs;
+    DYNAMIC_SHARED(float, packed);
+    for (int64_t row = 0; row < p.rows; row += kRowsTogether)
+        if (p.rows - row == 1)
+            multiply_rows<N, 1>(p, row, weights, bias, first, end, columns, packed);
+        else
+            multiply_rows<N, kRowsTogether>(p, row, weights, bias, first, end, columns, packed);
+}
+
+template <class T, class Decoder, int N>
+void multiply_few_rows_on_cpu(const FewRows<T>& p, const QuantizedView& w, const T* bias, Stream stream) {
+    const auto blocks = static_cast<unsigned>(ceil_div(w.rows, kDecodedOutputs));
+    const int64_t floats = std::max(w.columns, kRowsTogether * kDecodedColumns);
+    launch<few_rows_on_cpu_kernel<T, Decoder, N>>(blocks, 1, static_cast<size_t>(floats) * sizeof(float),
+                                                  stream, p, Decoder(w), bias, w.rows, w.columns);
+}
+#else
+template <class T, class Decoder, int N>
+void multiply_few_rows_on_cpu(const FewRows<T>&, const QuantizedView&, const T*, Stream);
+#endif
+
+template <class T, class Decoder, int N, int kRows>
+void multiply_few_rows_on_gpu(const FewRows<T>& p, const QuantizedView& w, const T* bias, Stream stream) {
+    const dim3 blocks(blocks_of_rows(w.rows), static_cast<unsigned>(ceil_div(p.rows, int64_t{kRows})));
+    launch<few_rows_kernel<T, Decoder, N, kRows>>(blocks, kBlockThreads, 0, stream, p, Decoder(w), bias,
+                                                  w.rows, w.columns);
+}
+
+template <class T, class Decoder>
+void multiply_few_rows_with(const FewRows<T>& p, const QuantizedView& w, const T* bias, Stream stream) {
+    const auto rows = static_cast<double>(p.rows), in = static_cast<double>(w.columns * sizeof(T)),
+               out = static_cast<double>(w.rows * sizeof(T));
+    const Operation operation("quantized_few_rows", 2 * rows * static_cast<double>(w.elements()),
+                              static_cast<double>(quantized_bytes(w)) + rows * (in + out));
     with_decoded_run<T, Decoder>(w.columns, [&]<int N>(std::integral_constant<int, N>) {
-        launch<quantized_matvec_kernel<T, Out, Decoder, N>>(blocks_of_rows(w.rows), kBlockThreads, 0, stream,
-                                                            out, x, Decoder(w), bias, w.rows, w.columns);
+        if constexpr (kFastCpu)
+            multiply_few_rows_on_cpu<T, Decoder, N>(p, w, bias, stream);
+        else if (p.rows == 1)
+            multiply_few_rows_on_gpu<T, Decoder, N, 1>(p, w, bias, stream);
+        else
+            multiply_few_rows_on_gpu<T, Decoder, N, kRowsTogether>(p, w, bias, stream);
     });
 }
 
@@ -236,16 +398,18 @@ constexpr WeightFormat quantized_format(const char* name, const char* file_type,
             .to_bf16 = dequantize_with<bf16, Decoder>,
             .rows_to_fp32 = dequantize_rows_with<float, Decoder>,
             .rows_to_bf16 = dequantize_rows_with<bf16, Decoder>,
-            .matvec_fp32 = quantized_matvec_with<float, float, Decoder>,
-            .matvec_bf16 = quantized_matvec_with<bf16, bf16, Decoder>,
-            .matvec_widened = quantized_matvec_with<bf16, float, Decoder>};
+            .few_rows_fp32 = multiply_few_rows_with<float, Decoder>,
+            .few_rows_bf16 = multiply_few_rows_with<bf16, Decoder>};
 }
 
 // Shared by the decoders.
 
-// Divides a number that is not negative, faster than a signed division.
+// Divides a number that is not negative, faster than a signed division; and what rests.
 SIMT_HOST_DEVICE int64_t divided(int64_t i, unsigned by) {
     return static_cast<int64_t>(static_cast<uint64_t>(i) / by);
+}
+SIMT_HOST_DEVICE unsigned rest(int64_t i, unsigned by) {
+    return static_cast<unsigned>(static_cast<uint64_t>(i) % by);
 }
 
 // Loads N bytes as integers. If N > 1, their address must be a multiple of 2.

@@ -86,6 +86,7 @@ struct Nf4Decoder {
             return static_cast<const float*>(absmax)[block];
     }
 
+    const unsigned char* place(int64_t i) const { return codes + i / 2; }
     template <int N>
     SIMT_DEVICE void decode(float (&w)[N], int64_t i) const {
         const float s = scale(divided(i, kNf4Block));

@@ -311,3 +311,38 @@ struct HeadLanes {
         return v;
     }
 };
+
+#if !defined(SIMT_GPU) && !defined(LLMC_PLANNER)
+// ---- sixteen floats at a time, on a CPU
+
+// g++ keeps such a vector in a register also if it is an element of an array.
+using Vector16 = float __attribute__((vector_size(16 * sizeof(float))));
+
+// The sums of several vectors' elements, each added in the order of sum_of(): first the elements that are 8
+// apart, then those 4, 2 and 1 apart. Four vectors share these additions.
+template <int kRows>
+SIMT_DEVICE void sums_of_vectors(float (&sums)[kRows], const Vector16 (&x)[kRows]) {
+    constexpr int kFours = (kRows + 3) / 4;
+#pragma GCC unroll 2
+    for (int four = 0; four < kFours; four++) {
+        const int r = 4 * four;
+        const Vector16 none = {};
+        const Vector16 &a = x[r], &b = r + 1 < kRows ? x[r + 1] : none, &c = r + 2 < kRows ? x[r + 2] : none,
+                       &d = r + 3 < kRows ? x[r + 3] : none;
+        const Vector16 ab =
+            __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+            __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+        const Vector16 cd =
+            __builtin_shufflevector(c, d, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+            __builtin_shufflevector(c, d, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+        const Vector16 all =
+            __builtin_shufflevector(ab, cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+            __builtin_shufflevector(ab, cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+        const Vector16 pairs =
+            all + __builtin_shufflevector(all, all, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+        const Vector16 sum = pairs + __builtin_shufflevector(pairs, pairs, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11,
+                                                             10, 13, 12, 15, 14);
+        for (int i = 0; i < 4 && r + i < kRows; i++) sums[r + i] = sum[4 * i];
+    }
+}
+#endif

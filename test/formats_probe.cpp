@@ -105,7 +105,7 @@ void matvec(const Arguments& a) {
     const QuantizedView view = view_of(format_of(a[0]), input, rows, columns, more);
     std::vector<float> out(static_cast<size_t>(rows));
     const auto* x = reinterpret_cast<const float*>(input.data() + quantized_bytes(view));
-    quantized_matvec<float>(out.data(), x, view, nullptr, kStream);
+    multiply_few_rows<float>({out.data(), rows, x, 1}, view, nullptr, kStream);
     write_output(out);
 }
 
@@ -239,7 +239,8 @@ void time(const Arguments& a) {
     const double to_fp32 = fastest([&] { dequantize(out, view, kStream); });
     const double to_bf16 = fastest([&] { dequantize(out16, view, kStream); });
     const std::vector<float> x(static_cast<size_t>(columns), 1.f);
-    const double product = fastest([&] { quantized_matvec<float>(out, x.data(), view, nullptr, kStream); });
+    const double product =
+        fastest([&] { multiply_few_rows<float>({out, rows, x.data(), 1}, view, nullptr, kStream); });
     printf(R"({"format": "%s", "memcpy": %.2f, "fp32": %.2f, "bf16": %.2f, "matvec": %.2f})"
            "\n",
            format.name, 8 * count / copy / 1e9, (read + 4 * count) / to_fp32 / 1e9,

@@ -114,6 +114,7 @@ LORA = {"--train": "lora", "--lora-rank": 2}
     (LORA | {"--merge": "nowhere/"}, None), (LORA | {"--merge": "a/b/merged"}, None),
     (LORA | {"--merge": "text/merged"}, "--merge text/merged: cannot make the folder: Not a directory"),
     (LORA | {"--merge": "/proc/merged"}, "--merge /proc/merged: cannot make the folder: "),
+    ({"--export": "/proc/x.gguf"}, "--export /proc/x.gguf: No such file"), ({"--log": "/sys/log"}, "--log /sys/log: "),
     (LORA | {"--merge": "m" * 252}, "cannot make the folder: File name too long"),
     (LORA | {"--merge": "dangling"}, "--merge dangling: is there already"),
     (LORA | {"--merge": "out/step-00000002"}, "--merge out/step-00000002: is a part of out: "),

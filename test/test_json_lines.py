@@ -250,6 +250,22 @@ def test_formats_without_a_template(tmp_path):
         folder, "examples", "llama2", inputs=[turns.encode()], code=2)
 
 
+@pytest.mark.parametrize("kind", ["chatml", "llama3", "mistral", "llama2", "zephyr"])
+def test_our_formats_refuse_what_they_do_not_write(tmp_path, kind):
+    """Fields that a model's own template may write."""
+    folder = save_tokenizer(tmp_path / "model", llama3_with_headers() if kind == "llama3" else smollm2() if kind == "chatml" else llama2(),
+                            None, "<|begin_of_text|>" if kind == "llama3" else "<s>" if kind != "chatml" else "<|im_start|>",
+                            "<|eot_id|>" if kind == "llama3" else "</s>" if kind != "chatml" else "<|im_end|>")
+    answer = says("assistant", "b")
+    fields = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}], "reasoning_content": "c", "thinking": "c"}
+    chats = {name: {"messages": [says("user", "a"), answer | {name: value}]} for name, value in fields.items()}
+    chats |= {"tools": {"messages": [says("user", "a"), answer], "tools": [{"name": "f"}]}}
+    for name, example in chats.items():
+        error = probe(folder, "examples", kind, inputs=lines_of([example])[0].encode().splitlines(), code=2)
+        where = "" if name == "tools" else "message 2: "
+        assert f'{where}"{name}" is not written by the chat format {kind}: leave the field out' in error and error.count("\n") == 1
+
+
 def test_empty_fields_say_nothing(chat):
     folder, _, _ = chat
     plain = {"messages": [says("user", "a"), says("assistant", "b")]}

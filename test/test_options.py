@@ -2,6 +2,7 @@
 resumed run does with options of an earlier version."""
 
 import json
+import os
 import re
 
 import pytest
@@ -243,7 +244,9 @@ def test_lines_of_mistakes_in_a_config(train, tmp_path):
 
 def test_no_config(train, tmp_path):
     assert "No such file" in refused(train, "--config", tmp_path / "none.toml")
-    assert "--config" in refused(train, "--config", tmp_path)
+    assert f"--config {tmp_path}: is a directory" in refused(train, "--config", tmp_path)
+    os.mkfifo(tmp_path / "fifo")
+    assert "fifo: is not a regular file" in refused(train, "--config", tmp_path / "fifo")
 
 
 # ---- saves

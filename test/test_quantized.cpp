@@ -174,36 +174,50 @@ TYPED_TEST(Quantized, ElementsAreThoseOfTheDefinition) {
     }
 }
 
-template <class T, class Out>
-void check_matvec(const Matrix& m) {
-    const std::vector<T> x = random_values<T>(m.columns, 1, 3), bias = random_values<T>(m.rows, 1, 4);
+// Checks the product with `count` rows. Each has the bits that it has alone, on a CPU.
+template <class T>
+void check_few_rows(const Matrix& m, int64_t count) {
+    const std::vector<T> x = random_values<T>(count * m.columns, 1, 3), bias = random_values<T>(m.rows, 1, 4);
+    const int64_t out_row = m.rows + 5;
+    const DeviceArray<unsigned char> d_bytes(m.bytes);
+    const DeviceArray<T> d_x(x), d_bias(bias);
     for (const bool with_bias : {false, true}) {
-        std::vector<double> want(m.rows);
-        for (int64_t r = 0; r < m.rows; r++) {
-            want[r] = with_bias ? double{to_float(bias[r])} : 0;
-            for (int64_t c = 0; c < m.columns; c++)
-                want[r] += double{to_float(x[c])} * double{m.elements[r * m.columns + c]};
-        }
-        std::vector<Out> out;
+        const T* const d_b = with_bias ? d_bias.data() : nullptr;
+        std::vector<T> out;
         for_each_order([&] {
-            const DeviceArray<unsigned char> d_bytes(m.bytes);
-            const DeviceArray<T> d_x(x), d_bias(bias);
-            const DeviceArray<Out> d_out(poisoned<Out>(m.rows));
-            quantized_matvec(d_out.data(), d_x.data(), m.view(d_bytes), with_bias ? d_bias.data() : nullptr,
-                             kStream);
+            const DeviceArray<T> d_out(poisoned<T>(count * out_row));
+            multiply_few_rows<T>({d_out.data(), out_row, d_x.data(), count}, m.view(d_bytes), d_b, kStream);
             return bytes_of(out = d_out.download());
         });
-        EXPECT_LT(relative_error(out, want), tolerance<Out>());
+        std::vector<T> got;
+        std::vector<double> want;
+        for (int64_t i = 0; i < count; i++) {
+            for (int64_t r = 0; r < m.rows; r++) {
+                double sum = with_bias ? double{to_float(bias[r])} : 0;
+                for (int64_t c = 0; c < m.columns; c++)
+                    sum += double{to_float(x[i * m.columns + c])} * double{m.elements[r * m.columns + c]};
+                want.push_back(sum), got.push_back(out[i * out_row + r]);
+            }
+            const std::vector<T> between(out.begin() + i * out_row + m.rows, out.begin() + (i + 1) * out_row);
+            EXPECT_TRUE(bytes_of(between) == bytes_of(poisoned<T>(5)));
+        }
+        EXPECT_LT(relative_error(got, want), tolerance<T>());
+        for (int64_t i = 0; i < (kFastCpu ? count : 0); i++) {
+            const DeviceArray<T> d_out(poisoned<T>(m.rows));
+            multiply_few_rows<T>({d_out.data(), m.rows, d_x.data() + i * m.columns, 1}, m.view(d_bytes), d_b,
+                                 kStream);
+            EXPECT_TRUE(bytes_of(d_out.download()) ==
+                        bytes_of(std::vector<T>(got.begin() + i * m.rows, got.begin() + (i + 1) * m.rows)));
+        }
     }
 }
 
-TYPED_TEST(Quantized, MatvecIsTheProductWithTheElements) {
-    using T = TypeParam;
-    for (const Matrix& m : matrices()) {
-        SCOPED_TRACE(text(m));
-        check_matvec<T, T>(m);
-        check_matvec<T, float>(m);
-    }
+TYPED_TEST(Quantized, FewRowsTimesTheElements) {
+    for (const Matrix& m : matrices())
+        for (const int64_t rows : {1, 2, 8, 11}) {
+            SCOPED_TRACE(text(m) + ", rows " + std::to_string(rows));
+            check_few_rows<TypeParam>(m, rows);
+        }
 }
 
 TEST(Nf4, QuantizedToTheNearestValue) {

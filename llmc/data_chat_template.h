@@ -529,7 +529,7 @@ class Chat {
         const auto refuse = [&](const nlohmann::ordered_json& object, const char* name,
                                 const std::string& where) {
             const auto found = object.find(name);
-            if (found != object.end() && !found->empty() && *found != "")
+            if (found != object.end() && !found->empty() && *found != "" && *found != false)
                 fail(
                     "%s\"%s\" is not written by %s: leave the field out, or give a model with a chat "
                     "template",

@@ -2,18 +2,17 @@
 // read in its place, and keeps its name in messages.
 #pragma once
 
-#include <fcntl.h>
 #include <unistd.h>
 #include <zlib.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <memory>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "llmc/error.h"
@@ -32,8 +31,13 @@ inline bool is_gzip(const FileReader& file) { return first_bytes(file, 3) == "\x
 // Reads what a gzip file contains, from its start on.
 class GzipReader {
   public:
-    explicit GzipReader(const std::string& path) : path_(path), file_(gzopen(path.c_str(), "rbe")) {
-        if (!file_) fail("%s: cannot open: %s", path.c_str(), std::strerror(errno));
+    explicit GzipReader(const FileReader& file) : path_(file.path()) {
+        const int fd = file.duplicate();
+        if (fd >= 0 && lseek(fd, 0, SEEK_SET) == 0) file_ = gzdopen(fd, "rb");
+        if (file_) return;
+        const int error = errno;
+        if (fd >= 0) close(fd);
+        fail("%s: cannot open: %s", path_.c_str(), std::strerror(error));
     }
     ~GzipReader() { gzclose(file_); }
     GzipReader(const GzipReader&) = delete;
@@ -43,38 +47,48 @@ class GzipReader {
     size_t read(char* out, unsigned most) {
         const int count = gzread(file_, out, most);
         int error = Z_OK;
-        const char* const what = gzerror(file_, &error);
+        std::string_view what = gzerror(file_, &error);
         if (error == Z_ERRNO) fail("%s: cannot read: %s", path_.c_str(), std::strerror(errno));
         if (count < 0 || error != Z_OK) {
-            const std::string_view text = what;  // begins with the path
-            const size_t after = text.starts_with(path_) ? path_.size() + 2 : 0;
-            fail("%s: is a damaged gzip file: %s", path_.c_str(),
-                 std::string(text.substr(std::min(after, text.size()))).c_str());
+            what.remove_prefix(std::min(what.size(), what.find(": ") + 2));  // "<fd:3>: "
+            fail("%s: is a damaged gzip file: %s", path_.c_str(), std::string(what).c_str());
         }
         return static_cast<size_t>(count);
     }
 
   private:
     const std::string path_;
-    const gzFile file_;
+    gzFile file_ = nullptr;
 };
 
 // The first bytes of a data file's content, at most `most`.
 inline std::string start_of_data(const FileReader& file, unsigned most) {
     if (!is_gzip(file)) return first_bytes(file, most);
     std::string start(most, '\0');
-    start.resize(GzipReader(file.path()).read(start.data(), most));
+    start.resize(GzipReader(file).read(start.data(), most));
     return start;
 }
 
-// The content of a data file: of gzip's, a temporary file that lives as long as the result; of another, null.
-// Fails as GzipReader does, and if there is no room in the folder for temporary files.
+// Appends the content of a gzip file to a temporary file, and returns its size. Fails as GzipReader does, if
+// the file is changed meanwhile, and if there is no room in the folder for temporary files.
+inline uint64_t unpack(const FileReader& file, TemporaryFile& to) {
+    const FileStamp before = file.stamp();
+    GzipReader packed(file);
+    std::vector<char> part(256 << 10);
+    uint64_t bytes = 0;
+    while (const size_t count = packed.read(part.data(), static_cast<unsigned>(part.size())))
+        to.append(part.data(), count), bytes += count;
+    to.finish();
+    file.drop_pages();
+    if (file.stamp() != before) fail("%s: was written to while it was read", file.path().c_str());
+    return bytes;
+}
+
+// The content of a gzip file, in a temporary file that lives as long as the result; of another file, null.
+// Fails as unpack() does.
 inline std::unique_ptr<const FileReader> unpacked(const FileReader& file) {
     if (!is_gzip(file)) return nullptr;
     TemporaryFile content("what " + file.path() + " contains");
-    GzipReader packed(file.path());
-    std::vector<char> part(256 << 10);
-    while (const size_t count = packed.read(part.data(), static_cast<unsigned>(part.size())))
-        content.append(part.data(), count);
-    return content.finish_as(file.path());
+    const uint64_t bytes = unpack(file, content);
+    return content.part(file.path(), 0, bytes);
 }

@@ -8,6 +8,8 @@
 #include <string>
 #include <string_view>
 
+#include <strings.h>
+
 #include "llmc/data_gzip.h"
 #include "llmc/error.h"
 #include "llmc/file.h"
@@ -25,7 +27,7 @@ enum class DataKind {
 // count.
 inline std::string name_extension(std::string_view path) {
     std::string_view name = path.substr(path.rfind('/') + 1);
-    if (name.ends_with(".gz")) name.remove_suffix(3);
+    if (name.size() > 3 && strncasecmp(name.data() + name.size() - 3, ".gz", 3) == 0) name.remove_suffix(3);
     const size_t dot = name.rfind('.');
     std::string extension(dot == name.npos ? "" : name.substr(dot + 1));
     for (char& c : extension) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
@@ -61,13 +63,14 @@ inline void refuse_tables(const std::string& path, const std::string& extension,
         {"a database", "SQLite format 3"sv, {"sqlite", "sqlite3", "db"}},
     };
     static const Format archives[] = {
-        {"gzip, twice", "\x1f\x8b"sv, {}}, {"tar", "", {"tar", "tgz"}},
-        {"zip", "PK\x03\x04", {"zip"}},    {"zstd", "\x28\xb5\x2f\xfd"sv, {"zst"}},
-        {"xz", "\xfd\x37zXZ"sv, {"xz"}},   {"bzip2", "", {"bz2"}},
+        {"twice, by gzip", "\x1f\x8b"sv, {}}, {"tar", "", {"tar", "tgz"}},
+        {"zip", "PK\x03\x04", {"zip"}},       {"zstd", "\x28\xb5\x2f\xfd"sv, {"zst"}},
+        {"xz", "\xfd\x37zXZ"sv, {"xz"}},      {"bzip2", "", {"bz2"}},
     };
     const auto is = [&](const Format& f) {
         const bool named = std::ranges::find(f.extensions, std::string_view(extension)) != f.extensions.end();
-        return named || (!f.begins.empty() && start.starts_with(f.begins));
+        const bool is_tar = f.name == std::string_view("tar") && start.substr(0, 262).ends_with("ustar");
+        return named || is_tar || (!f.begins.empty() && start.starts_with(f.begins));
     };
     for (const Format& f : tables)
         if (is(f))

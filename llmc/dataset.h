@@ -130,10 +130,11 @@ class Dataset {
     size_t reading_bytes() const { return std::max(reading_bytes_, packed_ ? packed_->packing_bytes() : 0); }
     void reading_took(size_t bytes) { reading_bytes_ = std::max(reading_bytes_, bytes); }
 
-    // The bytes of the files; of compressed examples as they are on the disk.
+    // The bytes of the files: of compressed texts those that they contain, of compressed examples those on
+    // the disk.
     uint64_t file_bytes() const {
         uint64_t sum = 0;
-        for (const File& file : files_) sum += file.text ? file.text->size() : file.stamp.bytes;
+        for (const File& file : files_) sum += file.is_unpacked ? file.count : file.stamp.bytes;
         return sum;
     }
     bool has_compressed_examples() const { return has_compressed_examples_; }
@@ -175,10 +176,10 @@ class Dataset {
         tokens_ = 0;
         for (File& file : files) {
             const FileReader& text = open_unchanged(file);
-            const auto examples = unpacked(text);  // one file at a time: there may be many
+            const auto content =
+                file.is_unpacked ? nullptr : unpacked(text);  // one file at a time: may be many
             const uint64_t begin = kept->count;
-            encode(examples ? *examples : text,
-                   [&](std::span<const int32_t> tokens) { kept->append(tokens); });
+            encode(content ? *content : text, [&](std::span<const int32_t> tokens) { kept->append(tokens); });
             open_unchanged(file).drop_pages();
             append({std::move(file.path), file.stamp, begin, kept->count - begin});
         }
@@ -284,6 +285,7 @@ class Dataset {
         auto tenths = std::unique_ptr<Dataset>(new Dataset(option_));
         tenths->text_tokens_ = text_tokens_;
         tenths->index_ = index_;
+        tenths->texts_ = texts_;
         tenths->limit_ = limit_;
         tenths->lines_ = lines_;
         tenths->apart_ = apart_;
@@ -362,8 +364,9 @@ class Dataset {
         FileStamp stamp;        // when the file was first opened
         uint64_t begin, count;  // in tokens of the file without its header, or of text_tokens_
         uint64_t first = 0;     // position in the stream at which this part begins
-        uint64_t first_example = 0, examples = 0;          // the file's part of index_->examples
-        std::shared_ptr<const FileReader> text = nullptr;  // of a compressed text: what it contains
+        uint64_t first_example = 0, examples = 0;  // the file's part of index_->examples
+        bool is_unpacked = false;  // a compressed text: `count` bytes of texts_, from texts_begin on
+        uint64_t texts_begin = 0;
     };
 
     // The tokens of all text files, one file after the other.
@@ -450,9 +453,10 @@ class Dataset {
         uint64_t count = stamp.bytes;
         if (format || path.ends_with(".bin")) count = check_shard(path, stamp.bytes, header, format);
         const bool lines = !format && data_kind(path, start_of_data(file, kDataStart)) != DataKind::Text;
-        std::shared_ptr<const FileReader> text;
-        if (!format && !lines && (text = unpacked(file))) count = text->size();
-        if (lines && is_gzip(file)) has_compressed_examples_ = true;
+        const bool compressed = !format && is_gzip(file);
+        if (compressed && name_extension(path) == "bin")
+            fail("%s: is a compressed token shard: unpack it first", path.c_str());
+        if (lines && compressed) has_compressed_examples_ = true;
         if (files_.empty()) format_ = format, lines_ = lines;
         const auto kind = [](const ShardFormat* f, bool is_lines) {
             return f ? f->name : is_lines ? "file of examples in JSON" : "text";
@@ -461,7 +465,15 @@ class Dataset {
             fail("%s: %s is a %s and %s a %s; give files of one kind", option_.c_str(),
                  files_[0].path.c_str(), kind(format_, lines_), path.c_str(), kind(format, lines));
         limit_ = format ? format->limit : 256;
-        append({.path = path, .stamp = stamp, .begin = 0, .count = count, .text = std::move(text)});
+        File added = {path, stamp, 0, count};
+        if (compressed && !lines) {
+            if (!texts_) texts_ = std::make_shared<TemporaryFile>("what " + path + " contains");
+            added.is_unpacked = true;
+            added.texts_begin = texts_bytes_;
+            added.count = unpack(file, *texts_);
+            texts_bytes_ += added.count;
+        }
+        append(std::move(added));
     }
 
     // The number of tokens in a shard of `file_bytes` bytes; fails if it is damaged.
@@ -485,11 +497,12 @@ class Dataset {
 
     // Opens the file if it is not open. Fails if it has changed since the run began.
     const FileReader& open_unchanged(const File& file) const {
-        if (file.text) return *file.text;
         if (!open_ || open_->path() != file.path) {
             if (open_) open_->drop_pages();
-            open_.emplace(file.path, Pages::Dropped);
+            open_ = file.is_unpacked ? texts_->part(file.path, file.texts_begin, file.count)
+                                     : std::make_unique<const FileReader>(file.path, Pages::Dropped);
         }
+        if (file.is_unpacked) return *open_;
         if (open_->stamp() != file.stamp)
             fail("%s: was written to or replaced since the run began, and had %llu bytes then",
                  file.path.c_str(), static_cast<unsigned long long>(file.stamp.bytes));
@@ -561,7 +574,9 @@ class Dataset {
                                                      // stream
     uint64_t tokens_ = 0;
     uint32_t limit_ = 256;
-    mutable std::optional<FileReader> open_;  // the file read last
+    mutable std::unique_ptr<const FileReader> open_;  // the file read last
+    std::shared_ptr<TemporaryFile> texts_;            // what compressed texts contain, one after another
+    uint64_t texts_bytes_ = 0;
 };
 
 // Deals a dataset out as sequences of T inputs and their T targets, which are the inputs' successors.

@@ -165,6 +165,12 @@ class FileReader {
     // O_NONBLOCK: a FIFO would wait for its writer.
     explicit FileReader(const std::string& path, Pages pages = Pages::Kept)
         : FileReader(path, open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC), pages) {}
+    // Bytes [first, first + bytes) of a file as a file of their own, which messages call `path`. Takes over
+    // the descriptor.
+    FileReader(const std::string& path, int fd, Pages pages, uint64_t first, size_t bytes)
+        : FileReader(path, fd, pages) {
+        first_ = first, size_ = bytes;
+    }
     // Takes over a descriptor, as of open(2), of a file that messages call `path`.
     FileReader(const std::string& path, int fd, Pages pages) : path_(path), file_(fd), pages_(pages) {
         if (fd < 0) fail("%s: cannot open: %s", path.c_str(), std::strerror(errno));
@@ -186,6 +192,7 @@ class FileReader {
     // Copies `bytes` bytes from position `first` on. Fails if they cannot be read or the file has become
     // shorter.
     void read(uint64_t first, size_t bytes, void* out) const {
+        first += first_;
         if (pages_ == Pages::Kept) return read_kept(first, bytes, out);
         char* to = static_cast<char*>(out);
         for (const uint64_t end = first + bytes; first < end;) {
@@ -201,6 +208,8 @@ class FileReader {
 
     // Drops the file's pages from the page cache.
     void drop_pages() const { drop_pages_of(file_.fd()); }
+    // Another descriptor of the open file, which the caller closes. Both have one position (lseek).
+    int duplicate() const { return fcntl(file_.fd(), F_DUPFD_CLOEXEC, 0); }
 
   private:
     void read_kept(uint64_t first, size_t bytes, void* out) const {
@@ -214,6 +223,7 @@ class FileReader {
     std::string path_;
     OpenFile file_;
     const Pages pages_;
+    uint64_t first_ = 0;
     size_t size_ = 0;
     mutable bool has_dropped_ = false;
 };

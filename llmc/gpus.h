@@ -3,9 +3,9 @@
 //
 // The figures are from NVIDIA's data sheets and architecture white papers (GA100, GA102, AD102, GH100,
 // Blackwell and RTX Blackwell), for dense operands and at the boost clock. Products of bf16 add in fp32,
-// which a GeForce's tensor cores do at half the rate of the same chip on a workstation's card. A laptop's
-// clock depends on the power that its maker allows: laptops are computed from the clock that the device
-// reports.
+// which a GeForce's tensor cores do at half the rate of the same chip on a workstation's card. The clock of a
+// laptop or an Orin depends on the power that it is given: where one answers, its rates are computed from
+// the clock that it reports, and where `--gpu` names one, they are those of the highest clock.
 #pragma once
 
 #include <algorithm>
@@ -39,7 +39,8 @@ struct KnownGpu {
     double link;               // to the host
     double host = kServer;     // of the host's memory
     double nvlink = 0;  // to all other GPUs of its machine; 0: they are reached over the link to the host
-    bool integrated = false;  // its memory is the host's
+    bool integrated = false;      // its memory is the host's
+    bool for_plans_only = false;  // a device of this name is computed from what it reports
 
     // Whether its compute capability is 9.0.
     constexpr bool is_hopper() const {
@@ -58,6 +59,21 @@ constexpr KnownGpu geforce(const char* name, int multiprocessors, double memory,
 constexpr KnownGpu workstation(const char* name, int multiprocessors, double memory, double fp32,
                                double bandwidth, double link) {
     return {name, multiprocessors, memory, 4e12 * fp32, 2e12 * fp32, 1e12 * fp32, 1e9 * bandwidth, link};
+}
+
+// A GeForce in a laptop, at the highest clock that NVIDIA names for it.
+constexpr KnownGpu laptop(const char* name, int multiprocessors, double memory, double fp32, double bandwidth,
+                          double link = kPcie4 / 2) {
+    KnownGpu gpu = geforce(name, multiprocessors, memory, fp32, bandwidth, link);
+    gpu.for_plans_only = true;
+    return gpu;
+}
+// A module with an Orin, at its highest clock in Hz. Its memory is the host's; a copy reads and writes it.
+constexpr KnownGpu orin(const char* name, int multiprocessors, double memory, double clock,
+                        double bandwidth) {
+    const double cycles = multiprocessors * clock;
+    return {name,          multiprocessors, memory, 2048 * cycles, 1024 * cycles, 256 * cycles, bandwidth,
+            bandwidth / 2, bandwidth,       0,      true,          true};
 }
 
 // What a build plans for if no GPU answers and none is named: one of several that NVLink connects.
@@ -140,6 +156,27 @@ constexpr KnownGpu kKnownGpus[] = {
     {"GB10", 48, 119, 125e12, 62e12, 31e12, 0.273e12, 0.273e12 / 2, 0.273e12, 0, true},
     // Likewise from its 2070 TFLOP/s.
     {"Thor", 20, 122, 258e12, 129e12, 8.1e12, 0.273e12, 0.273e12 / 2, 0.273e12, 0, true},
+    orin("Jetson AGX Orin 64GB", 16, 61, 1.3e9, 204.8e9),
+    orin("Jetson AGX Orin 32GB", 14, 30, 0.93e9, 204.8e9),
+    orin("Jetson Orin NX 16GB", 8, 15, 0.918e9, 102.4e9),
+    orin("Jetson Orin Nano 8GB", 8, 7.4, 1.02e9, 102.4e9),
+    // fp32 of the 50 series: a 32nd of the sparse FP4 that NVIDIA states, as in its desktop's.
+    laptop("RTX 5090 Laptop", 82, 23.5, 57.0, 896, kPcie5 / 2),
+    laptop("RTX 5080 Laptop", 60, 15.4, 41.7, 896, kPcie5 / 2),
+    laptop("RTX 5070 Ti Laptop", 46, 11.5, 31.0, 672, kPcie5 / 2),
+    laptop("RTX 5070 Laptop", 36, 7.5, 24.9, 384, kPcie5 / 2),
+    laptop("RTX 4090 Laptop", 76, 15.5, 39.7, 576),
+    laptop("RTX 4080 Laptop", 58, 11.6, 33.9, 432),
+    laptop("RTX 4070 Laptop", 36, 7.6, 20.0, 256),
+    laptop("RTX 4060 Laptop", 24, 7.6, 14.6, 256),
+    laptop("RTX 4050 Laptop", 20, 5.6, 12.1, 192),
+    laptop("RTX 3080 Ti Laptop", 58, 15.5, 23.6, 512),
+    laptop("RTX 3080 Laptop", 48, 15.5, 21.0, 448),
+    laptop("RTX 3080 Laptop 8GB", 48, 7.6, 21.0, 448),
+    laptop("RTX 3070 Ti Laptop", 46, 7.6, 17.5, 448),
+    laptop("RTX 3070 Laptop", 40, 7.6, 16.6, 448),
+    laptop("RTX 3060 Laptop", 30, 5.6, 13.1, 336),
+    laptop("RTX 3050 Ti Laptop", 20, 3.7, 8.7, 192),
 };
 
 // The known GPU that a driver's name refers to; null if there is none. The known name must occur in it as
@@ -150,6 +187,7 @@ inline const KnownGpu* gpu_named(const std::string& name) {
         return i < name.size() && isalnum(static_cast<unsigned char>(name[i]));
     };
     for (const KnownGpu& gpu : kKnownGpus) {
+        if (gpu.for_plans_only) continue;
         const std::string known = gpu.name;
         const size_t begin = name.find(known), end = begin + known.size();
         if (begin == std::string::npos || (begin > 0 && in_word(begin - 1)) || in_word(end)) continue;
@@ -245,14 +283,14 @@ inline double take_memory(std::vector<std::string>& words) {
     return memory;
 }
 
-// The known GPU with these words, in any order; else the first whose name begins with them. "RTX" may be left
-// out. Null if there is none.
+// The known GPU with these words, in any order; else the first whose name begins with them. "RTX" and
+// "Jetson" may be left out. Null if there is none.
 inline const KnownGpu* gpu_with_words(const std::vector<std::string>& words) {
     if (words.empty() || words.back() == "rtx") return nullptr;
     const KnownGpu* begins = nullptr;
     for (const KnownGpu& gpu : kKnownGpus) {
         std::vector<std::string> known = words_of_gpu(gpu.name);
-        if (known[0] == "rtx" && words[0] != "rtx") known.erase(known.begin());
+        if ((known[0] == "rtx" || known[0] == "jetson") && words[0] != known[0]) known.erase(known.begin());
         if (std::is_permutation(words.begin(), words.end(), known.begin(), known.end())) return &gpu;
         if (begins || words.size() >= known.size() || !std::equal(words.begin(), words.end(), known.begin()))
             continue;
@@ -265,8 +303,8 @@ inline const KnownGpu* gpu_with_words(const std::vector<std::string>& words) {
 
 // The known GPUs whose names share a telling word with these: "A, B".
 inline std::string gpus_like(const std::vector<std::string>& words) {
-    static const std::set<std::string> kCommon = {"rtx", "gb",  "ti",         "super",
-                                                  "d",   "pro", "generation", "edition"};
+    static const std::set<std::string> kCommon = {"rtx", "gb",         "ti",      "super", "d",
+                                                  "pro", "generation", "edition", "laptop"};
     std::string names;
     for (const KnownGpu& gpu : kKnownGpus) {
         const std::vector<std::string> known = words_of_gpu(gpu.name);

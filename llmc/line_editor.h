@@ -139,7 +139,7 @@ class LineReader {
         if (terminal_) fputs(prompt, stderr);
         std::string line;
         for (int byte; (byte = read_byte()) != '\n'; line += static_cast<char>(byte))
-            if (byte == kEndOfInput) return line.empty() ? std::nullopt : std::optional(line);
+            if (byte == kEndOfInput) return line.empty() || interrupted ? std::nullopt : std::optional(line);
         return line;
     }
     int read_byte() {

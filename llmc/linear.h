@@ -35,13 +35,13 @@ class DequantizedScope {
 };
 
 // Returns x (.., inputs) W [+ bias] [+ adapter], then GELU if `gelu`: (.., outputs), a tensor called `name`.
-// `rows` says which rows these are.
+// `rows` says which rows these are; if each is of another text, those that do not count may not be written.
 inline TensorX linear_forward(Arena& arena, Stream stream, const char* name, const TensorX& x,
                               const Linear<floatX>& w, const Rows& rows, bool gelu = false) {
     Shape shape = x.shape();
     shape.dims[shape.count - 1] = w.outputs();
     TensorX out = arena.take<floatX>(name, shape);
-    const int64_t few = x.rows() == 1 ? 1 : rows.alone;  // rows that are multiplied with the codes themselves
+    const int64_t few = rows.few(x.rows());
     const bool reads_codes = !w.quantized.empty() && !w.floats && few > 0,
                finishes = w.adapter || reads_codes;
     if (reads_codes) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "llmc/checkpoint.h"
+#include "llmc/temporary_file.h"
 
 // Locks the folder of saves for this run, by OUT/.lock. Creates the folder if it is missing, and removes it
 // again if nothing was saved.
@@ -139,14 +140,11 @@ inline void check_new_folder(const char* option, const std::string& path) {
     if (error) fail("%s %s: cannot make the folder: %s", option, path.c_str(), std::strerror(error));
 }
 
-// Makes an empty file and removes it again: file systems like /proc refuse a new file to those with all
-// permissions too. Returns false, with errno, if it cannot be made. Another rank may be making it now.
-inline bool can_make_file(const std::string& path) {
-    const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-    if (fd < 0) return errno == EEXIST;
-    close(fd);
-    unlink(path.c_str());
-    return true;
+// True if a file can be made in the folder; else errno says why. /proc refuses new files even to root, which
+// access() does not tell.
+inline bool can_make_file_in(const std::string& folder) {
+    const int fd = make_nameless_file(folder, 0);
+    return fd >= 0 && close(fd) == 0;
 }
 
 // Fails unless the file can be written. If it exists, it must be of the same kind.
@@ -160,7 +158,7 @@ inline void check_output_file(const Output& o) {
     if (stat(path, &info) != 0) {
         check(errno == ENOENT);
         check(access(above.c_str(), W_OK | X_OK) == 0);
-        return check(can_make_file(resolved(o.path)));
+        return check(can_make_file_in(above));
     }
     check(access(path, W_OK) == 0);
     if (S_ISDIR(info.st_mode)) fail("%s %s: %s", o.option, path, std::strerror(EISDIR));

@@ -47,6 +47,7 @@ inline std::string gpus_with_room(size_t bytes) {
     const size_t without_context = bytes - std::min(bytes, context_bytes());
     std::vector<const KnownGpu*> all;
     for (const KnownGpu& gpu : kKnownGpus) {
+        if (gpu.for_plans_only) continue;
         const size_t free = memory_of(gpu) - cuda_context_bytes(gpu.multiprocessors, gpu.is_hopper());
         if (with_reserve({free, ""}, 0).bytes >= without_context) all.push_back(&gpu);
     }

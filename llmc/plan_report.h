@@ -387,7 +387,8 @@ inline void print_phases(FILE* to, const MemoryReport& r) {
     if (rates.empty()) {
         rates = "nominal rates";
         if (!r.gpu.empty()) rates += " of the GPU " + r.gpu;
-        if (!r.gpu.empty() && !gpu_named(r.gpu)) rates += ", computed from what it reports";
+        if (!r.gpu.empty() && !gpu_named(r.gpu))
+            rates += planned_gpu ? ", at its highest clock" : ", computed from what it reports";
         rates += " (--calibrate measures them)";
     }
     fprintf(to, "a step takes %.4g s by %s, %.4g tokens/s:\n", r.seconds, rates.c_str(),

@@ -41,7 +41,7 @@ struct Q8_0 : GgmlBlocks<32, 34> {
         const unsigned char* const b = block(i);
         const float d = half_at(b);
         float q[N];
-        load_signed<N>(q, b + 2 + rest(i, 32));
+        load_signed<N>(q, b + 2 + remainder_of(i, 32));
         for (int k = 0; k < N; k++) w[k] = d * q[k];
     }
 };
@@ -65,7 +65,7 @@ struct Q4_0 : GgmlBlocks<32, 18> {
         const unsigned char* const b = block(i);
         const float d = half_at(b);
         float q[N];
-        load_halves(q, b + 2, rest(i, 32));
+        load_halves(q, b + 2, remainder_of(i, 32));
         for (int k = 0; k < N; k++) w[k] = d * (q[k] - 8.f);
     }
 };
@@ -78,7 +78,7 @@ struct Q4_1 : GgmlBlocks<32, 20> {
         const unsigned char* const b = block(i);
         const float d = half_at(b), m = half_at(b + 2);
         float q[N];
-        load_halves(q, b + 4, rest(i, 32));
+        load_halves(q, b + 4, remainder_of(i, 32));
         for (int k = 0; k < N; k++) w[k] = d * q[k] + m;
     }
 };
@@ -88,7 +88,7 @@ struct Q5_0 : GgmlBlocks<32, 22> {
     template <int N>
     SIMT_DEVICE void decode(float (&w)[N], int64_t i) const {
         const unsigned char* const b = block(i);
-        const unsigned at = rest(i, 32);
+        const unsigned at = remainder_of(i, 32);
         const float d = half_at(b);
         float q[N];
         load_halves(q, b + 6, at);
@@ -109,7 +109,7 @@ struct Q4_K : GgmlBlocks<256, 144> {
     template <int N>
     SIMT_DEVICE void decode(float (&w)[N], int64_t i) const {
         const unsigned char *const b = block(i), *const scales = b + 4;
-        const unsigned at = rest(i, 256), part = at / 32;
+        const unsigned at = remainder_of(i, 256), part = at / 32;
         // The first four parts have the low 6 bits of a byte. The last four have 4 bits of another byte, and
         // above them the 2 bits that the first four leave.
         const int s_byte = scales[part % 4], t_byte = scales[4 + part % 4], low = scales[4 + part];
@@ -131,7 +131,7 @@ struct Q6_K : GgmlBlocks<256, 210> {
     template <int N>
     SIMT_DEVICE void decode(float (&w)[N], int64_t i) const {
         const unsigned char* const b = block(i);
-        const unsigned at = rest(i, 256), half = at / 128, quarter = at / 32 % 4;
+        const unsigned at = remainder_of(i, 256), half = at / 128, quarter = at / 32 % 4;
         const float d = half_at(b + 208);
         float low[N], high[N];
         load_numbers<N>(low, b + half * 64 + quarter % 2 * 32 + at % 32, quarter / 2 * 4, 15);

@@ -211,28 +211,26 @@ __global__ void __launch_bounds__(kBlockThreads)
     const int64_t first = int64_t{blockIdx.y} * kRows;
     const auto count = static_cast<int>(p.rows - first < kRows ? p.rows - first : kRows);
     const T* const x = p.x + first * columns;
-    Accumulator<N> even[kRows], odd;
+    Accumulator<N> even[kRows], odd[kRows];
     const auto add = [&](Accumulator<N>(&sums)[kRows], int64_t c) SIMT_INLINE {
         float w[N];
         weights.decode(w, j * columns + c);
 #pragma unroll
         for (int r = 0; r < kRows; r++) {
-            const int row = r < count ? r : 0;  // offsets of 32 bits take fewer registers
+            // A missing row repeats the first one. Offsets of 32 bits take fewer registers.
+            const int row = r < count ? r : 0;
             const Packed<T, N> factors = load<N>(x + c + row * static_cast<int>(columns));
             for (int k = 0; k < N; k++) sums[r][k] += factors[k] * w[k];
         }
     };
     constexpr int kStep = kLanes * N;
     int64_t c = lane() * N;
-    if constexpr (kRows == 1) {
-        Accumulator<N> others[1];
-        for (; c + kStep < columns; c += 2 * kStep) add(even, c), add(others, c + kStep);
-        odd = others[0];
-    }
+    if constexpr (kRows == 1)
+        for (; c + kStep < columns; c += 2 * kStep) add(even, c), add(odd, c + kStep);
     if constexpr (kRows > 1 || !kWholeRunsOf<Decoder, 2 * kStep>)
         for (; c < columns; c += kStep) add(even, c);
     if constexpr (kRows == 1)
-        for (int k = 0; k < N; k++) even[0][k] += odd[k];
+        for (int k = 0; k < N; k++) even[0][k] += odd[0][k];
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
         const float sum = warp_sum(sum_of(even[r].v));
@@ -242,12 +240,18 @@ __global__ void __launch_bounds__(kBlockThreads)
 }
 
 #if !defined(SIMT_GPU) && !defined(LLMC_PLANNER)
-// ---- in the fast CPU build
+// ---- for the fast CPU build
 //
-// A block computes some outputs of all rows. What it decodes is multiplied with up to kRowsTogether rows,
-// whose elements are widened once for all outputs, so many columns at a time that they stay in a core's first
-// cache.
+// A block computes some outputs of all rows. What it decodes is multiplied with several rows. A block widens
+// their elements once for its outputs, a piece of the columns at a time, so that the piece stays in a core's
+// first cache.
 
+// Rows whose sums of an output fit the registers.
+#if defined(SIMT_AVX512)
+constexpr int kCpuRows = 8;
+#else
+constexpr int kCpuRows = 4;
+#endif
 constexpr int64_t kDecodedOutputs = 32, kDecodedColumns = 768;
 
 // sums[r] += the product of n elements of the matrix, from element `at` on, with those of row r. In `packed`,
@@ -342,17 +346,17 @@ __global__ void few_rows_on_cpu_kernel(FewRows<T> p, Decoder weights, const T* b
     const int64_t first = blockIdx.x * kDecodedOutputs;
     const int64_t end = first + kDecodedOutputs < outputs ? first + kDecodedOutputs : outputs;
     DYNAMIC_SHARED(float, packed);
-    for (int64_t row = 0; row < p.rows; row += kRowsTogether)
+    for (int64_t row = 0; row < p.rows; row += kCpuRows)
         if (p.rows - row == 1)
             multiply_rows<N, 1>(p, row, weights, bias, first, end, columns, packed);
         else
-            multiply_rows<N, kRowsTogether>(p, row, weights, bias, first, end, columns, packed);
+            multiply_rows<N, kCpuRows>(p, row, weights, bias, first, end, columns, packed);
 }
 
 template <class T, class Decoder, int N>
 void multiply_few_rows_on_cpu(const FewRows<T>& p, const QuantizedView& w, const T* bias, Stream stream) {
     const auto blocks = static_cast<unsigned>(ceil_div(w.rows, kDecodedOutputs));
-    const int64_t floats = std::max(w.columns, kRowsTogether * kDecodedColumns);
+    const int64_t floats = std::max(w.columns, kCpuRows * kDecodedColumns);
     launch<few_rows_on_cpu_kernel<T, Decoder, N>>(blocks, 1, static_cast<size_t>(floats) * sizeof(float),
                                                   stream, p, Decoder(w), bias, w.rows, w.columns);
 }
@@ -370,10 +374,11 @@ void multiply_few_rows_on_gpu(const FewRows<T>& p, const QuantizedView& w, const
 
 template <class T, class Decoder>
 void multiply_few_rows_with(const FewRows<T>& p, const QuantizedView& w, const T* bias, Stream stream) {
-    const auto rows = static_cast<double>(p.rows), in = static_cast<double>(w.columns * sizeof(T)),
-               out = static_cast<double>(w.rows * sizeof(T));
+    const auto rows = static_cast<double>(p.rows),
+               passes = static_cast<double>(ceil_div(p.rows, int64_t{kRowsTogether})),
+               in = static_cast<double>(w.columns * sizeof(T)), out = static_cast<double>(w.rows * sizeof(T));
     const Operation operation("quantized_few_rows", 2 * rows * static_cast<double>(w.elements()),
-                              static_cast<double>(quantized_bytes(w)) + rows * (in + out));
+                              passes * static_cast<double>(quantized_bytes(w)) + rows * (in + out));
     with_decoded_run<T, Decoder>(w.columns, [&]<int N>(std::integral_constant<int, N>) {
         if constexpr (kFastCpu)
             multiply_few_rows_on_cpu<T, Decoder, N>(p, w, bias, stream);
@@ -404,11 +409,11 @@ constexpr WeightFormat quantized_format(const char* name, const char* file_type,
 
 // Shared by the decoders.
 
-// Divides a number that is not negative, faster than a signed division; and what rests.
+// The quotient and the remainder of a number that is not negative, faster than signed ones.
 SIMT_HOST_DEVICE int64_t divided(int64_t i, unsigned by) {
     return static_cast<int64_t>(static_cast<uint64_t>(i) / by);
 }
-SIMT_HOST_DEVICE unsigned rest(int64_t i, unsigned by) {
+SIMT_HOST_DEVICE unsigned remainder_of(int64_t i, unsigned by) {
     return static_cast<unsigned>(static_cast<uint64_t>(i) % by);
 }
 

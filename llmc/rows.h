@@ -45,6 +45,14 @@ struct Rows {
     // MatmulOptions::rows_alone.
     int64_t alone = 0;
 
+    // Of `all` rows, those that are multiplied with the codes of a quantized matrix, without dequantizing it:
+    // a single row, or those of several texts; 0 if it is better dequantized. On a GPU many rows are: the
+    // kernel of few rows does not use tensor cores.
+    int64_t few(int64_t all) const {
+        constexpr int64_t kMostOnGpu = 16;
+        return all == 1 ? 1 : kFastCpu || all <= kMostOnGpu ? alone : 0;
+    }
+
     // These rows without the first `row` of them.
     Rows from(int64_t row) const {
         Rows later = *this;

@@ -78,8 +78,8 @@ inline void stop_waiting(int signal) {
     errno = before;
 }
 
-// From here on, Ctrl-C stops an answer; where none is written, it stops the run, as other signals do, and
-// they end wait_for_input().
+// From here on, Ctrl-C stops an answer; where none is written, it stops the run, as other signals do. A
+// signal that stops the run also ends wait_for_input().
 inline void signals_of_conversation() {
     when_interrupted = "";
     stop_event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);

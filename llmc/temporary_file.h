@@ -65,10 +65,10 @@ class TemporaryFile {
         std::vector<char>().swap(buffer_);  // frees its memory too
         if (!writes_.finish()) fail_to("write");
     }
-    // Calls finish(), and returns a reader of the file, which messages then call `path`.
-    std::unique_ptr<const FileReader> finish_as(const std::string& path) {
-        finish();
-        return std::make_unique<const FileReader>(path, fcntl(file_.fd(), F_DUPFD_CLOEXEC, 0), Pages::Dropped);
+    // Bytes [first, first + bytes) as a file of their own, which messages call `path`.
+    std::unique_ptr<const FileReader> part(const std::string& path, uint64_t first, size_t bytes) const {
+        const int fd = fcntl(file_.fd(), F_DUPFD_CLOEXEC, 0);
+        return std::make_unique<const FileReader>(path, fd, Pages::Dropped, first, bytes);
     }
     void read(uint64_t first, size_t bytes, void* out) const {
         const ssize_t got = read_at(file_.fd(), first, bytes, out);

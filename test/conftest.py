@@ -44,10 +44,13 @@ def pytest_collection_modifyitems(config, items):
         mark, given = item.get_closest_marker("not_played"), getattr(item, "callspec", None)
         if mark and given and any(getattr(value, "is_played", False) for value in given.params.values()):
             item.add_marker(pytest.mark.skip(reason=f"not on a GPU that is played: {mark.args[0]}"))
-    left = [] if MORE else [item for item in items if item.get_closest_marker("more")]
-    if left:
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if item not in set(left)]
+    kept = [item for item in items if MORE or not item.get_closest_marker("more")]
+    if "TEST_PART" in os.environ:  # "3/16": every sixteenth test, from the third on
+        number, parts = map(int, os.environ["TEST_PART"].split("/"))
+        kept = kept[number - 1::parts]
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
 
 
 def pytest_collection_finish(session):

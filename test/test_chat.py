@@ -412,9 +412,11 @@ def test_signals(train_fp32, work, number):
         run.stdin.write(b"Who?\n")
         run.stdin.flush()
         run.stdout.readline()
+        run.stdin.write(b"And")  # a line without an end is not answered
+        run.stdin.flush()
         time.sleep(0.1)  # until it reads again; a signal that comes before ends it too
         run.send_signal(number)
-        assert run.wait(timeout=30) == 128 + number
+        assert run.wait(timeout=30) == 128 + number and run.stdout.read() == b""
 
 
 # ---- training on chats, and its outputs

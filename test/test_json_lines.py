@@ -6,6 +6,7 @@ import gzip
 import json
 import random
 import re
+import resource
 import shutil
 
 import gguf_files
@@ -342,8 +343,10 @@ TABLES = {
     "a.TSV": (b"text\tb\n", "is a TSV table"), "a.parquet": (b"x", "is a Parquet table"), "b": (b"PAR1\x15", "is a Parquet table"),
     "c": (b"ARROW1\0\0", "is an Arrow table"), "d": (b"\xff\xff\xff\xff\x10\0", "is an Arrow table"),
     "a.jsonl.gz": (gzip.compress(b'{"text": "a"}')[:12], "is a damaged gzip file: "), "e": (b"\x28\xb5\x2f\xfd", "is packed (zstd)"),
-    "twice.gz": (gzip.compress(gzip.compress(b"a")), "is packed (gzip, twice): unpack it first"),
-    "a.tar.gz": (gzip.compress(b"a"), "is packed (tar)"), "b.csv.gz": (gzip.compress(b"a,b"), "is a CSV table"),
+    "twice.gz": (gzip.compress(gzip.compress(b"a")), "is packed (twice, by gzip): unpack it first"),
+    "a.tar.gz": (gzip.compress(b"a"), "is packed (tar)"), "corpus.gz": (gzip.compress(b"a".ljust(257, b"\0") + b"ustar\0"), "is packed (tar)"),
+    "b.csv.gz": (gzip.compress(b"a,b"), "is a CSV table"), "b.csv.GZ": (gzip.compress(b"a,b"), "is a CSV table"),
+    "train.bin.gz": (gzip.compress(bytes(3000)), "is a compressed token shard: unpack it first"),
     "f.json": (b'{\n "data": []\n}', "is neither a JSON list of examples nor an example a line; a file that ends in .txt"),
     "g.json": (b'"text"', "is neither a JSON list"),
     "h.json": (b'{"data": [{"text": "a"}]}', 'line 1: has "data", where one of these is read: "messages"; '),
@@ -429,6 +432,12 @@ def test_training_on_compressed_data(train_fp32, work, monkeypatch):
     shown = [train_fp32(*RUN[:2], "--data", name, "--show-example", 3, cwd=work).stdout.replace(b".gz", b"")
              for name in ("data.jsonl", "data.jsonl.gz")]
     assert shown[0] == shown[1]
+    for number in range(90):
+        (work / f"part-{number:02}.txt.gz").write_bytes(gzip.compress(b"%d, " % number * 100))
+    with train_fp32.start("--model", "d1", "--data", "part-*.txt.gz", "--steps", 1, "--sample", "tokens=0", cwd=work, stderr=-1,
+                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))) as run:  # files open at a time
+        out, errors = run.communicate(timeout=100)
+    assert run.returncode == 0 and b"data: 31500 tokens" in out, (out, errors)
     monkeypatch.setitem(train_fp32.environment, "TMPDIR", "/nowhere")
     assert error_line(train_fp32, "--model", "d1", "--data", "text.gz", "--steps", 1, cwd=work) == (
         "train: /nowhere: cannot keep what text.gz contains there: No such file or directory; TMPDIR can name another folder\n")

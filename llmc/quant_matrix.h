@@ -289,8 +289,8 @@ void add_decoded_products(float* sums, const float* packed, const Decoder& weigh
     }
 }
 
-// Widens columns [begin, end) of kRows rows x, of which there are `count`, in the order of
-// add_decoded_products(). Missing rows are copies of the first one.
+// Copies columns [begin, end) of x as floats, in the order in which add_decoded_products() reads them. x has
+// `count` rows; if that is less than kRows, copies of the first row stand for the others.
 template <int N, int kRows, class T>
 void pack_few_rows(float* packed, const T* x, int64_t count, int64_t columns, int64_t begin, int64_t end) {
     for (int64_t c = begin; c < end; c += N)

@@ -45,9 +45,9 @@ struct Rows {
     // MatmulOptions::rows_alone.
     int64_t alone = 0;
 
-    // Of `all` rows, those that are multiplied with the codes of a quantized matrix, without dequantizing it:
-    // a single row, or those of several texts; 0 if it is better dequantized. On a GPU many rows are: the
-    // kernel of few rows does not use tensor cores.
+    // How many of `all` rows a product with a quantized matrix computes from its codes, without dequantizing
+    // it: the single row, or the rows of texts that go on. 0: the matrix is dequantized first. On a GPU it is
+    // for many rows, as the kernel for few rows does not use tensor cores.
     int64_t few(int64_t all) const {
         constexpr int64_t kMostOnGpu = 16;
         return all == 1 ? 1 : kFastCpu || all <= kMostOnGpu ? alone : 0;

@@ -71,6 +71,7 @@ inline bool wait_for_input() {
     return !interrupted;
 }
 
+// The signal handler's part: notes the signal, and ends wait_for_input().
 inline void stop_waiting(int signal) {
     const int before = errno;
     interrupted = signal;

@@ -1235,6 +1235,7 @@ int main(int argc, char** argv) {
             engine = connect_ranks(rank, [&](RankEngine& lost_by, const std::string& line) {
                 lose_ranks(lost_by, rank, errors, line);
             });
+            tell_launcher_shared_files();
         }
         const int code = run(argc, argv, engine.get());
         if (code) tell_parent(code);

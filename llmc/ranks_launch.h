@@ -208,6 +208,7 @@ inline int launch_ranks(int count, char** argv) {
         if (n > 0 && said.size() < 65536) said.append(buffer, static_cast<size_t>(n));
     int status = 0;
     while (waitpid(child, &status, 0) < 0 && errno == EINTR) continue;
+    remove_shared_files();
     // The ranks' output went to the same files, beyond where this process's own would go on.
     for (const int fd : {STDOUT_FILENO, STDERR_FILENO}) lseek(fd, 0, SEEK_END);
     if (stopped_again_by) return 128 + stopped_again_by;

@@ -116,6 +116,16 @@ def test_the_launching_process_is_killed(train_fp32, folder):
         process.kill()
 
 
+def test_mpis_launcher_is_killed(train_fp32, folder):
+    """It removes no shared memory then, so the launching process does it."""
+    with ranks_running(train_fp32, cwd=folder) as process:
+        wait_for_line(process, r"^step +3/")
+        process.find_ranks()
+        for launcher in pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+            os.kill(int(launcher), signal.SIGKILL)
+        assert process.wait(timeout=60) != 0
+
+
 @pytest.mark.parametrize("stopped, who", [(0, r"rank [12] \(host \S+\): "), (2, r"(rank 1 \(host \S+\): )?")], ids=["0", "2"])
 def test_a_rank_that_does_not_answer(train_fp32, folder, stopped, who):
     """As if its machine hung, or its network were cut. One of the others says so after that time."""

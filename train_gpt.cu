@@ -4,8 +4,10 @@
 // Each piece of the step takes its tensors from the arena (llmc/arena.h) where they are first written and
 // drops them where they are last read. Whatever a block drops in forward, backward computes again: that is
 // all there is to recomputation. Before anything is allocated, the step is rehearsed: a dry run of the same
-// code, from which the arena plans where each tensor lives. The kernels are in llmc/*.cuh, each with its
-// launcher; matrix products are in llmc/matmul.h.
+// code, from which the arena plans where each tensor lives.
+//
+// The members of Gpt and Trainer are explained in llmc/gpt.h and llmc/trainer.h. The kernels are in
+// llmc/*.cuh, each with its launcher; matrix products are in llmc/matmul.h.
 
 #include <malloc.h>
 #include <omp.h>
@@ -17,316 +19,25 @@
 #include <string>
 #include <vector>
 
-// What the model is made of.
-#include "llmc/arena.h"                // Arena: plans a step's memory by a dry run
-#include "llmc/attention_layer.h"      // AttentionLayer: qkv, heads, attention
-#include "llmc/cross_entropy.cuh"      // the loss and its gradient
-#include "llmc/elementwise.cuh"        // residual_forward()
-#include "llmc/embedding_and_head.h"   // EmbeddingAndHead, EndGradients
-#include "llmc/gradient_sums.cuh"      // BlockGradient: where gradients go
-#include "llmc/gradients.h"            // Gradients: of each unit, until the update
-#include "llmc/linear.h"               // linear_forward(), linear_backward(), with LoRA
-#include "llmc/mlp_layer.h"            // MlpLayer: norm, products, activation
-#include "llmc/model.h"                // Block, Linear: views of a layer's parameters
-#include "llmc/model_positions.h"      // position_factors()
-#include "llmc/norm_layer.h"           // NormLayer
-#include "llmc/offload_activations.h"  // OffloadedInputs: of blocks, in host memory or a file
-#include "llmc/recompute.h"            // Keep: what a block keeps for backward
-#include "llmc/rows.h"                 // Rows, for_each_chunk(), dropout_backward()
-#include "llmc/sequence_keys.h"        // SequenceKeys: keys of rows that went before
-#include "llmc/tensor.h"               // floatX, TensorX, TensorF
-#include "llmc/weights.h"              // Weights: of each block, wherever they are kept
-
-// What a run is made of.
-#include "llmc/batches.h"             // Batches: feeds the micro-batches of each step
-#include "llmc/bench.h"               // BenchReport
-#include "llmc/exchange.h"            // Exchange: between the ranks of several devices
-#include "llmc/ranks_blocks.h"        // GatheredBlocks: weights that several devices share
-#include "llmc/graph.h"               // StepGraphs: CUDA graphs of steps
-#include "llmc/loss_by_position.cuh"  // LossByPosition, add_position_losses()
-#include "llmc/matmul_search.h"       // use_algorithms_for(): the fastest products
-#include "llmc/export.h"              // ModelExport: the model as a GGUF file
-#include "llmc/merge.h"               // AdapterMerge: an adapter and its model in one
-#include "llmc/metrics.h"             // Metrics: losses and norms of steps
-#include "llmc/offload_memory.h"      // OffloadedMemory: all that is outside the device
-#include "llmc/plan.h"                // Plans: of all that runs in the arena
-#include "llmc/plan_choice.h"         // with_chosen_setting(), with_chosen_context()
-#include "llmc/plan_free_memory.h"    // require_memory()
-#include "llmc/ranks_agree.h"         // check_ranks_agree()
-#include "llmc/ranks_choose.h"        // chosen_by_first_rank()
-#include "llmc/ranks_launch.h"        // launch_ranks(), open_rank_streams()
-#include "llmc/rates_calibrate.h"     // calibrate()
-#include "llmc/rates_device.h"        // device_peak_flops()
-#include "llmc/rates_file.h"          // rates_of(): how fast the device is
-#include "llmc/run_inputs_check.h"    // RunInputs: what a run reads, opened and checked
-#include "llmc/run_memory.h"          // report_of_run(), print_plan(), check_taken()
-#include "llmc/run_model.h"           // RunModel: the states of the model and adapter
-#include "llmc/run_options.h"         // RunOptions: from the command line, and from a save
-#include "llmc/run_saves.h"           // RunSaves: saves, and resumes from them
-#include "llmc/run_start.h"           // print_data(), print_start()
-#include "llmc/sample.h"              // Sampler: draws and prints texts
-#include "llmc/signals.h"             // interrupted, asked_to_save
-#include "llmc/threads.h"             // start_threads()
-#include "llmc/updates.h"             // learning_rate(), Updates: norms, clipping, the optimizer
-
-// ---- the model
-
-// How a micro-batch is run.
-struct MicroBatchOptions {
-    int64_t head_rows = 0;        // rows that have logits at a time; 0: all
-    std::vector<Keep> keep;       // what each layer keeps for backward
-    bool continues_step = false;  // adds to the gradients of micro-batches before these; else overwrites them
-    DropoutOptions dropout;  // its key is the first micro-batch's; the keys of the others follow in memory
-};
-
-// The tensors of a block's forward, in the order in which they are written. The residual streams and the
-// norms' outputs are (B, T, C). Those that forward has dropped are absent, and all of the MLP's if it goes in
-// chunks.
-struct BlockActivations {
-    TensorX input;  // the residual stream at the block's start
-    NormedX norm_1;
-    AttentionActivations attention;
-    TensorX middle;  // the residual stream after attention
-    MlpActivations mlp;
-};
-
-// The last norm and the logits of some rows.
-struct HeadActivations {
-    NormedX norm;    // (rows, C)
-    TensorX logits;  // (rows, padded vocabulary)
-};
-
-// A micro-batch in the model.
-struct MicroBatch {
-    const DeviceBatch& batch;
-    int number;  // among those that go through the model together
-    bool adds;   // adds to the gradients of earlier micro-batches
-    Rows rows;   // all of the batch
-    std::vector<BlockActivations> blocks;
-    TensorX residual = {};    // the residual stream (B, T, C) after the latest block
-    TensorX d_residual = {};  // backward: its gradient
-};
-
-// The model: views of its parameters, and the operations of a step. It owns no memory: parameters are in a
-// State (llmc/state.h), everything else is in the arena. The trained parameters are this State, or that of an
-// adapter; then the model is frozen.
-class Gpt {
-  public:
-    // The stream may be created later, before the first run.
-    Gpt(Arena& arena, const Stream& stream, const State<floatX>& model, const OutsideState& outside,
-        const State<floatX>& trained, bool hopper_attention)
-        : arena_(arena),
-          stream_(stream),
-          config_(model.layout.config()),
-          trained_(trained),
-          weights_(arena, stream, model, outside, trained),
-          gradients_(arena, stream, trained),
-          norm_(arena, stream, config_),
-          mlp_(arena, stream, config_, weights_, norm_),
-          attention_(arena, stream, config_, hopper_attention),
-          embedding_and_head_(arena, stream, config_, outside, weights_, norm_),
-          inputs_(arena, stream) {}
-
-    // Forward and backward of one micro-batch, or of several that go through each block together
-    // (--by-block). Adds loss_scale, or the batch's own scale, times the sum of its losses to `loss` (1).
-    void forward_backward(const std::vector<const DeviceBatch*>& batches, const MicroBatchOptions& options,
-                          float loss_scale, TensorF& loss);
-    // Runs forward only, and adds the losses to `loss` as forward_backward() does. If position_losses (T) is
-    // given, adds the loss of each position to it.
-    void evaluate(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale, TensorF& loss,
-                  TensorF position_losses = {});
-    // The last block's output for `tokens` (B, T), without backward. With a cache the tokens follow those
-    // that it has.
-    TensorX forward_only(const Tensor<int>& tokens, const Rows& rows, KvCache* cache);
-    // The logits (1, V) of the last row of x (.., C), the last block's output; and of all rows.
-    TensorX last_logits(const TensorX& x) { return logits_of(x.rows_at(x.rows() - 1, 1)); }
-    TensorX logits_of(const TensorX& x, const Rows& rows = {});
-    int64_t prompt_len() const { return embedding_and_head_.prompt_len(); }
-
-    // Its parts, which are connected to what is outside the arena (OffloadedMemory::connect()).
-    Weights& weights() { return weights_; }
-    Gradients& gradients() { return gradients_; }
-    EmbeddingAndHead& ends() { return embedding_and_head_; }
-    OffloadedInputs<floatX>& inputs() { return inputs_; }
-    SequenceKeys& keys() { return attention_.keys(); }
-    // Sets the sizes of chunks: rows of the batch in an MLP, queries of a sequence in attention. 0: all.
-    void set_chunk_rows(int64_t mlp, int64_t attention) {
-        mlp_.set_chunk_rows(mlp);
-        attention_rows_ = attention;
-    }
-    // Points the views at the states' memory, and at the position factors' on the device. Call it when these
-    // are allocated.
-    void bind(float* position_factors_at) {
-        attention_.bind(
-            TensorF(position_factors_at, {static_cast<int64_t>(position_factors(config_).size())}));
-        weights_.bind();
-    }
-
-  private:
-    // A pass of micro-batches.
-    std::vector<MicroBatch> begin(const std::vector<const DeviceBatch*>& batches,
-                                  const MicroBatchOptions& options) const;
-    Rows rows_of(const DeviceBatch& batch) const;
-    void forward_blocks(std::vector<MicroBatch>& micro_batches, const std::vector<Keep>& keep);
-    void backward_blocks(std::vector<MicroBatch>& micro_batches, bool continues_step);
-    TensorX head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, TensorF& loss,
-                          const Head<floatX>& gradients);
-    HeadActivations forward_head(const TensorX& x, const Rows& rows = {});
-
-    // A block.
-    TensorX forward_block(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv = nullptr);
-    void forward_attention(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv);
-    void forward_attention_rows(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv);
-    TensorX attention_projection(int layer, const TensorX& attention, const Rows& rows);
-    void backward_block(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
-                        TensorX& d_residual);
-    void backward_attention(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
-                            TensorX& d_residual, KvRows* kv = nullptr);
-
-    // A block in chunks of rows.
-    bool attention_goes_in_chunks(const TensorX& x) const {
-        return attention_rows_ > 0 && attention_rows_ < x.shape().dims[1];
-    }
-    TensorX forward_attention_in_chunks(int layer, BlockActivations& a, const Rows& rows, Keep keep);
-    void add_projection_in_chunks(TensorX& sum, const TensorX& x, const TensorX& attention, int layer,
-                                  const Rows& rows);
-    void backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const TensorX& x, const Rows& rows,
-                                  TensorX& d_residual);
-
-    TensorX take(const char* name, Shape shape) { return arena_.take<floatX>(name, shape); }
-
-    Arena& arena_;
-    const Stream& stream_;
-    const ModelConfig& config_;
-    const State<floatX>& trained_;
-    Weights weights_;
-    Gradients gradients_;
-    const NormLayer norm_;
-    MlpLayer mlp_;
-    AttentionLayer attention_;
-    EmbeddingAndHead embedding_and_head_;  // from tokens to the residual stream, and from there to logits
-    OffloadedInputs<floatX> inputs_;       // of blocks
-    int64_t attention_rows_ = 0;           // a chunk's queries of a sequence; 0: all
-};
-
-// ---- a training run
-
-// A run on a device: the model's state, the batches, the arena with its plans, and the loop over the steps.
-class Trainer {
-  public:
-    using Element = floatX;  // of the weights
-
-    // Allocates nothing on the device yet.
-    Trainer(const Options& options, RunInputs& inputs, Choices choices = {});
-
-    // Connects this rank to the others. Without it, steps of several ranks can only be rehearsed. Call it
-    // after rehearse(): it compares the ranks' options and plans, and fails if they differ.
-    void connect(RankEngine& engine) {
-        exchange_.connect(engine);
-        check_ranks_agree(exchange_, o_.rank, facts_of(o_, in_, report_));
-    }
-    void run();
-    void bench();
-    void print_plan() const { ::print_plan(o_, report_, plans_.update, rates_); }
-
-    // Applies a setting that the search in plan_choice.h tries.
-    void apply(const MemorySetting& s);
-    Plan rehearse_training(bool continues_step, bool placed);
-    Plan rehearse_validation(bool placed);
-    // Rehearses every step that the run may take. `placed`: also decides where in the arena the tensors of a
-    // training step are.
-    const MemoryReport& rehearse(bool placed = true);
-
-  private:
-    // The loop and the step.
-    void train();
-    bool train_step();
-    void micro_batch(float loss_scale, bool is_last);
-    template <class Operations>
-    void run_step(Plan& plan, Operations&& operations, const void* graph = nullptr);
-
-    // Between steps.
-    void validate_and_sample_if_due();
-    std::optional<double> validate();
-    void evaluate_batch(float loss_scale);
-    void validate_and_log();
-    void sample();
-    void save() {
-        updates_.wait_for_all_weights();
-        saves_.save(step_, batches_.sequences_after(step_), evaluated_);
-    }
-    void save_if_asked();
-    void finish();
-    void stop();
-    void check_logs() const;
-
-    // Before the first step, and the bench.
-    void open_device();
-    void connect_streams();
-    void prepare();
-    void take_memory();
-    void load();
-    void forward_step();
-
-    void say_where();
-    bool stopping();
-    // With --zero 3: what the ranks gather.
-    DividedBlocks divided_blocks() const {
-        return {model_.state, model_.adapter ? pointer_to(model_.quantized) : nullptr};
-    }
-    // True if this rank takes part in samples: the first one draws them. Blocks that are gathered need all
-    // ranks, which then draw the same; what the others print is not shown.
-    bool samples_here() const { return o_.rank.is_first() || o_.slices_weights(); }
-    // True if a signal has asked to stop. Ranks that sample together must end together.
-    bool sampling_stops() { return o_.slices_weights() ? stopping() : interrupted != 0; }
-    bool is_time(int64_t every) const { return every > 0 && step_ > 0 && step_ % every == 0; }
-    bool trains() const { return o_.steps > 0 && o_.bench.empty(); }
-    // How many micro-batches go through the model together.
-    int together() const { return o_.micro_batches_together(); }
-    double step_flops(bool forward_only = false) const {
-        return batches_.tokens_of_step() * model_.flops_of_token(batches_.attended(), forward_only);
-    }
-    // The device memory that this run has taken.
-    size_t taken_bytes() const { return std::max(device_bytes_in_use(), used_before_) - used_before_; }
-    // True if steps run as graphs. With offloaded keys a graph would grow with the square of the sequence.
-    bool replays() const { return StepGraphs::kReplays && replays_ && offloaded_.key_chunk_rows() == 0; }
-
-    Options o_;
-    RunInputs& in_;
-    const ModelConfig& config_;
-    // Members are destroyed in the reverse of this order. Whatever waits for transfers that are under way
-    // when a run fails must come after the memory that they use: the model's files and the exchange after the
-    // arena, offloaded memory after the updates.
-    std::optional<OwnStream> own_stream_;
-    Stream stream_ = nullptr;  // own_stream_, from open_device() on
-    Arena arena_;
-    RunModel model_;
-    Gpt gpt_;
-    Batches batches_;
-    MicroBatchOptions micro_;
-    const SquareSums square_sums_;            // the layout of the sums from which the norm is computed
-    const Slices slices_;                     // what each of several ranks has of a unit
-    Exchange exchange_;                       // between them
-    std::optional<GatheredBlocks> gathered_;  // with --zero 3
-    Metrics metrics_;
-    RunSaves saves_;
-    LossByPosition loss_by_position_;  // of validations
-    Sampler<Gpt> sampler_;
-    AdapterMerge merge_;
-    ModelExport export_;
-    Plans plans_;
-    MemoryReport report_;
-    const Choices choices_;
-    const Rates rates_;  // for estimates of time
-    Updates updates_;
-    OffloadedMemory<floatX> offloaded_;
-    StepGraphs graphs_;
-    bool replays_;                       // --advanced graph=on
-    size_t used_before_ = 0;             // device memory in use before this run
-    int64_t step_ = 0, first_step_ = 0;  // steps done; steps that were done before a resume
-    int64_t validated_step_ = -1;        // the last one of this run that was validated
-    bool evaluated_ = false;             // the validation and sample due at this step are done
-};
+#include "llmc/bench.h"             // BenchReport
+#include "llmc/cross_entropy.cuh"   // the loss and its gradient
+#include "llmc/elementwise.cuh"     // residual_forward()
+#include "llmc/gpt.h"               // Gpt: the model
+#include "llmc/linear.h"            // linear_forward(), linear_backward(), with LoRA
+#include "llmc/matmul_search.h"     // use_algorithms_for(): the fastest products
+#include "llmc/plan_choice.h"       // with_chosen_setting(), with_chosen_context()
+#include "llmc/plan_free_memory.h"  // require_memory()
+#include "llmc/ranks_agree.h"       // chosen_by_first_rank(), check_ranks_agree()
+#include "llmc/ranks_launch.h"      // launch_ranks(), begin_rank()
+#include "llmc/rates_calibrate.h"   // calibrate()
+#include "llmc/rates_device.h"      // device_peak_flops()
+#include "llmc/rates_file.h"        // rates_of(): how fast the device is
+#include "llmc/run_inputs_check.h"  // RunInputs: what a run reads, opened and checked
+#include "llmc/run_options.h"       // RunOptions: from the command line, and from a save
+#include "llmc/run_start.h"         // print_data(), print_start()
+#include "llmc/threads.h"           // start_threads()
+#include "llmc/trainer.h"           // Trainer: a training run
+#include "llmc/validation.h"        // sum_of_batches(), report_validation()
 
 // ---- the loop
 
@@ -821,33 +532,16 @@ TensorX Gpt::logits_of(const TensorX& x, const Rows& rows) {
 std::optional<double> Trainer::validate() {
     metrics_.finish();
     updates_.wait_for_all_weights();
-    fill_zero(metrics_.loss(), stream_);
     loss_by_position_.begin(stream_);
     const float scale = batches_.validation_loss_scale();
-    const auto batch = static_cast<uint64_t>(o_.batch), sequences = batches_.validation_sequences();
-    const auto add_batch = [&](uint64_t number) {
+    const auto batch = static_cast<uint64_t>(o_.batch);
+    const auto evaluate = [&](uint64_t number) {
         batches_.feed_validation(number * batch, scale, loss_by_position_);
         run_step(plans_.evaluate, [&] { evaluate_batch(scale); });
     };
-    const auto loss = [&] {
-        float sum = 0;
-        copy_to_host(&sum, metrics_.loss().data(), sizeof sum, stream_);
-        return sum;
-    };
-    std::vector<float> terms(ceil_div(sequences, batch));  // of several ranks: the loss of each batch
-    // Losses by position are added batch by batch, so then every rank evaluates all batches.
-    const bool ranks_share = !exchange_.is_alone() && !o_.has("--loss-by-position");
-    const auto ranks = static_cast<uint64_t>(ranks_share ? o_.devices : 1);
-    for (uint64_t first = 0; first < terms.size(); first += ranks) {
-        if (stopping()) return std::nullopt;
-        const uint64_t number = first + (ranks_share ? static_cast<uint64_t>(o_.rank.number) : 0);
-        // Blocks that are gathered need all ranks, so one without a batch computes one that does not count.
-        if (number >= terms.size() && !o_.slices_weights()) continue;
-        if (ranks_share) fill_zero(metrics_.loss(), stream_);
-        add_batch(std::min<uint64_t>(number, terms.size() - 1));
-        if (ranks_share && number < terms.size()) terms[number] = loss();
-    }
-    return double{ranks_share ? exchange_.sum_in_turn(terms) : loss()};
+    return sum_of_batches(o_, exchange_, metrics_.loss(), stream_,
+                          ceil_div(batches_.validation_sequences(), batch), evaluate,
+                          [this] { return stopping(); });
 }
 
 void Trainer::evaluate_batch(float loss_scale) {
@@ -857,21 +551,7 @@ void Trainer::evaluate_batch(float loss_scale) {
 void Trainer::validate_and_log() {
     const std::optional<double> loss = validate();
     if (!loss) return;
-    const auto step = static_cast<long long>(step_);
-    if (!std::isfinite(*loss) && o_.steps > 0)
-        fail("step %lld: the validation loss is %g; the last good save: %s", step, *loss,
-             metrics_.last_save.c_str());
-    if (!std::isfinite(*loss)) {
-        model_.check_streamed_finite();
-        fail("the validation loss is %g", *loss);
-    }
-    if (o_.steps > 0)
-        printf("step %5lld validation loss %.6f\n", step, *loss);
-    else
-        printf("validation loss %.6f, perplexity %.4f: %llu sequences of %d tokens\n", *loss, std::exp(*loss),
-               static_cast<unsigned long long>(batches_.validation_sequences()), o_.seq_len);
-    metrics_.compare_validation(step_, *loss, is_time(o_.eval_every));
-    metrics_.log().write({{"step", step_}, {"val_loss", *loss}});
+    report_validation(step_, *loss, is_time(o_.eval_every), o_, batches_, metrics_, model_);
     loss_by_position_.end(step_, *loss, stream_);
     validated_step_ = step_;
 }
@@ -1169,14 +849,6 @@ void Trainer::bench() {
 
 // ---- the program
 
-// Ends all ranks because some of them are lost, which `line` names.
-[[noreturn]] void lose_ranks(RankEngine& engine, const Rank& rank, FILE* errors, const std::string& line) {
-    fprintf(errors, "train: %s\n", (rank.is_first() ? line : rank.text() + ": " + line).c_str());
-    tell_parent(2);
-    engine.end_all(2);
-    _exit(2);
-}
-
 int run(int argc, char** argv, RankEngine* engine) {
     RunOptions command(argc, argv);
     if (command.starts_ranks()) {
@@ -1229,13 +901,9 @@ int main(int argc, char** argv) {
     std::unique_ptr<RankEngine> engine;
     try {
         if (!rank.is_alone()) {
-            tell_launcher_of(rank);
             see_own_gpu(rank);
             memory_free_at_start();  // before any of the ranks takes much
-            engine = connect_ranks(rank, [&](RankEngine& lost_by, const std::string& line) {
-                lose_ranks(lost_by, rank, errors, line);
-            });
-            tell_launcher_shared_files();
+            engine = begin_rank(rank, errors);
         }
         const int code = run(argc, argv, engine.get());
         if (code) tell_parent(code);

@@ -1,7 +1,8 @@
 // decoding.h - continues several texts at a time. Each has a KV cache in a slot of its own. A new text is
 // processed in pieces of fixed sizes, so that one dry run plans texts of any length; then all texts go on
 // together, a row of a batch for each. When one ends, the next one takes its slot. A text that begins as the
-// one before it in the slot, as a conversation does, keeps what is in the cache.
+// one before it in the slot, as a conversation does, keeps what is in the cache. --prompts answers a file's
+// prompts that way, in JSON lines (AnsweredPrompts).
 //
 // The functions are templates, so that any model can be used that has
 //     TensorX forward_only(const Tensor<int>& tokens, const Rows&, KvCache*)   the last block's output
@@ -10,9 +11,16 @@
 //     int64_t prompt_len()                                                     vectors of a soft prompt
 #pragma once
 
+#include <nlohmann/json.hpp>
+
 #include <algorithm>
+#include <chrono>
 #include <climits>
+#include <cstdio>
+#include <functional>
+#include <map>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -20,7 +28,10 @@
 #include "llmc/drawn_text.h"
 #include "llmc/embedding_and_head.h"
 #include "llmc/model_config.h"
+#include "llmc/options.h"
+#include "llmc/run_inputs.h"
 #include "llmc/sequence_keys.h"
+#include "llmc/signals.h"
 #include "llmc/tensor.h"
 
 // Runs `tokens`, which follow those in the cache, and adds them to it. Returns the last block's output.
@@ -227,4 +238,67 @@ class Decoding {
     std::vector<TensorX> caches_;  // of each layer: (texts * rows_, 2 kv_width())
     std::vector<Slot> slots_;
     int64_t rows_;  // of a slot in a cache
+};
+
+// Is the source of texts of a Decoding. Answers are written in the order of the prompts, each as soon as
+// those before it are. Token i of answer n uses random number (n, i), so that it does not depend on how many
+// prompts are answered at a time.
+class AnsweredPrompts {
+  public:
+    // explain() as for DrawnText.
+    AnsweredPrompts(const Options& o, const RunInputs& in, std::function<void()> explain)
+        : o_(o), in_(in), explain_(std::move(explain)) {}
+    AnsweredPrompts(const AnsweredPrompts&) = delete;
+    ~AnsweredPrompts() {
+        const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began_;
+        fprintf(stderr, "%d prompts answered: %d tokens, %.1f tokens/s\n", written_, tokens_,
+                tokens_ / took.count());
+    }
+
+    std::optional<std::vector<int>> begin_text(int slot) {
+        if (interrupted || begun_ == in_.prompts.size()) return std::nullopt;
+        const std::vector<int>& prompt = in_.prompts[begun_].tokens;
+        const int room = in_.sample_window() - static_cast<int>(prompt.size());
+        Answer& answer = answers_[slot];
+        answer.number = static_cast<int>(begun_++);
+        answer.text.emplace(o_, in_, prompt, answer.number, std::min(o_.sample_tokens, room), false,
+                            explain_);
+        return prompt;
+    }
+    int next_token(int slot, std::vector<float> logits) {
+        Answer& answer = answers_[slot];
+        const int token = answer.text->next(std::move(logits));
+        if (interrupted) return -1;
+        if (token < 0) finish(answer);
+        return token;
+    }
+
+  private:
+    struct Answer {
+        int number = 0;  // of its prompt
+        std::optional<DrawnText> text;
+    };
+
+    void finish(Answer& answer) {
+        nlohmann::ordered_json line = in_.prompts[static_cast<size_t>(answer.number)].line;
+        line["answer"] = answer.text->take_all();
+        line["tokens"] = answer.text->drawn();
+        tokens_ += answer.text->drawn();
+        using nlohmann::json;
+        finished_[answer.number] = line.dump(-1, ' ', false, json::error_handler_t::replace);
+        for (auto next = finished_.find(written_); next != finished_.end(); next = finished_.find(written_)) {
+            printf("%s\n", next->second.c_str());
+            finished_.erase(next);
+            written_++;
+        }
+    }
+
+    const Options& o_;
+    const RunInputs& in_;
+    const std::function<void()> explain_;
+    size_t begun_ = 0;                     // prompts
+    std::map<int, Answer> answers_;        // by slot
+    std::map<int, std::string> finished_;  // lines that wait for those before them
+    int written_ = 0, tokens_ = 0;
+    const std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
 };

@@ -1,7 +1,7 @@
 // gguf_export.h - what the GGUF file of a model contains (--export): its tensors with their names, their
 // order of rows and their types, and the keys that describe the model. All of it is as llama.cpp's converter
 // (convert_hf_to_gguf.py) and its quantizer (llama-quantize) write it. gguf_model.h reads such files;
-// gguf_write.h writes the format; tokenizer_gguf_write.h adds the tokenizer.
+// gguf.h writes the format; tokenizer_gguf_write.h adds the tokenizer.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 #include "llmc/adapter_files.h"
 #include "llmc/checkpoint.h"
 #include "llmc/gguf_model.h"
-#include "llmc/gguf_write.h"
+#include "llmc/gguf.h"
 #include "llmc/model.h"
 #include "llmc/quant_formats.h"
 

@@ -17,7 +17,6 @@
 #include "llmc/options_check.h"
 #include "llmc/options_declare.h"
 #include "llmc/options_help.h"
-#include "llmc/options_manual.h"
 #include "llmc/options_resume.h"
 #include "llmc/options_words.h"
 
@@ -195,7 +194,7 @@ inline void complete_options(Options& o) {
     o.steps = standard.steps, o.warmup = standard.warmup;
 }
 
-// Runs the planner (simt_planner.h) in place of this program; it is where make or make install puts it.
+// Runs the planner (simt.h) in place of this program; it is where make or make install puts it.
 [[noreturn]] inline void become_planner(const std::string& gpu, char** argv) {
     const std::filesystem::path program = program_folder();
     for (const char* place : {"../planner", "../libexec/train-gpt/planner"})

@@ -48,7 +48,7 @@ inline const FreeMemory& memory_free_at_start() {
 }
 
 // If ranks on other machines, or with other GPUs, may use less than this one: how much of the device, and of
-// files. The first rank, which chooses for all of them, learns it from them (ranks_choose.h).
+// files. The first rank, which chooses for all of them, learns it from them (ranks_agree.h).
 struct LeastOfRanks {
     FreeMemory device;
     size_t files = SIZE_MAX;

@@ -1,28 +1,119 @@
 // ranks_launch.h - starts the ranks of --devices on this machine with MPI's launcher, waits for them, and
 // makes the program that a user started behave as one process: signals reach all ranks, the first rank's
 // output is its output, and if a rank fails, the user sees one line and one exit code.
+//
+// The ranks share a page of memory with the process that starts them (RunPage). They write there which
+// process is which rank, where the run is, and which files MPI has in /dev/shm. If a rank ends without a
+// word, the launching process says from that what was lost.
 #pragma once
 
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/types.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <iterator>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "llmc/error.h"
 #include "llmc/ranks.h"
-#include "llmc/ranks_page.h"
 #include "llmc/signals.h"
+
+// ---- the page
+
+struct RunPage {
+    char where[1024];
+    std::atomic<pid_t> ranks[4096];  // 0: not begun, or at its end
+    // Signals that the launching process was asked to send to all ranks, for ranks that begin after that.
+    std::atomic<bool> stop, save;
+    std::atomic<unsigned> shared_files;  // entries of shared_file, of which some may be the same
+    char shared_file[1024][256];
+};
+static_assert(std::atomic<pid_t>::is_always_lock_free && std::atomic<bool>::is_always_lock_free);
+constexpr const char* kPageVariable = "LLMC_PAGE";
+inline RunPage* run_page = nullptr;
+
+// In the launching process: makes the page. Without it, messages say less.
+inline void make_run_page() {
+    const int fd = memfd_create("ranks", MFD_CLOEXEC);
+    if (fd < 0 || ftruncate(fd, sizeof(RunPage)) != 0) return;
+    void* const at = mmap(nullptr, sizeof(RunPage), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (at == MAP_FAILED) return;
+    run_page = static_cast<RunPage*>(at);
+    setenv(kPageVariable, format("/proc/%d/fd/%d", getpid(), fd).c_str(), 1);
+}
+
+// In a rank: its entry. It is cleared before the process ends, because another may get its number.
+inline std::atomic<pid_t>* own_entry = nullptr;
+inline void clear_own_entry() {
+    if (own_entry) *own_entry = 0;
+}
+
+// In a rank: opens the page, and says which process this rank is. Signals that were sent to all ranks before
+// that reach it now.
+inline void tell_launcher_of(const Rank& rank) {
+    const char* const path = getenv(kPageVariable);
+    const int fd = path ? open(path, O_RDWR | O_CLOEXEC) : -1;
+    if (fd < 0) return;
+    void* const at = mmap(nullptr, sizeof(RunPage), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    close(fd);
+    if (at == MAP_FAILED) return;
+    run_page = static_cast<RunPage*>(at);
+    if (rank.number >= static_cast<int>(std::size(run_page->ranks))) return;
+    own_entry = &run_page->ranks[rank.number];
+    before_exit = clear_own_entry;
+    atexit(clear_own_entry);
+    *own_entry = getpid();
+    if (run_page->save) raise(SIGUSR1);
+    if (run_page->stop) raise(kStopRanks);
+}
+
+// In a rank, when MPI has begun and the data are not yet open: notes the files in /dev/shm that it shares
+// with other processes.
+inline void tell_launcher_shared_files() {
+    if (!run_page) return;
+    std::ifstream maps("/proc/self/maps");
+    for (std::string line; std::getline(maps, line);) {
+        const std::string path = line.substr(std::min(line.find('/'), line.size()));
+        const bool is_shared = line.find("s ") == line.find(' ') + 4;  // of "rw-s", for example
+        if (!is_shared || !path.starts_with("/dev/shm/") || path.ends_with(" (deleted)")) continue;
+        const auto noted = std::min<unsigned>(run_page->shared_files, std::size(run_page->shared_file));
+        const auto is_path = [&](const char* other) { return path == other; };
+        if (std::any_of(run_page->shared_file, run_page->shared_file + noted, is_path)) continue;
+        const unsigned number = run_page->shared_files++;
+        if (number < std::size(run_page->shared_file) && path.size() < sizeof run_page->shared_file[0])
+            memcpy(run_page->shared_file[number], path.c_str(), path.size());
+    }
+}
+
+// In the launching process, when the ranks have ended: removes those files. OpenMPI's launcher does it too,
+// but not always if it is told to end.
+inline void remove_shared_files() {
+    if (!run_page) return;
+    for (const auto& path : run_page->shared_file)
+        if (*path) unlink(path);
+}
+
+// In the first rank: says where the run is.
+inline void tell_launcher(const std::string& where) {
+    if (run_page) snprintf(run_page->where, sizeof run_page->where, "%s", where.c_str());
+}
+
+// ---- what a rank tells
 
 // Ranks write to the launching process's stdout and stderr themselves, so that MPI's launcher can neither
 // delay nor mix what they print, and its own messages can be told from theirs.
@@ -64,6 +155,8 @@ inline void tell_parent(int code) {
         sigqueue(*parent, kRankEnds, value);
     }
 }
+
+// ---- the launching process
 
 inline volatile std::sig_atomic_t mpirun_pid = 0;      // MPI's launcher, once it runs
 inline volatile std::sig_atomic_t rank_exit_code = 0;  // that a rank has told; of several, an error's
@@ -130,6 +223,14 @@ inline std::optional<EndedRank> ended_rank(const std::string& said) {
     return ended;
 }
 
+// " in step 3; the last save: out/step-2", where that is known.
+inline std::string where_it_was() {
+    return run_page && *run_page->where ? std::string(" ") + run_page->where : "";
+}
+inline std::string ended_by(int signal) {
+    return format("was ended by signal %d (%s)%s", signal, strsignal(signal), where_it_was().c_str());
+}
+
 // What MPI's launcher, which ended with this exit code, said about a rank that ended without a message of its
 // own, in one line.
 inline std::string why_ranks_ended(const std::string& said, int code) {
@@ -143,13 +244,11 @@ inline std::string why_ranks_ended(const std::string& said, int code) {
         }
         return format("the ranks ended with exit code %d and without saying why", code);
     }
-    const std::string where = run_page ? run_page->where : "";
     const std::string who = ended->rank < 0 ? "a rank" : format("rank %d", ended->rank);
-    const std::string how =
-        ended->signal ? format("was ended by signal %d (%s)", ended->signal, strsignal(ended->signal))
-                      : format("ended with exit code %d", ended->exit_code);
-    return format("%s (host %s) %s%s%s", who.c_str(), host_name().c_str(), how.c_str(),
-                  where.empty() ? "" : " ", where.c_str());
+    const std::string how = ended->signal
+                                ? ended_by(ended->signal)
+                                : format("ended with exit code %d", ended->exit_code) + where_it_was();
+    return format("%s (host %s) %s", who.c_str(), host_name().c_str(), how.c_str());
 }
 
 // In the child process: becomes MPI's launcher, which starts this program again as the ranks.
@@ -215,9 +314,25 @@ inline int launch_ranks(int count, char** argv) {
     if (rank_exit_code && !(stopped_by && rank_exit_code > 128)) return rank_exit_code;
     const int code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
     if (stopped_by && code) return 128 + stopped_by;
+    if (WIFSIGNALED(status))
+        fail("--devices %d: MPI's launcher %s", count, ended_by(WTERMSIG(status)).c_str());
     if (code == 127 && said.empty())
         fail("--devices %d: there is no %s: make deps installs it (openmpi-bin)", count,
              launcher.names.back().c_str());
     if (code) fail("--devices %d: %s", count, why_ranks_ended(said, code).c_str());
     return 0;
+}
+
+// In a rank: connects it to the others. If some are lost later, the first that notices prints a line on
+// `errors` and ends all. Fails as connect_ranks() does.
+inline std::unique_ptr<RankEngine> begin_rank(const Rank& rank, FILE* errors) {
+    tell_launcher_of(rank);
+    auto engine = connect_ranks(rank, [&rank, errors](RankEngine& lost_by, const std::string& line) {
+        fprintf(errors, "train: %s\n", (rank.is_first() ? line : rank.text() + ": " + line).c_str());
+        tell_parent(2);
+        lost_by.end_all(2);
+        _exit(2);
+    });
+    tell_launcher_shared_files();
+    return engine;
 }

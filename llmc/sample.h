@@ -1,6 +1,6 @@
 // sample.h - samples of a model's text: draws tokens, writes the text as it is drawn, and continues a prompt
 // token by token with a KV cache. Sampler does all of it for a run, which may also be a conversation (chat.h)
-// or the prompts of a file (answered_prompts.h).
+// or the prompts of a file (decoding.h).
 #pragma once
 
 #include <algorithm>
@@ -12,9 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "llmc/answered_prompts.h"
-#include "llmc/chat.h"
 #include "llmc/decoding.h"
+#include "llmc/chat.h"
 #include "llmc/drawn_text.h"
 #include "llmc/error.h"
 #include "llmc/run_inputs.h"

@@ -8,10 +8,15 @@
 //   CPU, faithful    g++       32     16 bytes  a fiber: the same warps, barriers and shuffles as on the GPU
 //   planner          g++       32     16 bytes  never run: it only plans what the GPU build would do
 //
-// The faithful build (-DSIMT_LANES=32) is for tests; simt_fibers.h says what it checks. The planner
-// (-DLLMC_PLANNER) is for `--plan --gpu`; simt_planner.h says how it works. The same loops serve all:
+// The faithful build (-DSIMT_LANES=32) is for tests; simt_fibers.h says what it checks. The same
+// loops serve all:
 //
 //   for (int c = lane() * V::size; c < C; c += kLanes * V::size) ...
+//
+// The planner (-DLLMC_PLANNER) has the lanes, vectors and tiles of the GPU build. A dry run of a step takes
+// the same tensors there, counts the same work and launches nothing, so the plan is the same; kernels need
+// only compile. ./train for a CPU runs it, as a program of its own, for `--plan --gpu NAME`: in one program
+// its code would count in the memory of every run.
 //
 // This header has what is common to all builds; the rest is in the header of each.
 // Kernels must not use: `extern __shared__` by name, partial warp masks, cooperative groups.

@@ -228,7 +228,11 @@ T __shfl_sync(unsigned, T v, int) {
 #endif
 
 #if defined(LLMC_PLANNER)
-#include "llmc/simt_planner.h"
+// Does nothing: a planner only makes dry runs.
+template <auto kernel, class... A>
+void launch(dim3, dim3, size_t, Stream, A&&...) {
+    if (!simt::launches_off) bug("a planner has no kernels to launch");
+}
 #else
 #if SIMT_LANES == 1
 

@@ -15,7 +15,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "llmc/gguf_write.h"
+#include "llmc/gguf.h"
 #include "llmc/tokenizer_gguf.h"
 
 namespace gguf {

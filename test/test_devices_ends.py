@@ -123,7 +123,8 @@ def test_mpis_launcher_is_killed(train_fp32, folder):
         process.find_ranks()
         for launcher in pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
             os.kill(int(launcher), signal.SIGKILL)
-        assert process.wait(timeout=60) != 0
+        error = ends(process, 2)[1]
+    assert re.fullmatch(r"train: --devices 3: MPI's launcher was ended by signal 9 \(Killed\) in step \d+; the last save: \S+\n", error), error
 
 
 @pytest.mark.parametrize("stopped, who", [(0, r"rank [12] \(host \S+\): "), (2, r"(rank 1 \(host \S+\): )?")], ids=["0", "2"])

@@ -1,0 +1,161 @@
+// gpt.h - the model, as train_gpt.cu defines it: what a micro-batch and a block have in memory, and the
+// operations of a step. Look here for what a member of Gpt is.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "llmc/arena.h"                // Arena: plans a step's memory by a dry run
+#include "llmc/attention_layer.h"      // AttentionLayer: qkv, heads, attention
+#include "llmc/embedding_and_head.h"   // EmbeddingAndHead, EndGradients
+#include "llmc/gradient_sums.cuh"      // BlockGradient: where gradients go
+#include "llmc/gradients.h"            // Gradients: of each unit, until the update
+#include "llmc/mlp_layer.h"            // MlpLayer: norm, products, activation
+#include "llmc/model.h"                // Block, Linear: views of a layer's parameters
+#include "llmc/model_positions.h"      // position_factors()
+#include "llmc/norm_layer.h"           // NormLayer
+#include "llmc/offload_activations.h"  // OffloadedInputs: of blocks, in host memory or a file
+#include "llmc/recompute.h"            // Keep: what a block keeps for backward
+#include "llmc/rows.h"                 // Rows, for_each_chunk(), dropout_backward()
+#include "llmc/sequence_keys.h"        // SequenceKeys: keys of rows that went before
+#include "llmc/tensor.h"               // floatX, TensorX, TensorF
+#include "llmc/weights.h"              // Weights: of each block, wherever they are kept
+
+// How a micro-batch is run.
+struct MicroBatchOptions {
+    int64_t head_rows = 0;        // rows that have logits at a time; 0: all
+    std::vector<Keep> keep;       // what each layer keeps for backward
+    bool continues_step = false;  // adds to the gradients of micro-batches before these; else overwrites them
+    DropoutOptions dropout;  // its key is the first micro-batch's; the keys of the others follow in memory
+};
+
+// The tensors of a block's forward, in the order in which they are written. The residual streams and the
+// norms' outputs are (B, T, C). Those that forward has dropped are absent, and all of the MLP's if it goes in
+// chunks.
+struct BlockActivations {
+    TensorX input;  // the residual stream at the block's start
+    NormedX norm_1;
+    AttentionActivations attention;
+    TensorX middle;  // the residual stream after attention
+    MlpActivations mlp;
+};
+
+// The last norm and the logits of some rows.
+struct HeadActivations {
+    NormedX norm;    // (rows, C)
+    TensorX logits;  // (rows, padded vocabulary)
+};
+
+// A micro-batch in the model.
+struct MicroBatch {
+    const DeviceBatch& batch;
+    int number;  // among those that go through the model together
+    bool adds;   // adds to the gradients of earlier micro-batches
+    Rows rows;   // all of the batch
+    std::vector<BlockActivations> blocks;
+    TensorX residual = {};    // the residual stream (B, T, C) after the latest block
+    TensorX d_residual = {};  // backward: its gradient
+};
+
+// The model: views of its parameters, and the operations of a step. It owns no memory: parameters are in a
+// State (llmc/state.h), everything else is in the arena. The trained parameters are this State, or that of an
+// adapter; then the model is frozen.
+class Gpt {
+  public:
+    // The stream may be created later, before the first run.
+    Gpt(Arena& arena, const Stream& stream, const State<floatX>& model, const OutsideState& outside,
+        const State<floatX>& trained, bool hopper_attention)
+        : arena_(arena),
+          stream_(stream),
+          config_(model.layout.config()),
+          trained_(trained),
+          weights_(arena, stream, model, outside, trained),
+          gradients_(arena, stream, trained),
+          norm_(arena, stream, config_),
+          mlp_(arena, stream, config_, weights_, norm_),
+          attention_(arena, stream, config_, hopper_attention),
+          embedding_and_head_(arena, stream, config_, outside, weights_, norm_),
+          inputs_(arena, stream) {}
+
+    // Forward and backward of one micro-batch, or of several that go through each block together
+    // (--by-block). Adds loss_scale, or the batch's own scale, times the sum of its losses to `loss` (1).
+    void forward_backward(const std::vector<const DeviceBatch*>& batches, const MicroBatchOptions& options,
+                          float loss_scale, TensorF& loss);
+    // Runs forward only, and adds the losses to `loss` as forward_backward() does. If position_losses (T) is
+    // given, adds the loss of each position to it.
+    void evaluate(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale, TensorF& loss,
+                  TensorF position_losses = {});
+    // The last block's output for `tokens` (B, T), without backward. With a cache the tokens follow those
+    // that it has.
+    TensorX forward_only(const Tensor<int>& tokens, const Rows& rows, KvCache* cache);
+    // The logits (1, V) of the last row of x (.., C), the last block's output; and of all rows.
+    TensorX last_logits(const TensorX& x) { return logits_of(x.rows_at(x.rows() - 1, 1)); }
+    TensorX logits_of(const TensorX& x, const Rows& rows = {});
+    int64_t prompt_len() const { return embedding_and_head_.prompt_len(); }
+
+    // Its parts, which are connected to what is outside the arena (OffloadedMemory::connect()).
+    Weights& weights() { return weights_; }
+    Gradients& gradients() { return gradients_; }
+    EmbeddingAndHead& ends() { return embedding_and_head_; }
+    OffloadedInputs<floatX>& inputs() { return inputs_; }
+    SequenceKeys& keys() { return attention_.keys(); }
+    // Sets the sizes of chunks: rows of the batch in an MLP, queries of a sequence in attention. 0: all.
+    void set_chunk_rows(int64_t mlp, int64_t attention) {
+        mlp_.set_chunk_rows(mlp);
+        attention_rows_ = attention;
+    }
+    // Points the views at the states' memory, and at the position factors' on the device. Call it when these
+    // are allocated.
+    void bind(float* position_factors_at) {
+        attention_.bind(
+            TensorF(position_factors_at, {static_cast<int64_t>(position_factors(config_).size())}));
+        weights_.bind();
+    }
+
+  private:
+    // A pass of micro-batches.
+    std::vector<MicroBatch> begin(const std::vector<const DeviceBatch*>& batches,
+                                  const MicroBatchOptions& options) const;
+    Rows rows_of(const DeviceBatch& batch) const;
+    void forward_blocks(std::vector<MicroBatch>& micro_batches, const std::vector<Keep>& keep);
+    void backward_blocks(std::vector<MicroBatch>& micro_batches, bool continues_step);
+    TensorX head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, TensorF& loss,
+                          const Head<floatX>& gradients);
+    HeadActivations forward_head(const TensorX& x, const Rows& rows = {});
+
+    // A block.
+    TensorX forward_block(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv = nullptr);
+    void forward_attention(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv);
+    void forward_attention_rows(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv);
+    TensorX attention_projection(int layer, const TensorX& attention, const Rows& rows);
+    void backward_block(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
+                        TensorX& d_residual);
+    void backward_attention(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
+                            TensorX& d_residual, KvRows* kv = nullptr);
+
+    // A block in chunks of rows.
+    bool attention_goes_in_chunks(const TensorX& x) const {
+        return attention_rows_ > 0 && attention_rows_ < x.shape().dims[1];
+    }
+    TensorX forward_attention_in_chunks(int layer, BlockActivations& a, const Rows& rows, Keep keep);
+    void add_projection_in_chunks(TensorX& sum, const TensorX& x, const TensorX& attention, int layer,
+                                  const Rows& rows);
+    void backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const TensorX& x, const Rows& rows,
+                                  TensorX& d_residual);
+
+    TensorX take(const char* name, Shape shape) { return arena_.take<floatX>(name, shape); }
+
+    Arena& arena_;
+    const Stream& stream_;
+    const ModelConfig& config_;
+    const State<floatX>& trained_;
+    Weights weights_;
+    Gradients gradients_;
+    const NormLayer norm_;
+    MlpLayer mlp_;
+    AttentionLayer attention_;
+    EmbeddingAndHead embedding_and_head_;  // from tokens to the residual stream, and from there to logits
+    OffloadedInputs<floatX> inputs_;       // of blocks
+    int64_t attention_rows_ = 0;           // a chunk's queries of a sequence; 0: all
+};

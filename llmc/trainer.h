@@ -1,0 +1,143 @@
+// trainer.h - a training run, as train_gpt.cu defines it: its parts, and what it does with them. Look here
+// for what a member of Trainer is.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+
+#include "llmc/batches.h"             // Batches: feeds the micro-batches of each step
+#include "llmc/exchange.h"            // Exchange: between the ranks of several devices
+#include "llmc/export.h"              // ModelExport: the model as a GGUF file
+#include "llmc/gpt.h"                 // Gpt: the model
+#include "llmc/graph.h"               // StepGraphs: CUDA graphs of steps
+#include "llmc/loss_by_position.cuh"  // LossByPosition, add_position_losses()
+#include "llmc/merge.h"               // AdapterMerge: an adapter and its model in one
+#include "llmc/metrics.h"             // Metrics: losses and norms of steps
+#include "llmc/offload_memory.h"      // OffloadedMemory: all that is outside the device
+#include "llmc/plan.h"                // Plans: of all that runs in the arena
+#include "llmc/ranks_agree.h"         // check_ranks_agree()
+#include "llmc/ranks_blocks.h"        // GatheredBlocks: weights that several devices share
+#include "llmc/run_memory.h"          // report_of_run(), print_plan(), check_taken()
+#include "llmc/run_model.h"           // RunModel: the states of the model and adapter
+#include "llmc/run_saves.h"           // RunSaves: saves, and resumes from them
+#include "llmc/sample.h"              // Sampler: draws and prints texts
+#include "llmc/signals.h"             // interrupted, asked_to_save
+#include "llmc/updates.h"             // learning_rate(), Updates: norms, clipping, the optimizer
+
+// A run on a device: the model's state, the batches, the arena with its plans, and the loop over the steps.
+class Trainer {
+  public:
+    using Element = floatX;  // of the weights
+
+    // Allocates nothing on the device yet.
+    Trainer(const Options& options, RunInputs& inputs, Choices choices = {});
+
+    // Connects this rank to the others. Without it, steps of several ranks can only be rehearsed. Call it
+    // after rehearse(): it compares the ranks' options and plans, and fails if they differ.
+    void connect(RankEngine& engine) {
+        exchange_.connect(engine);
+        check_ranks_agree(exchange_, o_.rank, facts_of(o_, in_, report_));
+    }
+    void run();
+    void bench();
+    void print_plan() const { ::print_plan(o_, report_, plans_.update, rates_); }
+
+    // Applies a setting that the search in plan_choice.h tries.
+    void apply(const MemorySetting& s);
+    Plan rehearse_training(bool continues_step, bool placed);
+    Plan rehearse_validation(bool placed);
+    // Rehearses every step that the run may take. `placed`: also decides where in the arena the tensors of a
+    // training step are.
+    const MemoryReport& rehearse(bool placed = true);
+
+  private:
+    // The loop and the step.
+    void train();
+    bool train_step();
+    void micro_batch(float loss_scale, bool is_last);
+    template <class Operations>
+    void run_step(Plan& plan, Operations&& operations, const void* graph = nullptr);
+
+    // Between steps.
+    void validate_and_sample_if_due();
+    std::optional<double> validate();
+    void evaluate_batch(float loss_scale);
+    void validate_and_log();
+    void sample();
+    void save() {
+        updates_.wait_for_all_weights();
+        saves_.save(step_, batches_.sequences_after(step_), evaluated_);
+    }
+    void save_if_asked();
+    void finish();
+    void stop();
+    void check_logs() const;
+
+    // Before the first step, and the bench.
+    void open_device();
+    void connect_streams();
+    void prepare();
+    void take_memory();
+    void load();
+    void forward_step();
+
+    void say_where();
+    bool stopping();
+    // With --zero 3: what the ranks gather.
+    DividedBlocks divided_blocks() const {
+        return {model_.state, model_.adapter ? pointer_to(model_.quantized) : nullptr};
+    }
+    // True if this rank takes part in samples: the first one draws them. Blocks that are gathered need all
+    // ranks, which then draw the same; what the others print is not shown.
+    bool samples_here() const { return o_.rank.is_first() || o_.slices_weights(); }
+    // True if a signal has asked to stop. Ranks that sample together must end together.
+    bool sampling_stops() { return o_.slices_weights() ? stopping() : interrupted != 0; }
+    bool is_time(int64_t every) const { return every > 0 && step_ > 0 && step_ % every == 0; }
+    bool trains() const { return o_.steps > 0 && o_.bench.empty(); }
+    // How many micro-batches go through the model together.
+    int together() const { return o_.micro_batches_together(); }
+    double step_flops(bool forward_only = false) const {
+        return batches_.tokens_of_step() * model_.flops_of_token(batches_.attended(), forward_only);
+    }
+    // The device memory that this run has taken.
+    size_t taken_bytes() const { return std::max(device_bytes_in_use(), used_before_) - used_before_; }
+    // True if steps run as graphs. With offloaded keys a graph would grow with the square of the sequence.
+    bool replays() const { return StepGraphs::kReplays && replays_ && offloaded_.key_chunk_rows() == 0; }
+
+    Options o_;
+    RunInputs& in_;
+    const ModelConfig& config_;
+    // Members are destroyed in the reverse of this order. Whatever waits for transfers that are under way
+    // when a run fails must come after the memory that they use: the model's files and the exchange after the
+    // arena, offloaded memory after the updates.
+    std::optional<OwnStream> own_stream_;
+    Stream stream_ = nullptr;  // own_stream_, from open_device() on
+    Arena arena_;
+    RunModel model_;
+    Gpt gpt_;
+    Batches batches_;
+    MicroBatchOptions micro_;
+    const SquareSums square_sums_;            // the layout of the sums from which the norm is computed
+    const Slices slices_;                     // what each of several ranks has of a unit
+    Exchange exchange_;                       // between them
+    std::optional<GatheredBlocks> gathered_;  // with --zero 3
+    Metrics metrics_;
+    RunSaves saves_;
+    LossByPosition loss_by_position_;  // of validations
+    Sampler<Gpt> sampler_;
+    AdapterMerge merge_;
+    ModelExport export_;
+    Plans plans_;
+    MemoryReport report_;
+    const Choices choices_;
+    const Rates rates_;  // for estimates of time
+    Updates updates_;
+    OffloadedMemory<floatX> offloaded_;
+    StepGraphs graphs_;
+    bool replays_;                       // --advanced graph=on
+    size_t used_before_ = 0;             // device memory in use before this run
+    int64_t step_ = 0, first_step_ = 0;  // steps done; steps that were done before a resume
+    int64_t validated_step_ = -1;        // the last one of this run that was validated
+    bool evaluated_ = false;             // the validation and sample due at this step are done
+};

@@ -1,0 +1,66 @@
+// validation.h - the loss over the validation data, and what is printed and logged of it. Several ranks share
+// the batches; then the sum is made in the order of the batches, so it has the bits of one device's.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <optional>
+#include <vector>
+
+#include "llmc/batches.h"
+#include "llmc/device.h"
+#include "llmc/error.h"
+#include "llmc/exchange.h"
+#include "llmc/metrics.h"
+#include "llmc/options.h"
+#include "llmc/run_model.h"
+#include "llmc/tensor.h"
+
+// The sum of the losses that evaluate(number) adds to `loss` (1), over `count` batches. Nothing if the run is
+// to stop before the last one.
+template <class Evaluate, class Stopping>
+std::optional<double> sum_of_batches(const Options& o, Exchange& exchange, TensorF& loss, Stream stream,
+                                     uint64_t count, Evaluate&& evaluate, Stopping&& stopping) {
+    const auto loss_on_host = [&] {
+        float sum = 0;
+        copy_to_host(&sum, loss.data(), sizeof sum, stream);
+        return sum;
+    };
+    fill_zero(loss, stream);
+    std::vector<float> losses(count);  // of several ranks: of each batch
+    // Losses by position are added batch by batch, so then every rank evaluates all batches.
+    const bool ranks_share = !exchange.is_alone() && !o.has("--loss-by-position");
+    const auto ranks = static_cast<uint64_t>(ranks_share ? o.devices : 1);
+    for (uint64_t first = 0; first < count; first += ranks) {
+        if (stopping()) return std::nullopt;
+        const uint64_t number = first + (ranks_share ? static_cast<uint64_t>(o.rank.number) : 0);
+        // Blocks that are gathered need all ranks, so one without a batch computes one that does not count.
+        if (number >= count && !o.slices_weights()) continue;
+        if (ranks_share) fill_zero(loss, stream);
+        evaluate(std::min(number, count - 1));
+        if (ranks_share && number < count) losses[number] = loss_on_host();
+    }
+    return double{ranks_share ? exchange.sum_in_turn(losses) : loss_on_host()};
+}
+
+// Prints and logs the validation loss after `step`. `is_due` says that --eval-every asked for it there, so
+// that it counts for --early-stopping and --keep-best. Fails if it is not finite.
+inline void report_validation(int64_t step, double loss, bool is_due, const Options& o,
+                              const Batches& batches, Metrics& metrics, RunModel& model) {
+    if (!std::isfinite(loss) && o.steps > 0)
+        fail("step %lld: the validation loss is %g; the last good save: %s", static_cast<long long>(step),
+             loss, metrics.last_save.c_str());
+    if (!std::isfinite(loss)) {
+        model.check_streamed_finite();
+        fail("the validation loss is %g", loss);
+    }
+    if (o.steps > 0)
+        printf("step %5lld validation loss %.6f\n", static_cast<long long>(step), loss);
+    else
+        printf("validation loss %.6f, perplexity %.4f: %llu sequences of %d tokens\n", loss, std::exp(loss),
+               static_cast<unsigned long long>(batches.validation_sequences()), o.seq_len);
+    metrics.compare_validation(step, loss, is_due);
+    metrics.log().write({{"step", step}, {"val_loss", loss}});
+}

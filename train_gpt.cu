@@ -1,5 +1,6 @@
 // train_gpt.cu - the training of a language model, from top to bottom: the loop and the step, a micro-batch,
-// a block's forward and backward, and then everything that happens between steps and before the first one.
+// a block's forward and backward, the head and the loss. Then come blocks in chunks of rows, forward alone,
+// what happens between steps and before the first one, the bench, and main().
 //
 // Each piece of the step takes its tensors from the arena (llmc/arena.h) where they are first written and
 // drops them where they are last read. Whatever a block drops in forward, backward computes again: that is
@@ -10,11 +11,11 @@
 // llmc/*.cuh, each with its launcher; matrix products are in llmc/matmul.h.
 
 #include <malloc.h>
-#include <omp.h>
+#include <unistd.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -37,7 +38,7 @@
 #include "llmc/run_start.h"         // print_data(), print_start()
 #include "llmc/threads.h"           // start_threads()
 #include "llmc/trainer.h"           // Trainer: a training run
-#include "llmc/validation.h"        // sum_of_batches(), report_validation()
+#include "llmc/validation.h"        // validation_loss(), report_validation()
 
 // ---- the loop
 
@@ -52,9 +53,10 @@ void Trainer::run() {
     print_start(o_, in_, first_step_, saves_.wanted());
     try {
         train();
-    } catch (const RecoverableError&) {  // what was trained until then is good
+    } catch (
+        const RecoverableError&) {  // what was trained until then is good; but several ranks save together
         if (exchange_.is_alone() && saves_.wanted() && step_ > first_step_ && !saves_.has(step_)) save();
-        saves_.remove_good_before();
+        saves_.remove_fallback();
         throw;
     }
     metrics_.finish();
@@ -78,11 +80,12 @@ void Trainer::say_where() {
     const std::string where =
         format("in step %lld; the last save: %s", static_cast<long long>(step_ + 1), saves_.last().c_str());
     exchange_.set_where(where);
-    if (o_.rank.is_first()) tell_launcher(where);
+    if (o_.rank.is_first()) tell_starter_where(where);
 }
 
 void Trainer::train() {
-    const int settled = replays() ? 2 : 1;  // steps until graphs are recorded
+    const int first_steps =
+        replays() ? 2 : 1;  // until all memory is taken: graphs are recorded in the second
     for (step_ = first_step_; step_ < o_.steps && !stopping(); step_++, evaluated_ = false) {
         save_if_asked();
         if (!evaluated_) validate_and_sample_if_due();
@@ -92,7 +95,7 @@ void Trainer::train() {
         check_logs();
         say_where();
         if (!train_step()) break;
-        if (step_ == std::min(o_.steps, first_step_ + settled) - 1) {
+        if (step_ == std::min(o_.steps, first_step_ + first_steps) - 1) {
             metrics_.finish();
             print_taken(report_, taken_bytes());
         }
@@ -107,7 +110,9 @@ bool Trainer::train_step() {
     const float loss_scale = mean_scale(batches_.tokens_with_loss(step_));
     if (loss_scale == 0) {
         metrics_.finish();
-        printf("step %5lld has no token to learn: it counts as no loss\n", static_cast<long long>(step_ + 1));
+        // The update is still made: weight decay and momentum act.
+        printf("step %5lld: no token has a loss, so the gradient is zero\n",
+               static_cast<long long>(step_ + 1));
     }
     const double rate = learning_rate(o_.schedule, step_, o_.steps, o_.warmup, o_.lr, o_.min_lr);
     updates_.begin_step(step_, rate);
@@ -119,11 +124,12 @@ bool Trainer::train_step() {
         for (int k = first; k < first + together(); k++) batches_.feed(step_, k, loss_scale);
         micro_.continues_step = first > 0;
         const bool is_last = first + together() >= own;
-        // With several ranks only the last micro-batch exchanges gradients, so it has a graph of its own.
-        const void* const graph = is_last && !exchange_.is_alone() ? &exchange_ : nullptr;
+        // With several ranks only the last micro-batch exchanges gradients. So it has a graph of its own,
+        // whose key is any other address.
+        const void* const graph_key = is_last && !exchange_.is_alone() ? &exchange_ : nullptr;
         run_step(
             micro_.continues_step ? plans_.add : plans_.train, [&] { micro_batch(loss_scale, is_last); },
-            graph);
+            graph_key);
     }
     if (!o_.update_in_backward) run_step(plans_.update, [&] { updates_.update_all(); });
     metrics_.step_ends(step_, rate, stream_);
@@ -133,8 +139,9 @@ bool Trainer::train_step() {
 // Forward and backward of one micro-batch, or of all with --by-block; also the update, with
 // --update-in-backward.
 void Trainer::micro_batch(float loss_scale, bool is_last) {
-    // Only the last micro-batch needs the sums for the norm. Those that share its plan compute them too: on
-    // one device all but the first, on several all, which then have the memory of the exchange in every plan.
+    // Only the last micro-batch needs the sums for the norm. But those with the same plan must take the same
+    // memory, so each that may be the last computes them: on one device all after the first, or the only one;
+    // on several devices all, so that each plan has the memory of the exchange.
     const bool may_be_last =
         o_.own_micro_batches() == together() || micro_.continues_step || !exchange_.is_alone();
     updates_.begin_forward(!micro_.continues_step);
@@ -143,15 +150,16 @@ void Trainer::micro_batch(float loss_scale, bool is_last) {
     updates_.end_backward();
 }
 
-// Runs operations in the memory of their plan; on a GPU as a graph from the second time on. With one `graph`,
-// by default the plan's, they must be the same each time: whatever changes is in device memory or is done by
-// the host (host_act()). A graph keeps the loss scale with which it was recorded. That is right: it is the
-// same in all steps, unless batches are packed, and those bring their own in device memory.
+// Runs operations in the memory of their plan. On a GPU the second run records them as a graph, and later
+// ones replay it. `graph_key` says which graph; by default each plan has one. All runs with the same key must
+// enqueue the same operations: whatever changes is in device memory or is done by the host (host_act()). A
+// graph keeps the loss scale with which it was recorded. That is right: it is the same in all steps, unless
+// batches are packed, and those bring their own in device memory.
 template <class Operations>
-void Trainer::run_step(Plan& plan, Operations&& operations, const void* graph) {
+void Trainer::run_step(Plan& plan, Operations&& operations, const void* graph_key) {
     const auto run = [&] { arena_.run(plan, operations); };
     if (replays())
-        graphs_.run(graph ? graph : &plan, stream_, run);
+        graphs_.run(graph_key ? graph_key : &plan, stream_, run);
     else
         run();
 }
@@ -216,7 +224,8 @@ void Gpt::backward_blocks(std::vector<MicroBatch>& micro_batches, bool continues
         weights_.block(l);
         for (MicroBatch& m : micro_batches) {
             BlockActivations& a = m.blocks[static_cast<size_t>(l)];
-            inputs_.begin_backward(l, m.number, a.input, !a.middle);
+            const bool recomputes_block = !a.middle;
+            inputs_.begin_backward(l, m.number, a.input, recomputes_block);
             BlockGradient<floatX> g(trained_.layout.block(gradients.all.data(), l), m.adds);
             backward_block(l, g, a, m.rows, m.d_residual);
         }
@@ -257,7 +266,7 @@ TensorX Gpt::forward_block(int layer, BlockActivations& a, const Rows& rows, Kee
     forward_attention(layer, a, rows, keep, kv);
     if (!keep.backward) a.input.drop();
     TensorX output = mlp_.forward(layer, a.mlp, a.middle, rows, keep);
-    if (!keep.middle && keep.backward) {  // only the input stays
+    if (!keep.middle && keep.backward) {  // backward recomputes all from the input
         TensorX input = std::move(a.input);
         a = {};
         a.input = std::move(input);
@@ -265,14 +274,15 @@ TensorX Gpt::forward_block(int layer, BlockActivations& a, const Rows& rows, Kee
     return output;
 }
 
-// From a.input to a.middle. If the MLP takes all rows at once, the kernel that adds to the residual stream
-// also computes the MLP's norm.
+// From a.input to a.middle, in one of three ways: in chunks of a sequence, if nothing of it is kept; all rows
+// at once, and then the projection in the MLP's chunks; or all rows at once, and the kernel that adds to the
+// residual stream also computes the MLP's norm.
 void Gpt::forward_attention(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv) {
     if (!keep.middle && !kv && attention_goes_in_chunks(a.input)) {
         a.middle = forward_attention_in_chunks(layer, a, rows, keep);
         return;
     }
-    // This path takes all rows at once. If the store of inputs expects chunks, they are stored here.
+    // Inputs that are offloaded in chunks are stored here, because no loop over chunks follows.
     if (inputs_.stores_chunks())
         for_each_rows_of_sequence(arena_, a.input, attention_rows_, From::First,
                                   [&](TensorX chunk) { inputs_.store(chunk); });
@@ -281,6 +291,7 @@ void Gpt::forward_attention(int layer, BlockActivations& a, const Rows& rows, Ke
         if (!keep.attention) a.attention.out.drop(), a.attention.lse.drop();
     };
     if (mlp_.goes_in_chunks(a.input.rows())) {
+        // If it is not kept for backward, the block's output overwrites it.
         a.middle = take(keep.middle ? "residual_middle" : "residual", a.input.shape());
         add_projection_in_chunks(a.middle, a.input, a.attention.out, layer, rows);
         return drop_attention();
@@ -300,14 +311,15 @@ void Gpt::forward_attention_rows(int layer, BlockActivations& a, const Rows& row
     if (!keep.norm || !weights_.backward_reads_input(w.qkv)) a.norm_1.out.drop();
     attention_.forward(layer, a.attention, rows, keep.backward, kv);
     if (!keep.qkv) a.attention.raw_qkv.drop();
-    // With norms of heads, qkv is recomputed from raw_qkv without a product, so it counts as a norm.
+    // With norms of heads, qkv can be recomputed from raw_qkv without a product, so it is kept only where the
+    // outputs of norms are.
     if (!keep.qkv || (a.attention.raw_qkv && !keep.norm)) a.attention.qkv.drop();
 }
 
 // The projection of attention's output (.., query_width()).
-TensorX Gpt::attention_projection(int layer, const TensorX& attention, const Rows& rows) {
-    const Linear<floatX>& w = weights_.block(layer).attention;
-    TensorX out = linear_forward(arena_, stream_, "attention_projected", attention, w, rows);
+TensorX Gpt::attention_projection(int layer, const TensorX& attended, const Rows& rows) {
+    const Linear<floatX>& w = weights_.block(layer).projection;
+    TensorX out = linear_forward(arena_, stream_, "attention_projected", attended, w, rows);
     if (const Dropout d = rows.dropout_at(layer, kProjectedPlace, config_.channels))
         dropout(out, out, d, stream_);
     return out;
@@ -335,14 +347,15 @@ void Gpt::backward_attention(int layer, BlockGradient<floatX>& g, BlockActivatio
                              TensorX& d_residual, KvRows* kv) {
     const Block<floatX>& w = weights_.block(layer);
     AttentionActivations& attention = a.attention;
-    auto make_norm = [&] { return norm_.output(a.norm_1, kNorm1, a.input, w.norm_1); };
+    // Each call gives the output away; the second one computes it again, so no product keeps it meanwhile.
+    auto make_norm = [&] { return norm_.take_output(a.norm_1, kNorm1, a.input, w.norm_1); };
     if (!attention.qkv) attention_.make_qkv(attention, make_norm, w, rows, true, kv ? kv->rows_before : 0);
     if (!attention.out) attention_.forward(layer, attention, rows, true, kv);
     auto attended = [&] { return attention.out.view(); };
     TensorX d_projection = dropout_backward(arena_, stream_, d_residual,
                                             rows.dropout_at(layer, kProjectedPlace, config_.channels));
-    TensorX d_attended = linear_backward(arena_, stream_, "d_attention", g.attention, attended, d_projection,
-                                         w.attention, rows);
+    TensorX d_attended = linear_backward(arena_, stream_, "d_attention", g.projection, attended, d_projection,
+                                         w.projection, rows);
     d_projection.drop();
     TensorX d_qkv = attention_.backward(layer, attention, std::move(d_attended), w, g, rows, kv);
     TensorX d_norm = linear_backward(arena_, stream_, "d_ln_1", g.qkv, make_norm, d_qkv, w.qkv, rows);
@@ -353,30 +366,31 @@ void Gpt::backward_attention(int layer, BlockGradient<floatX>& g, BlockActivatio
 // ---- the head and the loss
 
 // The head and the loss, chunk by chunk of rows: each chunk goes forward and at once back, so that only one
-// chunk's logits exist. Returns the gradient of the tokens' rows of m.residual, in their memory.
+// chunk's logits exist. The gradient of m.residual overwrites it chunk by chunk, and is returned, without the
+// rows of a soft prompt: these have no logits.
 TensorX Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, TensorF& loss,
-                           const Head<floatX>& gradients) {
+                           const Head<floatX>& d_head) {
     TensorX residual = embedding_and_head_.without_prompt(std::move(m.residual));
-    const int64_t rows = residual.rows(), C = config_.channels;
+    const int64_t row_count = residual.rows(), C = config_.channels;
     const LossScale scale = {loss_scale, m.batch.loss_scale.data()};
-    TensorF losses = arena_.take<float>("losses", {rows, 1});
-    HeadGradient<floatX> g(gradients, m.adds);
-    g.begin(arena_, stream_, head_rows > 0 && head_rows < rows);
+    TensorF losses = arena_.take<float>("losses", {row_count, 1});
+    HeadGradient<floatX> g(d_head, m.adds);
+    g.begin(arena_, stream_, head_rows > 0 && head_rows < row_count);
     embedding_and_head_.prefetch_head();
-    for_each_chunk(arena_, {}, rows, head_rows, [&](const Rows&, int64_t first, int64_t count) {
+    for_each_chunk(arena_, {}, row_count, head_rows, [&](const Rows&, int64_t first, int64_t count) {
         // x is a copy, because the gradient overwrites these rows.
-        TensorX part = residual.rows_at(first, count), x = take("head_input", {count, C});
-        copy_rows_on_device(x.data(), C, part.data(), C, C, count, stream_);
+        TensorX d_x = residual.rows_at(first, count), x = take("head_input", {count, C});
+        copy_rows_on_device(x.data(), C, d_x.data(), C, C, count, stream_);
         HeadActivations a = forward_head(x);
         TensorF part_losses = losses.rows_at(first, count);
-        const Tensor<int> targets = m.batch.targets.view({rows, 1}).rows_at(first, count);
+        const Tensor<int> targets = m.batch.targets.view({row_count, 1}).rows_at(first, count);
         cross_entropy_forward_backward(a.logits, part_losses, targets, scale, config_.vocabulary, stream_);
         g.add(arena_, stream_, a.logits, a.norm.out);
-        TensorX d_norm = std::move(a.norm.out);  // its memory: the product above read it last
+        TensorX d_norm = std::move(a.norm.out);  // reuses its memory: g.add() was the last to read it
         embedding_and_head_.logits_backward(d_norm, a.logits);
         a.logits.drop();
-        fill_zero(part, stream_);  // the norm's backward adds to it
-        norm_.backward(part, g.norm, d_norm, x, a.norm, weights_.head.norm);
+        fill_zero(d_x, stream_);  // the norm's backward adds to it
+        norm_.backward(d_x, g.norm, d_norm, x, a.norm, weights_.head.norm);
     });
     embedding_and_head_.release_head();
     add_losses(loss, losses, scale, stream_);
@@ -392,14 +406,14 @@ HeadActivations Gpt::forward_head(const TensorX& x, const Rows& rows) {
 
 // ---- a block in chunks of rows, for long sequences
 
-// Attention's half of a.input (B, T, C), chunk by chunk. Only keys and values exist for a whole sequence, or
-// not even these if they are offloaded; nothing else is kept. The sum overwrites a.input if backward does not
-// need that on the device.
+// The attention half of a block, from a.input (B, T, C) to a.middle, one chunk of a sequence at a time. Only
+// keys and values exist for a whole sequence, or not even these if they are offloaded; nothing else is kept.
+// a.middle overwrites a.input, unless backward needs that on the device.
 TensorX Gpt::forward_attention_in_chunks(int layer, BlockActivations& a, const Rows& rows, Keep keep) {
     Block<floatX>& w = weights_.block(layer);
-    const DequantizedScope whole(arena_, stream_, {&w.qkv, &w.attention});
+    const DequantizedScope whole(arena_, stream_, {&w.qkv, &w.projection});
     const TensorX x = a.input.view();
-    TensorX sum =
+    TensorX middle =
         inputs_.stores_chunks() || !keep.backward ? std::move(a.input) : take("residual", x.shape());
     SequenceKeys& keys = attention_.keys();
     keys.begin_block(false);
@@ -412,39 +426,40 @@ TensorX Gpt::forward_attention_in_chunks(int layer, BlockActivations& a, const R
             kv.rows_before = static_cast<int>(first);
             forward_attention_rows(layer, of_chunk, chunk, kKeepNothing, &kv);
             keys.end_chunk(kv, count);
-            TensorX to = sum.rows_at(chunk.first, count);
+            TensorX to = middle.rows_at(chunk.first, count);
             residual_forward(to, of_chunk.input, attention_projection(layer, of_chunk.attention.out, chunk),
                              stream_);
         };
         for_each_chunk(arena_, sequence, length, attention_rows_, forward);
     });
     keys.end_block();
-    return sum;
+    return middle;
 }
 
-// sum = x + the projection of attention's output, in the MLP's chunks.
-void Gpt::add_projection_in_chunks(TensorX& sum, const TensorX& x, const TensorX& attention, int layer,
+// middle = x + the projection of attention's output, in chunks of as many rows as the MLP takes, so that the
+// projection of all rows is never in memory.
+void Gpt::add_projection_in_chunks(TensorX& middle, const TensorX& x, const TensorX& attended, int layer,
                                    const Rows& rows) {
-    Linear<floatX>& w = weights_.block(layer).attention;
+    Linear<floatX>& w = weights_.block(layer).projection;
     const DequantizedScope whole(arena_, stream_, {&w});
     const auto project = [&](const Rows& chunk, int64_t first, int64_t count) {
-        TensorX to = sum.rows_at(first, count);
+        TensorX to = middle.rows_at(first, count);
         residual_forward(to, x.rows_at(first, count),
-                         attention_projection(layer, attention.rows_at(first, count), chunk), stream_);
+                         attention_projection(layer, attended.rows_at(first, count), chunk), stream_);
     };
     for_each_chunk(arena_, rows, x.rows(), mlp_.chunk_rows(), project);
 }
 
-// Backward of a block of which only the input x (B, T, C) is kept, or offloaded, chunk by chunk of each
-// sequence. First it computes all keys and values, from the last chunk to the first, in the order in which
-// offloaded inputs are fetched. Then each chunk goes forward again and back, from the last to the first:
-// earlier queries do not see its keys, so the gradients of these are complete with the chunk's own backward,
-// and d_residual becomes the gradient of x chunk by chunk.
+// Backward of a block, one chunk of a sequence at a time. Of its forward only the input x (B, T, C) is kept,
+// or offloaded. First all keys and values are recomputed. Then each chunk, from the last to the first, goes
+// forward again and back. Only the chunk itself and later ones see its keys, so the gradients of its keys are
+// complete after its own backward, and d_residual becomes the gradient of x chunk by chunk. The keys are
+// recomputed from the last chunk too, because offloaded inputs are fetched in that order.
 void Gpt::backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const TensorX& x, const Rows& rows,
                                    TensorX& d_residual) {
     Block<floatX>& w = weights_.block(layer);
     SequenceKeys& keys = attention_.keys();
-    const DequantizedScope whole(arena_, stream_, {&w.qkv, &w.attention, &w.up, &w.down});
+    const DequantizedScope whole(arena_, stream_, {&w.qkv, &w.projection, &w.up, &w.down});
     g.begin_chunks(arena_, stream_);
     keys.begin_block(true);
     const auto input = [&](const Rows& chunk, int64_t count) {
@@ -488,13 +503,13 @@ void Gpt::evaluate(const DeviceBatch& batch, const MicroBatchOptions& options, f
     Range range("evaluate");
     const TensorX residual =
         embedding_and_head_.without_prompt(forward_only(batch.inputs, rows_of(batch), nullptr));
-    const int64_t rows = residual.rows();
-    TensorF losses = arena_.take<float>("losses", {rows, 1});
+    const int64_t row_count = residual.rows();
+    TensorF losses = arena_.take<float>("losses", {row_count, 1});
     embedding_and_head_.prefetch_head();
-    for_each_chunk(arena_, {}, rows, options.head_rows, [&](const Rows&, int64_t first, int64_t count) {
+    for_each_chunk(arena_, {}, row_count, options.head_rows, [&](const Rows&, int64_t first, int64_t count) {
         const HeadActivations a = forward_head(residual.rows_at(first, count));
         TensorF part = losses.rows_at(first, count);
-        cross_entropy_forward(a.logits, part, batch.targets.view({rows, 1}).rows_at(first, count),
+        cross_entropy_forward(a.logits, part, batch.targets.view({row_count, 1}).rows_at(first, count),
                               config_.vocabulary, stream_);
     });
     embedding_and_head_.release_head();
@@ -527,8 +542,8 @@ TensorX Gpt::logits_of(const TensorX& x, const Rows& rows) {
 
 // ---- between the steps
 
-// The mean loss over the first sequences of the validation data, as many as --eval-batches steps read: the
-// same number for any size of micro-batch. Nothing if the run is interrupted.
+// The mean validation loss. It reads as many sequences as --eval-batches steps would, whatever the size of a
+// micro-batch. Nothing if the run is interrupted.
 std::optional<double> Trainer::validate() {
     metrics_.finish();
     updates_.wait_for_all_weights();
@@ -539,9 +554,9 @@ std::optional<double> Trainer::validate() {
         batches_.feed_validation(number * batch, scale, loss_by_position_);
         run_step(plans_.evaluate, [&] { evaluate_batch(scale); });
     };
-    return sum_of_batches(o_, exchange_, metrics_.loss(), stream_,
-                          ceil_div(batches_.validation_sequences(), batch), evaluate,
-                          [this] { return stopping(); });
+    return validation_loss(o_, exchange_, metrics_.loss(), stream_,
+                           ceil_div(batches_.validation_sequences(), batch), evaluate,
+                           [this] { return stopping(); });
 }
 
 void Trainer::evaluate_batch(float loss_scale) {
@@ -589,18 +604,18 @@ void Trainer::check_logs() const {
     loss_by_position_.check();
 }
 
-// The end of a run that has made all of its steps.
+// The end of a run that was not interrupted: it has made all of its steps, or --early-stopping has ended it.
 void Trainer::finish() {
-    const bool is_resumed_save =
+    const bool has_trained_nothing =  // since it resumed a save of --out
         step_ == first_step_ && !in_.resumed.empty() && same_file(folder_above(in_.resumed), o_.out);
     // The save comes first, so that a validation that fails loses nothing. It already says that the
     // validation and the sample are done: a resumed run does not make them again, even if they were
     // interrupted.
     evaluated_ = true;
-    if (saves_.wanted() && !is_resumed_save) save();
+    if (saves_.wanted() && !has_trained_nothing) save();
     if (batches_.validation() && validated_step_ != step_) validate_and_log();
-    if (!is_resumed_save && validated_step_ == step_) saves_.end_with_validation();
-    saves_.remove_good_before();
+    if (!has_trained_nothing && validated_step_ == step_) saves_.end_with_validation();
+    saves_.remove_fallback();
     if (samples_here() && in_.samples() && !sampling_stops()) sample();
     if (export_.wanted() && !stopping()) {
         metrics_.finish();
@@ -618,7 +633,7 @@ void Trainer::stop() {
     else
         printf("interrupted after step %lld\n", static_cast<long long>(step_));
     if (saves_.wanted() && !saves_.has(step_)) save();
-    saves_.remove_good_before();
+    saves_.remove_fallback();
 }
 
 // ---- before the first step
@@ -725,7 +740,7 @@ void Trainer::open_device() {
 
 // Checks what can be checked before the first step, allocates the memory, and loads or initializes the model.
 void Trainer::prepare() {
-    // On a CPU the plan includes the process's own memory.
+    // On a GPU, memory that is in use already is not this run's. On a CPU the plan counts the process too.
     used_before_ = kHostIsDevice ? 0 : device_bytes_in_use();
     if (saves_.wanted()) saves_.open();
     if (trains()) {
@@ -807,7 +822,7 @@ void Trainer::forward_step() {
     Range range("step");
     fill_zero(metrics_.loss(), stream_);
     for (int k = 0; k < o_.own_micro_batches(); k++) {
-        batches_.feed(step_, k * together(), 1);  // all through the first feeder
+        batches_.feed_first(step_, k, 1);
         Range forward("forward");
         run_step(plans_.evaluate,
                  [&] { gpt_.evaluate(batches_.first_on_device(), micro_, 1, metrics_.loss()); });
@@ -870,7 +885,10 @@ int run(int argc, char** argv, RankEngine* engine) {
     options =
         chosen_by_first_rank(engine, options, [&] { return with_chosen_context<Trainer>(options, choices); });
     RunInputs inputs(options, std::move(command.resumed));
-    if (options.show_example > 0) return options.rank.is_first() ? print_example(options, inputs), 0 : 0;
+    if (options.show_example > 0) {
+        if (options.rank.is_first()) print_example(options, inputs);
+        return 0;
+    }
     malloc_trim(0);  // returns what reading and tokenizing have freed to the system
     if (planned_gpu) keep_memory_of_lists();
     const Options chosen = chosen_by_first_rank(
@@ -906,12 +924,12 @@ int main(int argc, char** argv) {
             engine = begin_rank(rank, errors);
         }
         const int code = run(argc, argv, engine.get());
-        if (code) tell_parent(code);
+        if (code) tell_starter_exit_code(code);
         return code;
     } catch (...) {
         if (!rank.is_first()) usleep(300000);  // if the first rank has the same error, it prints it
         const int code = report_error(errors, rank.is_first() ? "train" : "train: " + rank.text());
-        tell_parent(code);
+        tell_starter_exit_code(code);
         if (engine) engine->end_all(code);
         return code;
     }

@@ -95,7 +95,7 @@ constexpr size_t arena_align(size_t bytes) {
     return (bytes + kArenaAlignment - 1) / kArenaAlignment * kArenaAlignment;
 }
 
-// OffloadedMemory takes in the given order, each into the smallest gap that fits, so that takes that live
+// Places takes in the given order, each into the smallest gap that fits, so that takes that live
 // together do not overlap. Returns the bytes that this needs.
 inline size_t place_in_order(const std::vector<Take*>& order) {
     int times = 0;
@@ -111,7 +111,7 @@ inline size_t place_in_order(const std::vector<Take*>& order) {
     return bytes;
 }
 
-// OffloadedMemory the plan's takes. Tries the largest first, which on most GPT-2 steps reaches the lower
+// Places the plan's takes. Tries the largest first, which on most GPT-2 steps reaches the lower
 // bound; otherwise also those that live longest first, and those with the most bytes times life first. Keeps
 // the best.
 inline void place(Plan& plan) {

@@ -67,7 +67,7 @@ struct TileLoader {
     bool vectors;                     // whether rows are made of whole aligned 16 bytes
 
     template <int kElements>  // elements per copy
-    struct OffloadedMemory {
+    struct ThreadPlace {
         static constexpr int kColumns = kHead / kElements, kStep = kThreads / kColumns;
         static_assert(kThreads % kColumns == 0 && kRows % kStep == 0);
         const int row = threadIdx.x / kColumns, column = threadIdx.x % kColumns * kElements;
@@ -80,8 +80,8 @@ struct TileLoader {
         // How many rows are left in the thread's column, from its first one on.
         SIMT_DEVICE int left(int rows, int head_size) const { return column < head_size ? rows - row : 0; }
     };
-    using Vectors = OffloadedMemory<16 / sizeof(T)>;
-    using Elements = OffloadedMemory<1>;
+    using Vectors = ThreadPlace<16 / sizeof(T)>;
+    using Elements = ThreadPlace<1>;
 
     SIMT_DEVICE TileLoader(const T* const (&tensors)[kTiles], const Strides& strides, bool vectors)
         : vectors(vectors) {

@@ -96,19 +96,10 @@ class Batches {
     // Also sets its dropout key. Each loss weighs loss_scale. Each rank has a run of micro-batches, so that
     // the ranks' gradients, added in their order, are those of one device.
     void feed(int64_t step, int k, float loss_scale) {
-        const int together = o_.micro_batches_together();
-        const uint64_t first = first_of(step, o_.rank.number * o_.own_micro_batches() + k);
-        Feeder& feeder = feeders_[static_cast<size_t>(k % together)];
-        const Feeder::Slot slot = feeder.slot();
-        if (loader_)
-            fill(slot, *loader_, first, batch(), loss_scale);
-        else
-            fill_random(slot.inputs, slot.targets, o_.seed, first, in_.config.vocabulary);
-        feeder.send(stream_);
-        if (drops())
-            set_dropout_key(reinterpret_cast<uint64_t*>(dropout_memory_.data()) + k % together, o_.seed,
-                            first, stream_);
+        feed(step, k, loss_scale, k % o_.micro_batches_together());
     }
+    // Sends it in the place of the first micro-batch, which a forward alone reads.
+    void feed_first(int64_t step, int k, float loss_scale) { feed(step, k, loss_scale, 0); }
 
     // A validation reads the first sequences of its data: as many as --eval-batches steps would.
     uint64_t validation_sequences() const {
@@ -136,6 +127,19 @@ class Batches {
     }
 
   private:
+    void feed(int64_t step, int k, float loss_scale, int place) {
+        const uint64_t first = first_of(step, o_.rank.number * o_.own_micro_batches() + k);
+        Feeder& feeder = feeders_[static_cast<size_t>(place)];
+        const Feeder::Slot slot = feeder.slot();
+        if (loader_)
+            fill(slot, *loader_, first, batch(), loss_scale);
+        else
+            fill_random(slot.inputs, slot.targets, o_.seed, first, in_.config.vocabulary);
+        feeder.send(stream_);
+        if (drops())
+            set_dropout_key(reinterpret_cast<uint64_t*>(dropout_memory_.data()) + place, o_.seed, first,
+                            stream_);
+    }
     uint64_t batch() const { return static_cast<uint64_t>(o_.batch); }
     // The number of the first sequence of micro-batch k of a step.
     uint64_t first_of(int64_t step, int k) const {

@@ -137,7 +137,7 @@ class Feeder {
 #endif
 
     size_t copy_bytes() const { return static_cast<size_t>(count()) * sizeof(int); }
-    // OffloadedMemory the tensors of the batch one after the other, from `at` on.
+    // Places the tensors of the batch one after the other, from `at` on.
     void point_at(int* at) {
         const auto next = [&](Shape shape) {
             int* const begin = at;

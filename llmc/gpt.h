@@ -31,8 +31,8 @@ struct MicroBatchOptions {
 };
 
 // The tensors of a block's forward, in the order in which they are written. The residual streams and the
-// norms' outputs are (B, T, C). Those that forward has dropped are absent, and all of the MLP's if it goes in
-// chunks.
+// norms' outputs are (B, T, C). A tensor that forward has dropped is absent. If the MLP goes in chunks, `mlp`
+// is empty.
 struct BlockActivations {
     TensorX input;  // the residual stream at the block's start
     NormedX norm_1;
@@ -121,14 +121,14 @@ class Gpt {
     void forward_blocks(std::vector<MicroBatch>& micro_batches, const std::vector<Keep>& keep);
     void backward_blocks(std::vector<MicroBatch>& micro_batches, bool continues_step);
     TensorX head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, TensorF& loss,
-                          const Head<floatX>& gradients);
+                          const Head<floatX>& d_head);
     HeadActivations forward_head(const TensorX& x, const Rows& rows = {});
 
     // A block.
     TensorX forward_block(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv = nullptr);
     void forward_attention(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv);
     void forward_attention_rows(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv);
-    TensorX attention_projection(int layer, const TensorX& attention, const Rows& rows);
+    TensorX attention_projection(int layer, const TensorX& attended, const Rows& rows);
     void backward_block(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
                         TensorX& d_residual);
     void backward_attention(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
@@ -139,7 +139,7 @@ class Gpt {
         return attention_rows_ > 0 && attention_rows_ < x.shape().dims[1];
     }
     TensorX forward_attention_in_chunks(int layer, BlockActivations& a, const Rows& rows, Keep keep);
-    void add_projection_in_chunks(TensorX& sum, const TensorX& x, const TensorX& attention, int layer,
+    void add_projection_in_chunks(TensorX& middle, const TensorX& x, const TensorX& attended, int layer,
                                   const Rows& rows);
     void backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const TensorX& x, const Rows& rows,
                                   TensorX& d_residual);

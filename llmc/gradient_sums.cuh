@@ -260,7 +260,7 @@ struct BlockGradient {
     NormGradient<T> norm_1;
     LinearGradient<T> qkv;
     NormGradient<T> query_norm, key_norm;
-    LinearGradient<T> attention;
+    LinearGradient<T> projection;
     NormGradient<T> norm_2;
     LinearGradient<T> up, down;
 
@@ -270,7 +270,7 @@ struct BlockGradient {
           qkv{std::move(view.qkv), adds},
           query_norm{std::move(view.query_norm)},
           key_norm{std::move(view.key_norm)},
-          attention{std::move(view.attention), adds},
+          projection{std::move(view.projection), adds},
           norm_2{std::move(view.norm_2)},
           up{std::move(view.up), adds},
           down{std::move(view.down), adds} {}
@@ -290,7 +290,7 @@ struct BlockGradient {
         query_norm.begin_chunks(arena, stream, "d_query_norm_sums");
         key_norm.begin_chunks(arena, stream, "d_key_norm_sums");
         qkv.begin_chunks(arena, stream);
-        attention.begin_chunks(arena, stream);
+        projection.begin_chunks(arena, stream);
         begin_mlp_chunks(arena, stream);
     }
     void end_chunks(Stream stream) {
@@ -298,7 +298,7 @@ struct BlockGradient {
         query_norm.end_chunks(stream);
         key_norm.end_chunks(stream);
         qkv.end_chunks(stream);
-        attention.end_chunks(stream);
+        projection.end_chunks(stream);
         end_mlp_chunks(stream);
     }
 };

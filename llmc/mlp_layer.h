@@ -114,7 +114,7 @@ class MlpLayer {
     void backward_rows(int layer, BlockGradient<floatX>& g, MlpActivations& m, const TensorX& x,
                        const Rows& rows, TensorX& d_residual) {
         const Block<floatX>& w = weights_.block(layer);
-        auto make_norm = [&] { return norm_.output(m.norm, kNorm2, x, w.norm_2); };
+        auto make_norm = [&] { return norm_.take_output(m.norm, kNorm2, x, w.norm_2); };
         if (!m.up) m.up = linear_forward(arena_, stream_, "up", make_norm(), w.up, rows);
         auto make_activated = [&] { return m.activated ? std::move(m.activated) : activate(m.up); };
         const auto back = [&](const char* name, LinearGradient<floatX>& to, auto& make_x, const TensorX& d,

@@ -80,7 +80,7 @@ struct Block {
     Norm<T> norm_1;
     Linear<T> qkv;
     Norm<T> query_norm, key_norm;  // of each head, before rotation
-    Linear<T> attention;           // the projection of attention's output
+    Linear<T> projection;          // the projection of attention's output
     Norm<T> norm_2;
     Linear<T> up, down;
 };

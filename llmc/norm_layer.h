@@ -100,7 +100,7 @@ class NormLayer {
         return n;
     }
     // A norm's output: the one that forward kept, or recomputed from the saved statistics, to the same bits.
-    TensorX output(NormedX& n, const NormNames& names, const TensorX& x, const Norm<floatX>& w) const {
+    TensorX take_output(NormedX& n, const NormNames& names, const TensorX& x, const Norm<floatX>& w) const {
         if (n.out) return std::move(n.out);
         TensorX out = arena_.take<floatX>(names.out, x.shape());
         normalize(kind_, out, x, n, w, stream_);

@@ -136,8 +136,8 @@ using OnLost = std::function<void(RankEngine& engine, const std::string& line)>;
 std::unique_ptr<RankEngine> connect_ranks(const Rank& rank, OnLost on_lost);
 // A command that starts ranks on this machine: the names that mpirun may have, and its arguments, which stand
 // before the program's.
-struct RankLauncher {
+struct MpirunCommand {
     std::vector<std::string> names, arguments;
 };
 // Fails as connect_ranks() does.
-RankLauncher rank_launcher(int count);
+MpirunCommand mpirun_command(int count);

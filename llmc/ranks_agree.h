@@ -60,7 +60,7 @@ inline std::string first_difference(const RankFacts& own, const RankFacts& first
     return "";
 }
 
-// A digest of the weights: of the first elements of each unit that every rank has.
+// A digest of the weights: of the first elements of those units that each rank has as a whole.
 template <class T>
 std::string digest_of_weights(const State<T>& state) {
     uint64_t digest = 0;
@@ -126,7 +126,7 @@ inline void change_settings(Options& o, const nlohmann::json& changes) {
     o.chose_length = !o.context.empty();
 }
 
-// Tells the first rank how much each rank may take, which is less on some machines than on others.
+// The first rank learns the least memory and disk space that any rank has, and plans for that.
 inline void learn_least_of_ranks(Exchange& exchange, const Options& o) {
     const FreeMemory device = memory_for(o);
     const size_t files = space_on_disk() / static_cast<size_t>(o.rank.on_this_machine);

@@ -2,9 +2,10 @@
 // makes the program that a user started behave as one process: signals reach all ranks, the first rank's
 // output is its output, and if a rank fails, the user sees one line and one exit code.
 //
-// The ranks share a page of memory with the process that starts them (RunPage). They write there which
-// process is which rank, where the run is, and which files MPI has in /dev/shm. If a rank ends without a
-// word, the launching process says from that what was lost.
+// The starter is the process that the user has started. It starts mpirun, MPI's launcher, and mpirun starts
+// the ranks. The starter and the ranks share a page of memory (RunPage). The ranks write there which process
+// is which rank, where the run is, and which files MPI has in /dev/shm. If a rank ends without a word, the
+// starter says from that what was lost.
 #pragma once
 
 #include <fcntl.h>
@@ -38,7 +39,7 @@
 struct RunPage {
     char where[1024];
     std::atomic<pid_t> ranks[4096];  // 0: not begun, or at its end
-    // Signals that the launching process was asked to send to all ranks, for ranks that begin after that.
+    // Signals that the starter was asked to send to all ranks, for ranks that begin after that.
     std::atomic<bool> stop, save;
     std::atomic<unsigned> shared_files;  // entries of shared_file, of which some may be the same
     char shared_file[1024][256];
@@ -47,7 +48,7 @@ static_assert(std::atomic<pid_t>::is_always_lock_free && std::atomic<bool>::is_a
 constexpr const char* kPageVariable = "LLMC_PAGE";
 inline RunPage* run_page = nullptr;
 
-// In the launching process: makes the page. Without it, messages say less.
+// In the starter: makes the page. Without it, messages say less.
 inline void make_run_page() {
     const int fd = memfd_create("ranks", MFD_CLOEXEC);
     if (fd < 0 || ftruncate(fd, sizeof(RunPage)) != 0) return;
@@ -65,7 +66,7 @@ inline void clear_own_entry() {
 
 // In a rank: opens the page, and says which process this rank is. Signals that were sent to all ranks before
 // that reach it now.
-inline void tell_launcher_of(const Rank& rank) {
+inline void tell_starter_of(const Rank& rank) {
     const char* const path = getenv(kPageVariable);
     const int fd = path ? open(path, O_RDWR | O_CLOEXEC) : -1;
     if (fd < 0) return;
@@ -84,7 +85,7 @@ inline void tell_launcher_of(const Rank& rank) {
 
 // In a rank, when MPI has begun and the data are not yet open: notes the files in /dev/shm that it shares
 // with other processes.
-inline void tell_launcher_shared_files() {
+inline void tell_starter_shared_files() {
     if (!run_page) return;
     std::ifstream maps("/proc/self/maps");
     for (std::string line; std::getline(maps, line);) {
@@ -100,7 +101,7 @@ inline void tell_launcher_shared_files() {
     }
 }
 
-// In the launching process, when the ranks have ended: removes those files. OpenMPI's launcher does it too,
+// In the starter, when the ranks have ended: removes those files. OpenMPI's launcher does it too,
 // but not always if it is told to end.
 inline void remove_shared_files() {
     if (!run_page) return;
@@ -109,25 +110,25 @@ inline void remove_shared_files() {
 }
 
 // In the first rank: says where the run is.
-inline void tell_launcher(const std::string& where) {
+inline void tell_starter_where(const std::string& where) {
     if (run_page) snprintf(run_page->where, sizeof run_page->where, "%s", where.c_str());
 }
 
 // ---- what a rank tells
 
-// Ranks write to the launching process's stdout and stderr themselves, so that MPI's launcher can neither
+// Ranks write to the starter's stdout and stderr themselves, so that MPI's launcher can neither
 // delay nor mix what they print, and its own messages can be told from theirs.
 //
-// The launching process passes on Ctrl-C as kStopRanks (signals.h), because MPI's launchers end all ranks
+// The starter passes on Ctrl-C as kStopRanks (signals.h), because MPI's launchers end all ranks
 // when they get SIGINT or SIGTERM themselves.
 
-// The signal by which a rank tells the launching process its exit code.
+// The signal by which a rank tells the starter its exit code. It is kStopRanks too, which goes the other way.
 constexpr int kRankEnds = SIGUSR2;
 
-// In a rank: connects stdout and stderr to those of the launching process, if there is one. Only the first
+// In a rank: connects stdout and stderr to those of the starter, if there is one. Only the first
 // rank prints; of the others only errors are shown, which go to the stream that this returns.
 inline FILE* open_rank_streams(const Rank& rank) {
-    if (const char* const parent = getenv(kParentVariable))
+    if (const char* const parent = getenv(kStarterVariable))
         for (const int fd : {STDOUT_FILENO, STDERR_FILENO}) {
             const std::string path = format("/proc/%s/fd/%d", parent, fd);
             const int opened = open(path.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC);
@@ -145,21 +146,22 @@ inline FILE* open_rank_streams(const Rank& rank) {
     return errors;
 }
 
-// In a rank that ends by itself and not well: tells the launching process its exit code, which MPI's
+// In a rank that ends by itself and not well: tells the starter its exit code, which MPI's
 // launchers do not pass on reliably. From then on it gets no signals from that process.
-inline void tell_parent(int code) {
+inline void tell_starter_exit_code(int code) {
     clear_own_entry();
-    if (const auto parent = number_in_environment(kParentVariable)) {
+    if (const auto parent = number_in_environment(kStarterVariable)) {
         sigval value{};
         value.sival_int = code;
         sigqueue(*parent, kRankEnds, value);
     }
 }
 
-// ---- the launching process
+// ---- the starter's side
 
-inline volatile std::sig_atomic_t mpirun_pid = 0;      // MPI's launcher, once it runs
-inline volatile std::sig_atomic_t rank_exit_code = 0;  // that a rank has told; of several, an error's
+inline volatile std::sig_atomic_t mpirun_pid = 0;  // MPI's launcher, once it runs
+inline volatile std::sig_atomic_t rank_exit_code =
+    0;  // that a rank has sent; an error's goes before a signal's
 
 inline void on_exit_code(int, siginfo_t* info, void*) {
     if (info->si_code != SI_QUEUE) return;
@@ -203,8 +205,8 @@ struct EndedRank {
     int signal = 0, exit_code = 0;  // one of the two is 0
 };
 // The rank that a signal has ended, in the words of OpenMPI's launcher ("rank 2 with PID 0 on node a exited
-// on signal 9"). MPICH's names no rank ("... EXIT STRING: Killed (signal 9)"), and the exit code of one that
-// has ended by itself ("EXIT CODE: 1").
+// on signal 9"). MPICH's names no rank: it says "EXIT STRING: Killed (signal 9)", or "EXIT CODE: 1" of a
+// rank that has ended by itself.
 inline std::optional<EndedRank> ended_rank(const std::string& said) {
     EndedRank ended;
     if (const size_t at = said.find("exited on signal"); at != said.npos) {
@@ -252,8 +254,8 @@ inline std::string why_ranks_ended(const std::string& said, int code) {
 }
 
 // In the child process: becomes MPI's launcher, which starts this program again as the ranks.
-[[noreturn]] inline void become_launcher(const RankLauncher& launcher, int output, char** argv) {
-    setpgid(0, 0);  // Ctrl-C reaches the launching process alone, which passes it on
+[[noreturn]] inline void become_mpirun(const MpirunCommand& command, int output, char** argv) {
+    setpgid(0, 0);  // Ctrl-C reaches the starter alone, which passes it on
     prctl(PR_SET_PDEATHSIG, SIGTERM);
     const int nothing = open("/dev/null", O_RDONLY);
     dup2(nothing, STDIN_FILENO);  // the rest of the user's input is not for the ranks
@@ -261,9 +263,9 @@ inline std::string why_ranks_ended(const std::string& said, int code) {
     dup2(output, STDERR_FILENO);
     std::array<char, 4096> program{};
     const bool known = readlink("/proc/self/exe", program.data(), program.size() - 1) > 0;
-    for (const std::string& name : launcher.names) {
+    for (const std::string& name : command.names) {
         std::vector<const char*> words = {name.c_str()};
-        for (const std::string& word : launcher.arguments) words.push_back(word.c_str());
+        for (const std::string& word : command.arguments) words.push_back(word.c_str());
         words.push_back(known ? program.data() : argv[0]);
         for (char** word = argv + 1; *word; word++) words.push_back(*word);
         words.push_back(nullptr);
@@ -273,7 +275,7 @@ inline std::string why_ranks_ended(const std::string& said, int code) {
 }
 
 // From here on, signals go to the ranks, and a rank can tell its exit code.
-inline void handle_launcher_signals() {
+inline void handle_starter_signals() {
     struct sigaction action = {};
     action.sa_flags = SA_RESTART | SA_SIGINFO;
     action.sa_sigaction = on_exit_code;
@@ -290,15 +292,15 @@ inline void handle_launcher_signals() {
 // Starts `count` ranks of this program with the same arguments, and returns its exit code when all have
 // ended. Fails if they cannot be started, or if one of them ended without a message.
 inline int launch_ranks(int count, char** argv) {
-    const RankLauncher launcher = rank_launcher(count);
-    setenv(kParentVariable, std::to_string(getpid()).c_str(), 1);
+    const MpirunCommand command = mpirun_command(count);
+    setenv(kStarterVariable, std::to_string(getpid()).c_str(), 1);
     make_run_page();
     int output[2];
     if (pipe2(output, O_CLOEXEC) != 0) fail("--devices: no pipe: %s", strerror(errno));
-    handle_launcher_signals();
+    handle_starter_signals();
     const pid_t child = fork();
     if (child < 0) fail("--devices: no process: %s", strerror(errno));
-    if (child == 0) become_launcher(launcher, output[1], argv);
+    if (child == 0) become_mpirun(command, output[1], argv);
     close(output[1]);
     mpirun_pid = child;
     std::string said;
@@ -308,8 +310,9 @@ inline int launch_ranks(int count, char** argv) {
     int status = 0;
     while (waitpid(child, &status, 0) < 0 && errno == EINTR) continue;
     remove_shared_files();
-    // The ranks' output went to the same files, beyond where this process's own would go on.
+    // The ranks wrote to the same files, so this process must go on at their end.
     for (const int fd : {STDOUT_FILENO, STDERR_FILENO}) lseek(fd, 0, SEEK_END);
+    // A second signal decides; then the error of a rank; then the first signal; then how mpirun ended.
     if (stopped_again_by) return 128 + stopped_again_by;
     if (rank_exit_code && !(stopped_by && rank_exit_code > 128)) return rank_exit_code;
     const int code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
@@ -318,7 +321,7 @@ inline int launch_ranks(int count, char** argv) {
         fail("--devices %d: MPI's launcher %s", count, ended_by(WTERMSIG(status)).c_str());
     if (code == 127 && said.empty())
         fail("--devices %d: there is no %s: make deps installs it (openmpi-bin)", count,
-             launcher.names.back().c_str());
+             command.names.back().c_str());
     if (code) fail("--devices %d: %s", count, why_ranks_ended(said, code).c_str());
     return 0;
 }
@@ -326,13 +329,13 @@ inline int launch_ranks(int count, char** argv) {
 // In a rank: connects it to the others. If some are lost later, the first that notices prints a line on
 // `errors` and ends all. Fails as connect_ranks() does.
 inline std::unique_ptr<RankEngine> begin_rank(const Rank& rank, FILE* errors) {
-    tell_launcher_of(rank);
+    tell_starter_of(rank);
     auto engine = connect_ranks(rank, [&rank, errors](RankEngine& lost_by, const std::string& line) {
         fprintf(errors, "train: %s\n", (rank.is_first() ? line : rank.text() + ": " + line).c_str());
-        tell_parent(2);
+        tell_starter_exit_code(2);
         lost_by.end_all(2);
         _exit(2);
     });
-    tell_launcher_shared_files();
+    tell_starter_shared_files();
     return engine;
 }

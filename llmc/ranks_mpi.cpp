@@ -474,7 +474,7 @@ std::unique_ptr<RankEngine> connect_ranks(const Rank& rank, OnLost on_lost) {
     return std::make_unique<MpiEngine>(rank, std::move(on_lost));
 }
 
-RankLauncher rank_launcher(int count) {
+MpirunCommand mpirun_command(int count) {
 #ifdef OPEN_MPI
     // In a container the user is root. Ranks may outnumber cores, and each takes the cores that are its
     // share.
@@ -494,6 +494,6 @@ constexpr const char* kNoMpi =
     "--devices: this build has no MPI: make deps installs it (libopenmpi-dev, openmpi-bin), then make again";
 }
 std::unique_ptr<RankEngine> connect_ranks(const Rank&, OnLost) { fail(kNoMpi); }
-RankLauncher rank_launcher(int) { fail(kNoMpi); }
+MpirunCommand mpirun_command(int) { fail(kNoMpi); }
 
 #endif

@@ -93,10 +93,10 @@ class RunSaves {
         }
         folder_.others.erase(step);
         const bool good = metrics_.is_good(), goes_on = step < o_.steps && !interrupted;
-        folder_.good_before.reset();
+        folder_.fallback.reset();
         if (good && goes_on && folder_.good && folder_.good != step &&
             file_exists(o_.out + "/" + step_name(*folder_.good)))
-            folder_.good_before = folder_.good;
+            folder_.fallback = folder_.good;
         if (good) folder_.good = step;
         Progress progress{.step = step,
                           .sequences = sequences,
@@ -112,9 +112,9 @@ class RunSaves {
                         read);
         if (good) metrics_.last_save = o_.out + "/" + step_name(step);
         metrics_.judge_save = nullptr;
-        if (folder_.good_before)
+        if (folder_.fallback)
             metrics_.judge_save = [this](const std::string& why_bad) {
-                why_bad.empty() ? remove_good_before() : doubt_save(why_bad);
+                why_bad.empty() ? remove_fallback() : doubt_save(why_bad);
             };
         saved_step_ = step;
         if (is_best(step)) replace_link(step_name(step), o_.out + "/best");
@@ -139,9 +139,9 @@ class RunSaves {
 
     // Removes the good save that stayed in case that the weights of the last one are bad: a step has shown
     // that they are not, or none will follow.
-    void remove_good_before() {
-        if (!folder_.good_before) return;
-        folder_.good_before.reset();
+    void remove_fallback() {
+        if (!folder_.fallback) return;
+        folder_.fallback.reset();
         remove_old_saves(folder_, saved_step_);
     }
 
@@ -167,7 +167,7 @@ class RunSaves {
     // before it again.
     void doubt_save(const std::string& why_bad) {
         const std::string save = o_.out + "/" + step_name(saved_step_);
-        folder_.good = std::exchange(folder_.good_before, std::nullopt);
+        folder_.good = std::exchange(folder_.fallback, std::nullopt);
         publish(o_.out, folder_.shown(saved_step_));
         rewrite_progress(save, "last_good", nlohmann::json(*folder_.good));
         metrics_.last_save = o_.out + "/" + step_name(*folder_.good);

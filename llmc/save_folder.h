@@ -227,7 +227,7 @@ struct SaveFolder {
     std::set<int64_t> others = {};
     std::optional<int64_t> good = {};
     // The last good save before that one, which stays while no step after `good` has had a loss.
-    std::optional<int64_t> good_before = {};
+    std::optional<int64_t> fallback = {};
     std::optional<int64_t> best = {};  // the save with the lowest validation loss, which stays too
     // The number of saves in the folder that are not another run's.
     int64_t own_count() const;
@@ -270,7 +270,7 @@ inline void remove_old_saves(const SaveFolder& folder, int64_t step) {
     std::sort(saves.rbegin(), saves.rend());
     for (size_t i = static_cast<size_t>(folder.keep); folder.keep > 0 && i < saves.size(); i++) {
         const int64_t s = saves[i].second;
-        if (s == folder.good || s == folder.good_before || s == folder.best) continue;
+        if (s == folder.good || s == folder.fallback || s == folder.best) continue;
         // Renamed first, so that whatever has the name of a save is complete.
         const std::string path = out + "/" + step_name(s);
         const FileLock lock(path, O_RDONLY | O_DIRECTORY, FileLock::Exclusive);

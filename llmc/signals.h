@@ -13,7 +13,7 @@
 #include <initializer_list>
 
 // Set for the ranks of --devices: the id of the process that started them (ranks_launch.h).
-constexpr const char* kParentVariable = "LLMC_PARENT";
+constexpr const char* kStarterVariable = "LLMC_PARENT";
 // The signal by which that process asks its ranks to stop.
 constexpr int kStopRanks = SIGUSR2;
 
@@ -104,7 +104,7 @@ inline void signals_of_conversation() {
 inline void prepare_signals() {
     std::signal(SIGXFSZ, SIG_IGN);
     handle_signal(SIGUSR1, on_save_request);
-    if (getenv(kParentVariable)) std::signal(kStopRanks, [](int) { exit_at_once(128 + SIGINT); });
+    if (getenv(kStarterVariable)) std::signal(kStopRanks, [](int) { exit_at_once(128 + SIGINT); });
 }
 
 // From here on, signals stop the run after the current micro-batch or token: from Ctrl-C, a scheduler whose
@@ -113,7 +113,7 @@ inline void stop_on_signals(bool saves) {
     when_interrupted = saves ? "stopping after this micro-batch; Ctrl-C again: at once, without saving\n"
                              : "stopping after this micro-batch; Ctrl-C again: at once\n";
     when_asked_to_save = saves ? "" : "SIGUSR1 asks for a save, and there is no --out: going on without\n";
-    if (!getenv(kParentVariable)) {
+    if (!getenv(kStarterVariable)) {
         for (int signal : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) handle_signal(signal, on_interrupt);
         return;
     }

@@ -57,7 +57,9 @@ class Trainer {
     bool train_step();
     void micro_batch(float loss_scale, bool is_last);
     template <class Operations>
-    void run_step(Plan& plan, Operations&& operations, const void* graph = nullptr);
+    void run_step(Plan& plan, Operations&& operations, const void* graph_key = nullptr);
+    void say_where();
+    bool stopping();
 
     // Between steps.
     void validate_and_sample_if_due();
@@ -82,8 +84,6 @@ class Trainer {
     void load();
     void forward_step();
 
-    void say_where();
-    bool stopping();
     // With --zero 3: what the ranks gather.
     DividedBlocks divided_blocks() const {
         return {model_.state, model_.adapter ? pointer_to(model_.quantized) : nullptr};
@@ -108,16 +108,16 @@ class Trainer {
     Options o_;
     RunInputs& in_;
     const ModelConfig& config_;
-    // Members are destroyed in the reverse of this order. Whatever waits for transfers that are under way
-    // when a run fails must come after the memory that they use: the model's files and the exchange after the
-    // arena, offloaded memory after the updates.
+    // Members are destroyed in the reverse of this order, and destructors wait for transfers that a failed
+    // run has left under way. So an owner of transfers is declared after the memory that these use: the model
+    // and the exchange after the arena, offloaded_ after the updates.
     std::optional<OwnStream> own_stream_;
     Stream stream_ = nullptr;  // own_stream_, from open_device() on
     Arena arena_;
     RunModel model_;
     Gpt gpt_;
     Batches batches_;
-    MicroBatchOptions micro_;
+    MicroBatchOptions micro_;                 // how the next micro-batch is run
     const SquareSums square_sums_;            // the layout of the sums from which the norm is computed
     const Slices slices_;                     // what each of several ranks has of a unit
     Exchange exchange_;                       // between them

@@ -21,22 +21,22 @@
 // The sum of the losses that evaluate(number) adds to `loss` (1), over `count` batches. Nothing if the run is
 // to stop before the last one.
 template <class Evaluate, class Stopping>
-std::optional<double> sum_of_batches(const Options& o, Exchange& exchange, TensorF& loss, Stream stream,
-                                     uint64_t count, Evaluate&& evaluate, Stopping&& stopping) {
+std::optional<double> validation_loss(const Options& o, Exchange& exchange, TensorF& loss, Stream stream,
+                                      uint64_t count, Evaluate&& evaluate, Stopping&& stopping) {
     const auto loss_on_host = [&] {
         float sum = 0;
         copy_to_host(&sum, loss.data(), sizeof sum, stream);
         return sum;
     };
     fill_zero(loss, stream);
-    std::vector<float> losses(count);  // of several ranks: of each batch
+    std::vector<float> losses(count);  // with several ranks: of each batch that this one has evaluated
     // Losses by position are added batch by batch, so then every rank evaluates all batches.
     const bool ranks_share = !exchange.is_alone() && !o.has("--loss-by-position");
     const auto ranks = static_cast<uint64_t>(ranks_share ? o.devices : 1);
     for (uint64_t first = 0; first < count; first += ranks) {
         if (stopping()) return std::nullopt;
         const uint64_t number = first + (ranks_share ? static_cast<uint64_t>(o.rank.number) : 0);
-        // Blocks that are gathered need all ranks, so one without a batch computes one that does not count.
+        // Blocks that are gathered need all ranks, so a rank without a batch evaluates the last one again.
         if (number >= count && !o.slices_weights()) continue;
         if (ranks_share) fill_zero(loss, stream);
         evaluate(std::min(number, count - 1));

@@ -29,7 +29,7 @@ struct OutsideState {
 // A block's linear layers, with the field of each one's matrix.
 inline std::array<std::pair<Linear<floatX>*, Field>, 4> linears(Block<floatX>& block) {
     return {{{&block.qkv, Field::QkvWeight},
-             {&block.attention, Field::AttentionWeight},
+             {&block.projection, Field::AttentionWeight},
              {&block.up, Field::UpWeight},
              {&block.down, Field::DownWeight}}};
 }

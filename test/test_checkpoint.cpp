@@ -368,11 +368,11 @@ TEST(Save, ShowsTheLastGood) {
     save(7, 7, 6);
     // The one before the last good one stays as long as the folder says so.
     save(10, 10, 10);
-    SaveFolder doubtful = {.path = out, .keep = 1, .good = 11, .good_before = 10};
+    SaveFolder doubtful = {.path = out, .keep = 1, .good = 11, .fallback = 10};
     save_checkpoint(doubtful, state, at_step(11), "", true);
     EXPECT_EQ(link_target(out + "/latest"), "step-00000011");
     EXPECT_EQ(steps_in(out), (Names{"step-00000010", "step-00000011"}));
-    doubtful.good_before.reset();
+    doubtful.fallback.reset();
     remove_old_saves(doubtful, 11);
     EXPECT_EQ(steps_in(out), (Names{"step-00000011"}));
     rewrite_progress(out + "/step-00000011", "last_good", 10);

@@ -43,8 +43,9 @@ class RunOptions {
             return saved_options(resumed.emplace(folder).path());
         });
     }
-    // Sets what only the engine knows of this rank. Only the first rank writes files: on the others, clears
-    // the names of all but the folder of saves, to which they contribute.
+    // Sets what only the engine knows of this rank. Only the first rank writes files, so on the others the
+    // names of files are cleared: but for the folder of saves, to which they contribute, and that of
+    // --export, as all ranks must know whether there is one.
     void complete_rank(const RankEngine* engine) {
         if (engine) {
             const RankSpread spread = engine->spread();

@@ -53,39 +53,23 @@ void Trainer::run() {
     print_start(o_, in_, first_step_, saves_.wanted());
     try {
         train();
-    } catch (
-        const RecoverableError&) {  // what was trained until then is good; but several ranks save together
+    } catch (const RecoverableError&) {
+        // What was trained until then is good. One of several ranks cannot save: it needs the others.
         if (exchange_.is_alone() && saves_.wanted() && step_ > first_step_ && !saves_.has(step_)) save();
         saves_.remove_fallback();
         throw;
     }
     metrics_.finish();
     updates_.wait_for_all_weights();
-    stopping() ? stop() : finish();
+    if (stopping())
+        stop();
+    else
+        finish();
     check_logs();
 }
 
-// True if a signal has asked the run, or any of its ranks, to stop. All ranks must ask at the same points.
-bool Trainer::stopping() {
-    if (exchange_.is_alone()) return interrupted;
-    // A signal that arrives meanwhile waits for the next call.
-    const int agreed = exchange_.largest(interrupted);
-    if (agreed) interrupted = agreed;
-    return agreed;
-}
-
-// Notes where the run is, for the line about a rank that is lost.
-void Trainer::say_where() {
-    if (exchange_.is_alone()) return;
-    const std::string where =
-        format("in step %lld; the last save: %s", static_cast<long long>(step_ + 1), saves_.last().c_str());
-    exchange_.set_where(where);
-    if (o_.rank.is_first()) tell_starter_where(where);
-}
-
 void Trainer::train() {
-    const int first_steps =
-        replays() ? 2 : 1;  // until all memory is taken: graphs are recorded in the second
+    const int first_steps = replays() ? 2 : 1;  // after them all memory is taken, that of graphs too
     for (step_ = first_step_; step_ < o_.steps && !stopping(); step_++, evaluated_ = false) {
         save_if_asked();
         if (!evaluated_) validate_and_sample_if_due();
@@ -127,9 +111,9 @@ bool Trainer::train_step() {
         // With several ranks only the last micro-batch exchanges gradients. So it has a graph of its own,
         // whose key is any other address.
         const void* const graph_key = is_last && !exchange_.is_alone() ? &exchange_ : nullptr;
-        run_step(
-            micro_.continues_step ? plans_.add : plans_.train, [&] { micro_batch(loss_scale, is_last); },
-            graph_key);
+        Plan& plan = micro_.continues_step ? plans_.add : plans_.train;
+        const auto run = [&] { micro_batch(loss_scale, is_last); };
+        run_step(plan, run, graph_key);
     }
     if (!o_.update_in_backward) run_step(plans_.update, [&] { updates_.update_all(); });
     metrics_.step_ends(step_, rate, stream_);
@@ -164,6 +148,24 @@ void Trainer::run_step(Plan& plan, Operations&& operations, const void* graph_ke
         run();
 }
 
+// True if a signal has asked the run, or any of its ranks, to stop. All ranks must ask at the same points.
+bool Trainer::stopping() {
+    if (exchange_.is_alone()) return interrupted;
+    // A signal that arrives meanwhile waits for the next call.
+    const int agreed = exchange_.largest(interrupted);
+    if (agreed) interrupted = agreed;
+    return agreed;
+}
+
+// Notes where the run is, for the line about a rank that is lost.
+void Trainer::say_where() {
+    if (exchange_.is_alone()) return;
+    const std::string where =
+        format("in step %lld; the last save: %s", static_cast<long long>(step_ + 1), saves_.last().c_str());
+    exchange_.set_where(where);
+    if (o_.rank.is_first()) tell_starter_where(where);
+}
+
 // ---- a micro-batch
 
 void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const MicroBatchOptions& options,
@@ -195,6 +197,28 @@ void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const
         m.d_residual.drop();
     }
     d_ends.complete_embeddings();
+}
+
+// The micro-batches before the first block. Only the first one may overwrite gradients.
+std::vector<MicroBatch> Gpt::begin(const std::vector<const DeviceBatch*>& batches,
+                                   const MicroBatchOptions& options) const {
+    std::vector<MicroBatch> all;
+    for (size_t k = 0; k < batches.size(); k++) {
+        MicroBatch m = {
+            *batches[k], static_cast<int>(k), options.continues_step || k > 0, rows_of(*batches[k]), {}};
+        m.rows.dropout = options.dropout;
+        if (options.dropout.key) m.rows.dropout.key += k;
+        m.blocks.resize(static_cast<size_t>(config_.layers));
+        all.push_back(std::move(m));
+    }
+    return all;
+}
+
+// All rows of a batch. With a soft prompt each sequence has one example, so there are no documents.
+Rows Gpt::rows_of(const DeviceBatch& batch) const {
+    Rows rows;
+    if (prompt_len() == 0) rows.documents = &batch.documents;
+    return rows;
 }
 
 // All micro-batches go through a block before any goes through the next one, so that the weights of a block
@@ -234,28 +258,6 @@ void Gpt::backward_blocks(std::vector<MicroBatch>& micro_batches, bool continues
     weights_.release();
     gradients_.end_backward();
     inputs_.release();
-}
-
-// The micro-batches before the first block. Only the first one may overwrite gradients.
-std::vector<MicroBatch> Gpt::begin(const std::vector<const DeviceBatch*>& batches,
-                                   const MicroBatchOptions& options) const {
-    std::vector<MicroBatch> all;
-    for (size_t k = 0; k < batches.size(); k++) {
-        MicroBatch m = {
-            *batches[k], static_cast<int>(k), options.continues_step || k > 0, rows_of(*batches[k]), {}};
-        m.rows.dropout = options.dropout;
-        if (options.dropout.key) m.rows.dropout.key += k;
-        m.blocks.resize(static_cast<size_t>(config_.layers));
-        all.push_back(std::move(m));
-    }
-    return all;
-}
-
-// All rows of a batch. With a soft prompt each sequence has one example, so there are no documents.
-Rows Gpt::rows_of(const DeviceBatch& batch) const {
-    Rows rows;
-    if (prompt_len() == 0) rows.documents = &batch.documents;
-    return rows;
 }
 
 // ---- a block

@@ -144,12 +144,13 @@ inline void learn_least_of_ranks(Exchange& exchange, const Options& o) {
 template <class Choose>
 Options chosen_by_first_rank(RankEngine* engine, const Options& given, Choose&& choose) {
     if (!engine) return choose();
-    Arena none;
+    Arena none;  // the exchange gathers only vectors of the host here
     const Stream stream = nullptr;
     const Slices slices = slices_of(given.rank);
     Exchange exchange(none, stream, slices);
     exchange.connect(*engine);
-    RankFacts facts;  // else ranks that were given other options would silently take those of the first
+    // A rank that was given other options must fail, and not take those of the first rank.
+    RankFacts facts;
     for (const auto& [name, words] : given.given) facts.emplace_back(setting_name(name), joined(words, " "));
     check_ranks_agree(exchange, given.rank, facts);
     if (given.has("--memory") || given.batch == 0 || !given.context.empty())

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-class GgufWriter {
+class GgufBytes {
   public:
     uint32_t version = 3, alignment = 32;
     int64_t claimed_tensors = -1, claimed_keys = -1;  // if not the real counts

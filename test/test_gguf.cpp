@@ -15,10 +15,10 @@
 #include "test/gguf_writer.h"
 
 namespace {
-using Change = std::function<void(GgufWriter&)>;
+using Change = std::function<void(GgufBytes&)>;
 
 // A Llama of one layer: 8 channels in 2 heads, 1 head of keys and values, 6 tokens.
-void add_keys(GgufWriter& w, const std::string& arch = "llama", float theta = 500000) {
+void add_keys(GgufBytes& w, const std::string& arch = "llama", float theta = 500000) {
     w.text("general.architecture", arch);
     w.u32(arch + ".block_count", 1);
     w.u32(arch + ".context_length", 64);
@@ -30,7 +30,7 @@ void add_keys(GgufWriter& w, const std::string& arch = "llama", float theta = 50
     w.f32(arch + ".attention.layer_norm_rms_epsilon", 1e-5f);
     w.f32(arch + ".rope.freq_base", theta);
 }
-void add_tensors(GgufWriter& w, const std::string& without = "") {
+void add_tensors(GgufBytes& w, const std::string& without = "") {
     const std::vector<std::pair<std::string, std::vector<uint64_t>>> tensors = {
         {"token_embd.weight", {8, 6}},      {"output_norm.weight", {8}},
         {"blk.0.attn_norm.weight", {8}},    {"blk.0.ffn_norm.weight", {8}},
@@ -41,7 +41,7 @@ void add_tensors(GgufWriter& w, const std::string& without = "") {
     for (const auto& [name, dims] : tensors)
         if (name != without) w.floats(name, dims);
 }
-void add_tokenizer(GgufWriter& w, const std::string& pre) {
+void add_tokenizer(GgufBytes& w, const std::string& pre) {
     w.text("tokenizer.ggml.model", "gpt2");
     w.text("tokenizer.ggml.pre", pre);
     w.texts("tokenizer.ggml.tokens", {"a", "b", "ab", "\xc4\xa0", "1", "<s>"});
@@ -54,9 +54,9 @@ void add_tokenizer(GgufWriter& w, const std::string& pre) {
 class Gguf : public testing::Test {
   protected:
     TempFolder folder_;
-    std::string write(const GgufWriter& w) { return folder_.write("model.gguf", w.bytes()); }
+    std::string write(const GgufBytes& w) { return folder_.write("model.gguf", w.bytes()); }
     std::string write(const Change& change) {
-        GgufWriter w;
+        GgufBytes w;
         change(w);
         return write(w);
     }
@@ -74,7 +74,7 @@ class Gguf : public testing::Test {
 };
 
 TEST_F(Gguf, KeysAndTensorsAreRead) {
-    GgufWriter w;
+    GgufBytes w;
     w.u32("general.alignment", w.alignment = 64);
     w.key("small", 1, std::string(1, '\xff'));
     w.f32("float", 1e-5f);
@@ -109,7 +109,7 @@ TEST_F(Gguf, BrokenFilesAreRefused) {
     expect_refused([](auto& w) { w.key("a", 7, "\2"); }, {"true or false"});
     expect_refused([](auto& w) { w.key("a", 8, w.number(uint64_t{1} << 40)); }, {"string", "1099511627776"});
     const auto list = [](uint32_t type, uint64_t count) {
-        return [=](GgufWriter& w) { w.key("a", 9, w.number(type) + w.number(count)); };
+        return [=](GgufBytes& w) { w.key("a", 9, w.number(type) + w.number(count)); };
     };
     expect_refused(list(4, 1 << 20), {"1048576 elements"});
     expect_refused(list(4, 1ull << 63), {"elements"});
@@ -125,7 +125,7 @@ TEST_F(Gguf, BrokenFilesAreRefused) {
 
 TEST_F(Gguf, BrokenTensorsAreRefused) {
     const auto tensor = [](std::vector<uint64_t> dims, uint32_t type, size_t bytes, int64_t offset = -1) {
-        return [=](GgufWriter& w) { w.tensor("t", dims, type, std::string(bytes, '\0'), offset); };
+        return [=](GgufBytes& w) { w.tensor("t", dims, type, std::string(bytes, '\0'), offset); };
     };
     expect_refused(tensor({}, 0, 4), {"\"t\"", "0 dimensions"});
     expect_refused(tensor({1, 1, 1, 1, 1}, 0, 4), {"5 dimensions"});
@@ -169,7 +169,7 @@ TEST_F(Gguf, RotaryScalingIsReadFromItsDivisors) {
     rope.type = RopeType::kLlama3, rope.factor = 32, rope.theta = 1e12;
     const std::vector<double> divisors = gguf::llama3_divisors(4, rope);
     const auto file = [&](double times) {
-        return [=](GgufWriter& w) {
+        return [=](GgufBytes& w) {
             add_keys(w, "llama", 1e12f), add_tensors(w);
             std::string data;
             for (const double d : divisors)
@@ -183,7 +183,7 @@ TEST_F(Gguf, RotaryScalingIsReadFromItsDivisors) {
 
 TEST_F(Gguf, YarnIsReadFromItsKeys) {
     const auto file = [&](bool whole) {
-        return write([=](GgufWriter& w) {
+        return write([=](GgufBytes& w) {
             add_keys(w), add_tensors(w);
             w.text("llama.rope.scaling.type", "yarn");
             w.f32("llama.rope.scaling.factor", 4), w.f32("llama.rope.scaling.yarn_beta_fast", 16);
@@ -201,7 +201,7 @@ TEST_F(Gguf, YarnIsReadFromItsKeys) {
 
 TEST_F(Gguf, OtherModelsAreRefused) {
     const auto with = [](const Change& change) {
-        return [=](GgufWriter& w) { add_keys(w), change(w), add_tensors(w); };
+        return [=](GgufBytes& w) { add_keys(w), change(w), add_tensors(w); };
     };
     expect_no_model([](auto& w) { w.text("general.architecture", "gemma3"); }, {"gemma3", "qwen3"});
     expect_no_model([](auto& w) { w.u32("a", 1); }, {"general.architecture"});
@@ -239,7 +239,7 @@ TEST_F(Gguf, BrokenTokenizersAreRefused) {
     expect([](auto& w) { w.text("tokenizer.ggml.model", "t5"); }, {"t5", "gpt2 and llama"});
     expect([](auto& w) { add_tokenizer(w, "tekken"); }, {"tekken", "llama-bpe"});
     const auto with = [](const std::string& model, const std::vector<int32_t>& types, const Change& change) {
-        return [=](GgufWriter& w) {
+        return [=](GgufBytes& w) {
             w.text("tokenizer.ggml.model", model);
             w.text("tokenizer.ggml.pre", "gpt-2");
             w.texts("tokenizer.ggml.tokens", {"a", "b"});

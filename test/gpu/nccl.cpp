@@ -96,8 +96,9 @@ struct ncclComm {
         if (p == MAP_FAILED) throw Fault("NCCL: no address space");
         shared = static_cast<Shared*>(p);
         shared->attached++;
+        const auto forget_name = [&](const void*) { shm_unlink(name.c_str()); };  // even if the others never come
+        const std::unique_ptr<const void, decltype(forget_name)> named(rank == 0 ? p : nullptr, forget_name);
         wait_until([&] { return shared->attached >= ranks; }, "the other ranks to connect");
-        if (rank == 0) shm_unlink(name.c_str());
         helper = std::thread([this] { answer(); });
     }
     char* data(int from, int to) const {

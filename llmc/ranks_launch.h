@@ -41,20 +41,27 @@ struct RunPage {
     std::atomic<pid_t> ranks[4096];  // 0: not begun, or at its end
     // Signals that the starter was asked to send to all ranks, for ranks that begin after that.
     std::atomic<bool> stop, save;
-    std::atomic<unsigned> shared_files;  // entries of shared_file, of which some may be the same
+    // How many files the ranks have noted that they share in /dev/shm, and their paths. Ranks that note at
+    // the same moment may note the same file twice.
+    std::atomic<unsigned> shared_files;
     char shared_file[1024][256];
 };
 static_assert(std::atomic<pid_t>::is_always_lock_free && std::atomic<bool>::is_always_lock_free);
 constexpr const char* kPageVariable = "LLMC_PAGE";
 inline RunPage* run_page = nullptr;
 
+// Maps the page into this process. Without it run_page stays null.
+inline void map_run_page(int fd) {
+    void* const at = mmap(nullptr, sizeof(RunPage), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (at != MAP_FAILED) run_page = static_cast<RunPage*>(at);
+}
+
 // In the starter: makes the page. Without it, messages say less.
 inline void make_run_page() {
     const int fd = memfd_create("ranks", MFD_CLOEXEC);
     if (fd < 0 || ftruncate(fd, sizeof(RunPage)) != 0) return;
-    void* const at = mmap(nullptr, sizeof(RunPage), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (at == MAP_FAILED) return;
-    run_page = static_cast<RunPage*>(at);
+    map_run_page(fd);
+    if (!run_page) return;
     setenv(kPageVariable, format("/proc/%d/fd/%d", getpid(), fd).c_str(), 1);
 }
 
@@ -70,10 +77,9 @@ inline void tell_starter_of(const Rank& rank) {
     const char* const path = getenv(kPageVariable);
     const int fd = path ? open(path, O_RDWR | O_CLOEXEC) : -1;
     if (fd < 0) return;
-    void* const at = mmap(nullptr, sizeof(RunPage), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    map_run_page(fd);
     close(fd);
-    if (at == MAP_FAILED) return;
-    run_page = static_cast<RunPage*>(at);
+    if (!run_page) return;
     if (rank.number >= static_cast<int>(std::size(run_page->ranks))) return;
     own_entry = &run_page->ranks[rank.number];
     before_exit = clear_own_entry;
@@ -101,8 +107,8 @@ inline void tell_starter_shared_files() {
     }
 }
 
-// In the starter, when the ranks have ended: removes those files. OpenMPI's launcher does it too,
-// but not always if it is told to end.
+// In the starter, when the ranks have ended: removes those files. OpenMPI's launcher does it too, but not
+// always if it is told to end.
 inline void remove_shared_files() {
     if (!run_page) return;
     for (const auto& path : run_page->shared_file)
@@ -116,21 +122,21 @@ inline void tell_starter_where(const std::string& where) {
 
 // ---- what a rank tells
 
-// Ranks write to the starter's stdout and stderr themselves, so that MPI's launcher can neither
-// delay nor mix what they print, and its own messages can be told from theirs.
+// Ranks write to the starter's stdout and stderr themselves, so that MPI's launcher can neither delay nor mix
+// what they print, and its own messages can be told from theirs.
 //
-// The starter passes on Ctrl-C as kStopRanks (signals.h), because MPI's launchers end all ranks
-// when they get SIGINT or SIGTERM themselves.
+// The starter passes on Ctrl-C as kStopRanks (signals.h), because MPI's launchers end all ranks when they get
+// SIGINT or SIGTERM themselves.
 
 // The signal by which a rank tells the starter its exit code. It is kStopRanks too, which goes the other way.
 constexpr int kRankEnds = SIGUSR2;
 
-// In a rank: connects stdout and stderr to those of the starter, if there is one. Only the first
-// rank prints; of the others only errors are shown, which go to the stream that this returns.
+// In a rank: connects stdout and stderr to those of the starter, if there is one. Only the first rank prints;
+// of the others only errors are shown, which go to the stream that this returns.
 inline FILE* open_rank_streams(const Rank& rank) {
-    if (const char* const parent = getenv(kStarterVariable))
+    if (const char* const starter = getenv(kStarterVariable))
         for (const int fd : {STDOUT_FILENO, STDERR_FILENO}) {
-            const std::string path = format("/proc/%s/fd/%d", parent, fd);
+            const std::string path = format("/proc/%s/fd/%d", starter, fd);
             const int opened = open(path.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC);
             if (opened < 0) continue;  // it stays connected to MPI's launcher, which passes it on
             dup2(opened, fd);
@@ -150,10 +156,10 @@ inline FILE* open_rank_streams(const Rank& rank) {
 // launchers do not pass on reliably. From then on it gets no signals from that process.
 inline void tell_starter_exit_code(int code) {
     clear_own_entry();
-    if (const auto parent = number_in_environment(kStarterVariable)) {
+    if (const auto starter = number_in_environment(kStarterVariable)) {
         sigval value{};
         value.sival_int = code;
-        sigqueue(*parent, kRankEnds, value);
+        sigqueue(*starter, kRankEnds, value);
     }
 }
 

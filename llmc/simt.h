@@ -8,8 +8,8 @@
 //   CPU, faithful    g++       32     16 bytes  a fiber: the same warps, barriers and shuffles as on the GPU
 //   planner          g++       32     16 bytes  never run: it only plans what the GPU build would do
 //
-// The faithful build (-DSIMT_LANES=32) is for tests; simt_fibers.h says what it checks. The same
-// loops serve all:
+// The faithful build (-DSIMT_LANES=32) is for tests; simt_fibers.h says what it checks. The same loops
+// serve all:
 //
 //   for (int c = lane() * V::size; c < C; c += kLanes * V::size) ...
 //

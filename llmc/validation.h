@@ -29,7 +29,7 @@ std::optional<double> validation_loss(const Options& o, Exchange& exchange, Tens
         return sum;
     };
     fill_zero(loss, stream);
-    std::vector<float> losses(count);  // with several ranks: of each batch that this one has evaluated
+    std::vector<float> losses(count);  // if ranks share the batches: the losses of those that are this rank's
     // Losses by position are added batch by batch, so then every rank evaluates all batches.
     const bool ranks_share = !exchange.is_alone() && !o.has("--loss-by-position");
     const auto ranks = static_cast<uint64_t>(ranks_share ? o.devices : 1);
@@ -49,10 +49,10 @@ std::optional<double> validation_loss(const Options& o, Exchange& exchange, Tens
 // that it counts for --early-stopping and --keep-best. Fails if it is not finite.
 inline void report_validation(int64_t step, double loss, bool is_due, const Options& o,
                               const Batches& batches, Metrics& metrics, RunModel& model) {
-    if (!std::isfinite(loss) && o.steps > 0)
-        fail("step %lld: the validation loss is %g; the last good save: %s", static_cast<long long>(step),
-             loss, metrics.last_save.c_str());
     if (!std::isfinite(loss)) {
+        if (o.steps > 0)
+            fail("step %lld: the validation loss is %g; the last good save: %s", static_cast<long long>(step),
+                 loss, metrics.last_save.c_str());
         model.check_streamed_finite();
         fail("the validation loss is %g", loss);
     }

@@ -16,7 +16,7 @@
 #                its operations with the predictions of dev/gpu_predicted.py, in dev/results/GPU-predicted.md
 #   compare      the trainer's speed compared with PyTorch's
 #   attention    attention's speed compared with PyTorch's
-#   devices      if the machine has several GPUs: training on two, and on all, compared with one
+#   devices      training on two GPUs, and on all, compared with one; if there is one GPU, ranks that share it
 #   python       the Python tests of the trainer, one part per file
 #   sanitizers   the kernel tests under compute-sanitizer. Some of racecheck's alarms about kernels that synchronize with
 #                TMA and mbarriers are known to be false; a part with only such alarms has not failed
@@ -42,6 +42,8 @@ ended=  # how the previous part ended, in words
 may_lack_memory=no  # yes: a part that runs out of memory has not failed
 known_alarms=  # a part whose only alarms are about kernels with such names has not failed
 fitting=  # the batch that bench_trainer found to fit
+as_root=()
+[ "$(id -u)" = 0 ] || as_root=(--map-root-user)  # with which others may unshare a namespace, where that is allowed
 PATH=$PATH:/usr/local/cuda/bin  # where compute-sanitizer often is
 
 fail() {
@@ -279,7 +281,7 @@ do_devices() {
     local gpus count precision
     read -ra gpus <<<"${all_gpus//,/ }"
     if [ ${#gpus[@]} -lt 2 ] && [ $dry_run = no ]; then
-        skip "several GPUs" "there is one"
+        on_one_gpu
         return
     fi
     for precision in bf16 fp32; do
@@ -287,6 +289,21 @@ do_devices() {
             part "d12 on $count GPUs, $precision" 12 env CUDA_VISIBLE_DEVICES="$all_gpus" python3 dev/compare_devices.py \
                 "build/cuda-$precision/train" --devices "$count" --model d12 --batch 8 --seq-len 1024
             [ "${#gpus[@]}" -gt 2 ] || break
+        done
+    done
+}
+
+# on_one_gpu: two and three ranks that share the only GPU; their losses are compared, as speeds would say nothing.
+on_one_gpu() {
+    local precision count
+    if ! command -v mpirun >/dev/null || ! unshare --uts "${as_root[@]}" true 2>/dev/null; then
+        skip "several ranks on one GPU" "they need OpenMPI's mpirun and permission to unshare a namespace"
+        return
+    fi
+    for precision in bf16 fp32; do
+        for count in 2 3; do
+            part "d4, $count ranks on one GPU, $precision" 12 python3 dev/compare_devices.py --one-gpu --zero 0,1,2,3 \
+                "build/cuda-$precision/train" --devices "$count" --model d4 --batch 2 --seq-len 256 --steps 8
         done
     done
 }

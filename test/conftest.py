@@ -26,6 +26,7 @@ signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGHUP, signal.SIGINT, signal
 def pytest_configure(config):
     config.addinivalue_line("markers", "quick: make quick runs it")
     config.addinivalue_line("markers", "more: slow, and seldom finds what others do not; make test-more runs it")
+    config.addinivalue_line("markers", "on_a_cpu(reason): not with a GPU's binary")
     config.addinivalue_line("markers", "not_played(reason): not on the GPU that test/gpu plays; on real ones it runs")
 
 
@@ -44,6 +45,9 @@ def pytest_collection_modifyitems(config, items):
         mark, given = item.get_closest_marker("not_played"), getattr(item, "callspec", None)
         if mark and given and any(getattr(value, "is_played", False) for value in given.params.values()):
             item.add_marker(pytest.mark.skip(reason=f"not on a GPU that is played: {mark.args[0]}"))
+        mark = item.get_closest_marker("on_a_cpu")
+        if mark and given and any(getattr(value, "device", "cpu") != "cpu" for value in given.params.values()):
+            item.add_marker(pytest.mark.skip(reason=mark.args[0]))
     kept = [item for item in items if MORE or not item.get_closest_marker("more")]
     if "TEST_PART" in os.environ:  # "3/16": every sixteenth test, from the third on
         number, parts = map(int, os.environ["TEST_PART"].split("/"))

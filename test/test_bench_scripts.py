@@ -437,7 +437,7 @@ def gpu_machine(tmp_path):
     executable(tmp_path / "dev" / "gpu_check.sh", (ROOT / "dev" / "gpu_check.sh").read_text())
     executable(tmp_path / "dev" / "venv.sh", "#!/bin/sh\necho 'not online'; exit 1\n")
     for name, text in {"nvidia-smi": NVIDIA_SMI, "make": MAKE, "python3": PYTHON, "g++": "#!/bin/sh\n",
-                       "compute-sanitizer": '#!/bin/sh\necho "$SMALL_SHAPES $*"\n'}.items():
+                       "mpirun": "#!/bin/sh\n", "unshare": "#!/bin/sh\n", "compute-sanitizer": '#!/bin/sh\necho "$SMALL_SHAPES $*"\n'}.items():
         executable(tmp_path / "bin" / name, text)
 
     def run(*arguments, code, without=(), **environment):
@@ -475,7 +475,7 @@ def test_gpu_check_goes_on_after_a_failure(gpu_machine, tmp_path):
         assert rows[name] == "passed", name
     assert rows["attention by length and head size"] == "passed"
     assert rows["compare with PyTorch"] == "skipped: no Python here has torch"
-    assert "21 parts, 1 failed" in text and "21 parts, 1 failed" in said
+    assert "25 parts, 1 failed" in text and "25 parts, 1 failed" in said
     for line in ("- GPU, memory, driver, compute capability: NVIDIA Fake 100, 1000 MiB, 1.0, 9.0", "- nvcc: V13.0",
                  "- CUDA of the driver: CUDA Version: 13.0", "    wrong",
                  "    1 --tool memcheck --error-exitcode 9 build/test/cuda/test_a --gtest_brief=1",
@@ -518,8 +518,12 @@ def test_gpu_check_does_groups_with_what_was_built(gpu_machine, tmp_path):
 
 
 def test_gpu_check_compares_several_gpus(gpu_machine, tmp_path):
-    gpu_machine("devices", code=0)
-    assert gpu_rows(tmp_path / "dev" / "results" / "nvidia-fake-100-devices.md")["several GPUs"] == "skipped: there is one"
+    for exit_code, ended in ((0, "passed"), (1, None)):
+        executable(tmp_path / "bin" / "unshare", f"#!/bin/sh\nexit {exit_code}\n")
+        gpu_machine("devices", code=0)
+        rows = gpu_rows(tmp_path / "dev" / "results" / "nvidia-fake-100-devices.md")
+        assert rows.get("d4, 3 ranks on one GPU, bf16") == ended
+    assert rows["several ranks on one GPU"].startswith("skipped: they need OpenMPI's mpirun and permission")
     gpu_machine("devices", code=0, CUDA_VISIBLE_DEVICES="0,1,2")
     text = (tmp_path / "dev" / "results" / "nvidia-fake-100-devices.md").read_text()
     for count in (2, 3):

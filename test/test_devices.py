@@ -60,11 +60,7 @@ def work(tmp_path_factory):
     return work
 
 
-@pytest.fixture(autouse=True)
-def on_a_cpu(request):
-    for name in ("train", "train_fp32", "train_bf16"):
-        if name in request.fixturenames and request.getfixturevalue(name).device != "cpu":
-            pytest.skip("several GPUs are not trained on yet")
+pytestmark = pytest.mark.on_a_cpu("test_devices_gpu.py trains on several GPUs")
 
 
 def figures(path):
@@ -369,3 +365,15 @@ def test_the_script_that_compares_with_one_device(train_fp32, work, capsys):
     assert [row[0] for row in rows] == ["one device", "2 devices, --zero 1", "2 devices, --zero 2"]
     assert all(float(row[4]) == 0 and float(row[1].replace(",", "")) > 0 for row in rows)
     assert compare_devices.main([*options, "--tolerance", "-1"]) == 1
+
+
+def test_the_script_with_ranks_that_share_a_gpu(train_fp32, work, capsys):
+    """As far as a CPU can test it: each rank has a host name of its own. Validation losses are not those of steps."""
+    if subprocess.run(["unshare", "--uts", "true"], capture_output=True).returncode:
+        pytest.skip("not allowed to unshare a namespace")
+    options = [train_fp32.path, "--one-gpu", "--devices", "3", "--steps", "6", "--zero", "0,3", "--model", str(work / "model"), "--data",
+               str(work / "data.bin"), "--val-data", str(work / "data.bin"), "--batch", "2", "--seq-len", "24"]
+    assert compare_devices.main(options) == 0
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["one device", "3 devices, --zero 0", "3 devices, --zero 3"]
+    assert all(float(row[1]) < 1e-6 for row in rows)

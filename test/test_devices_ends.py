@@ -28,11 +28,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.fixture(autouse=True)
-def on_a_cpu(request):
-    for name in ("train", "train_fp32"):
-        if name in request.fixturenames and request.getfixturevalue(name).device != "cpu":
-            pytest.skip("several GPUs are not trained on yet")
+pytestmark = pytest.mark.on_a_cpu("test_devices_gpu.py trains on several GPUs")
 
 
 @contextlib.contextmanager

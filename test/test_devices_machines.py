@@ -14,11 +14,11 @@ BASE = (*STEP, "--val-data", "data.bin", "--steps", 4, "--warmup", 1, "--lr", "1
         "--sample", "tokens=0", "--log", "log", "--out", "out")
 
 
+pytestmark = pytest.mark.on_a_cpu("test_devices_gpu.py has machines with GPUs")
+
+
 @pytest.fixture(autouse=True)
-def means(request):
-    for name in ("train", "train_fp32", "train_bf16"):
-        if name in request.fixturenames and request.getfixturevalue(name).device != "cpu":
-            pytest.skip("several GPUs are not trained on yet")
+def means():
     need_machines()
 
 

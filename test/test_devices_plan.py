@@ -24,10 +24,7 @@ def work(tmp_path_factory):
     return work
 
 
-@pytest.fixture(autouse=True)
-def on_a_cpu(request):
-    if "train" in request.fixturenames and request.getfixturevalue("train").device != "cpu":
-        pytest.skip("several GPUs are not trained on yet")
+pytestmark = pytest.mark.on_a_cpu("test_devices_gpu.py trains on several GPUs")
 
 
 # ---- what is chosen

@@ -1,5 +1,5 @@
-"""--chunk-rows mlp=: MLPs in chunks of rows. They change no bit if no gradient is summed over rows, and otherwise
-only rounding."""
+"""--chunk-rows mlp=: MLPs in chunks of rows. On a CPU they change no bit if no gradient is summed over rows; otherwise
+they change rounding."""
 
 import shutil
 
@@ -37,20 +37,20 @@ def lora(work, family, targets):
                                        fan_in_fan_out=family == "gpt2"))
 
 
-def is_exact(train, family):
-    """On a GPU cuBLASLt may fuse a bias and GELU into a product of some rows and not into one of others, where the widths are
-    odd: what it does not fuse is rounded once more."""
-    return train.device == "cpu" or family not in ("gpt2", "bloom")
+def close_to(train, value, of_bf16):
+    """On a CPU a row's result is the same beside any other rows. On a GPU cuBLASLt chooses an algorithm by the number of rows: it
+    may sum in another order, which fp32 shows, and fuse a bias and GELU for some rows and round once more for others."""
+    return value if train.device == "cpu" else pytest.approx(value, rel=1e-5 if train.precision == "fp32" else of_bf16)
 
 
-def check_equal(train, family, chunks, whole):
-    if is_exact(train, family):
+def check_equal(train, chunks, whole):
+    if train.device == "cpu":
         assert chunks == whole
         return
     (steps, _), (expected, _) = chunks, whole
     for step, other in zip(steps, expected, strict=True):
-        assert step["loss"] == pytest.approx(other["loss"], rel=1e-3)
-        assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-2)
+        assert step["loss"] == close_to(train, other["loss"], 1e-3)
+        assert step["grad_norm"] == close_to(train, other["grad_norm"], 1e-2)
 
 
 @pytest.mark.parametrize("rows", [8, 40, 104, 112])
@@ -60,7 +60,7 @@ def test_frozen_mlps_are_the_same_to_the_bit(train, work, family, rows):
         if "--dropout" in options and family not in ("gpt2", "bloom"):
             options = (*options[:-2], "--train", "lora", "--lora-dropout", 0.1)
         whole = adapter_trained(train, work, "whole", *options)
-        check_equal(train, family, adapter_trained(train, work, "chunks", *options, "--chunk-rows", f"mlp={rows}"), whole)
+        check_equal(train, adapter_trained(train, work, "chunks", *options, "--chunk-rows", f"mlp={rows}"), whole)
 
 
 @pytest.mark.parametrize("rows", [8, 48])
@@ -108,10 +108,9 @@ def test_resume(train, work):
 def test_validation_and_a_base_in_nf4(train, work, family):
     lora(work, family, ATTENTION.get(family, ["q_proj", "o_proj"]))
     whole = validated(train, work, "--model", "model")
-    expected = whole if is_exact(train, family) else pytest.approx(whole, rel=1e-3)
-    assert validated(train, work, "--model", "model", "--chunk-rows", "mlp=24") == expected
+    assert validated(train, work, "--model", "model", "--chunk-rows", "mlp=24") == close_to(train, whole, 1e-3)
     nf4 = ("--base", "nf4")
-    check_equal(train, family, adapter_trained(train, work, "a", *nf4, "--chunk-rows", "mlp=24"), adapter_trained(train, work, "b", *nf4))
+    check_equal(train, adapter_trained(train, work, "a", *nf4, "--chunk-rows", "mlp=24"), adapter_trained(train, work, "b", *nf4))
 
 
 def test_a_quantized_matrix_is_made_once_for_all_chunks(train, tmp_path):

@@ -88,9 +88,10 @@ inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const Options
                             {given.mlp_rows, given.attention_rows},
                             {given.mlp_rows / 4, given.attention_rows}};
         if (!o.has("--chunk-rows.attention"))
-            for (int64_t rows = fewest_attention_rows(rehearsals.heads); rows >= kFewestAttentionRows;
-                 rows /= 4)
+            for (int64_t rows = 4 * fewest_attention_rows(rehearsals.heads); rows > kFewestAttentionRows;) {
+                rows = std::max(rows / 4, kFewestAttentionRows);
                 if (o.seq_len > 2 * rows) rows_of_both.push_back({rows_of_both.back().first, rows});
+            }
         for (const auto& [of_mlp, of_attention] : rows_of_both) {
             s.mlp_rows = of_mlp, s.attention_rows = of_attention;
             for (int64_t rows : {0, 4096, 1024, 256, 64}) {

@@ -210,7 +210,7 @@ def test_parked_keys_of_a_bench_of_forward(train, llama):
 
 def test_memory_parks_keys_where_nothing_else_fits(train):
     options = ("--model", "llama:d4", "--batch", 1, "--seq-len", 65536, "--sample", "tokens=0", "--offload", "weights=device,gradients=device,state=device")
-    rows = ("--recompute", "block", "--chunk-rows", "mlp=512,head=64,attention=1024", "--offload", "inputs=auto")
+    rows = ("--recompute", "block", "--chunk-rows", f"mlp=512,head=64,attention={length_and_rows(train)[1]}", "--offload", "inputs=auto")
     here, parked = (train.plan(*options, *rows, *more)["totals"]["total"] for more in ((), ("--offload", "keys=auto",)))
     assert parked < here
     host = "" if train.device == "cpu" else ",host=8GiB"  # where keys of a GPU wait
@@ -288,9 +288,16 @@ def test_only_keys_and_values_are_there_of_all_rows(train, tmp_path, kind):
     assert flops[0] == pytest.approx(flops[1], rel=0.02)
 
 
+def length_and_rows(train):
+    """A sequence so long that chunks of these rows, the fewest that --memory chooses, save memory: a GPU's have to fill it."""
+    return (16384, 1024) if train.device == "cpu" else (131072, 4096)
+
+
 def test_memory_chooses_chunks_where_all_rows_do_not_fit(train):
-    options = ("--model", "llama:d4", "--batch", 1, "--seq-len", 16384, "--sample", "tokens=0")
-    whole, chunks = (train.plan(*options, "--recompute", "block", "--chunk-rows", f"mlp=512,head=64,attention={rows}")["totals"]["total"] for rows in (0, 1024))
+    length, few = length_and_rows(train)
+    options = ("--model", "llama:d4", "--batch", 1, "--seq-len", length, "--sample", "tokens=0")
+    whole, chunks = (train.plan(*options, "--recompute", "block", "--chunk-rows", f"mlp=512,head=64,attention={rows}")["totals"]["total"]
+                     for rows in (0, few))
     assert chunks < whole
     resident = ("--offload", "weights=device,gradients=device,state=device,inputs=device")
     budget = ("--memory", f"{(whole + 3 * chunks) // 4 >> 20}MiB")
@@ -308,9 +315,10 @@ def test_memory_leaves_given_rows_as_they_are(train, llama):
 
 
 def test_automatic_rows(train):
-    options = ("--model", "llama:d4", "--seq-len", 32768, "--batch", 1, "--recompute", "block", "--chunk-rows", "mlp=512")
+    length = 32768 if train.device == "cpu" else 131072
+    options = ("--model", "llama:d4", "--seq-len", length, "--batch", 1, "--recompute", "block", "--chunk-rows", "mlp=512")
     chunks, whole = train.plan(*options, "--chunk-rows", "attention=auto"), train.plan(*options)
-    assert 0 < chunks["attention_rows"] < 32768 and whole["attention_rows"] == 0
+    assert 0 < chunks["attention_rows"] < length and whole["attention_rows"] == 0
     assert chunks["estimated_seconds"] <= 1.02 * whole["estimated_seconds"]
     assert train.plan(*options, "--seq-len", 512, "--chunk-rows", "attention=auto")["attention_rows"] == 0
 

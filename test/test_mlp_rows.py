@@ -170,10 +170,8 @@ def test_automatic_rows(train, options):
     options = (*options, "--batch", 1, "--recompute", "block")
     chunks, whole = train.plan(*options, "--chunk-rows", "mlp=auto,head=0"), train.plan(*options, "--chunk-rows", "head=0")
     most = 8192 if train.device == "cpu" else options[3]
-    if train.device == "cuda" and options[1] == "llama:d4":  # there any chunks cost more
-        assert chunks["mlp_rows"] == 0
-        return
-    assert 0 < chunks["mlp_rows"] < most and whole["mlp_rows"] == 0
+    assert 0 <= chunks["mlp_rows"] < most and whole["mlp_rows"] == 0
+    assert chunks["mlp_rows"] > 0 or (train.device == "cuda" and options[1] == "llama:d4")  # there any chunks may cost more
     assert chunks["estimated_seconds"] <= 1.02 * whole["estimated_seconds"]
     for neutral in (("--threads", 1), ("--optimizer", "sgd"), ("--recompute", "none")):
         assert train.plan(*options, *neutral, "--chunk-rows", "mlp=auto")["mlp_rows"] == chunks["mlp_rows"], neutral

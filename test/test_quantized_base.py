@@ -28,9 +28,9 @@ def nf4(is_double):
 
 
 def open_nf4(folder, is_double):
-    """transformers' model with bitsandbytes' matrices."""
+    """transformers' model with bitsandbytes' matrices, on the CPU."""
     return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, quantization_config=nf4(is_double), attn_implementation="eager").eval()
+        folder, device_map="cpu", dtype=torch.float32, quantization_config=nf4(is_double), attn_implementation="eager").eval()
 
 
 def dequantized(model):
@@ -117,13 +117,13 @@ def test_saved_base_is_that_of_transformers(train, tmp_path, family, base):
     with one_thread():
         config = nf4(base == "nf4-double")
         config.bnb_4bit_compute_dtype = dtype
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(work / "model", dtype=dtype,
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(work / "model", dtype=dtype, device_map="cpu",
                                                                    quantization_config=config).eval()
     theirs.save_pretrained(work / "bnb")
     assert (work / "base" / "model.safetensors").read_bytes() == (work / "bnb" / "model.safetensors").read_bytes()
     settings = [json.loads((work / name / "config.json").read_text())["quantization_config"] for name in ("base", "bnb")]
     assert settings[0] == {key: value for key, value in settings[1].items() if not key.startswith("_")}
-    opened = transformers.AutoModelForCausalLM.from_pretrained(work / "base", dtype=dtype)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(work / "base", dtype=dtype, device_map="cpu")
     matrices = [[floats_of(m.weight.data, m.weight.quant_state) for m in model.modules()
                  if isinstance(m, bitsandbytes.nn.Linear4bit)] for model in (opened, theirs)]
     assert len(matrices[0]) == len(matrices[1]) > 0 and all(map(torch.equal, *matrices))

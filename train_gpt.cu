@@ -112,7 +112,7 @@ bool Trainer::train_step() {
         // whose key is any other address.
         const void* const graph_key = is_last && !exchange_.is_alone() ? &exchange_ : nullptr;
         Plan& plan = micro_.continues_step ? plans_.add : plans_.train;
-        const auto run = [&] { micro_batch(loss_scale, is_last); };
+        const auto run = [&] { micro_batches(loss_scale, is_last); };
         run_step(plan, run, graph_key);
     }
     if (!o_.update_in_backward) run_step(plans_.update, [&] { updates_.update_all(); });
@@ -122,7 +122,7 @@ bool Trainer::train_step() {
 
 // Forward and backward of one micro-batch, or of all with --by-block; also the update, with
 // --update-in-backward.
-void Trainer::micro_batch(float loss_scale, bool is_last) {
+void Trainer::micro_batches(float loss_scale, bool is_last) {
     // Only the last micro-batch needs the sums for the norm. But those with the same plan must take the same
     // memory, so each that may be the last computes them: on one device all after the first, or the only one;
     // on several devices all, so that each plan has the memory of the exchange.
@@ -186,7 +186,7 @@ void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const
         m.d_residual =
             embedding_and_head_.with_prompt(head_and_loss(m, options.head_rows, loss_scale, loss, d_head));
     d_ends.complete_head();
-    weights_.expect_blocks(true);  // starts fetching the last blocks for backward
+    weights_.expect_blocks_for_backward();  // and starts fetching the last of them
 
     range.emplace("backward");
     backward_blocks(micro_batches, options.continues_step);
@@ -327,6 +327,12 @@ TensorX Gpt::attention_projection(int layer, const TensorX& attended, const Rows
     return out;
 }
 
+// middle = x + the projection of attention's output.
+void Gpt::add_attention_projection(TensorX& middle, const TensorX& x, const TensorX& attended, int layer,
+                                   const Rows& rows) {
+    residual_forward(middle, x, attention_projection(layer, attended, rows), stream_);
+}
+
 // A block's backward. Recomputes what forward dropped, and writes or adds the block's gradients. d_residual
 // (B, T, C), the gradient of the block's output, becomes that of its input: it is itself the gradient along
 // the skip connections, and each half adds the gradient that comes through its norm.
@@ -418,19 +424,18 @@ TensorX Gpt::forward_attention_in_chunks(int layer, BlockActivations& a, const R
     TensorX middle =
         inputs_.stores_chunks() || !keep.backward ? std::move(a.input) : take("residual", x.shape());
     SequenceKeys& keys = attention_.keys();
-    keys.begin_block(false);
+    keys.begin_block();
     for_each_sequence(arena_, x, rows, [&](const Rows& sequence, int entry, int64_t length) {
         KvRows kv = keys.begin_sequence(length, entry, attention_rows_);
         const auto forward = [&](const Rows& chunk, int64_t first, int64_t count) {
             BlockActivations of_chunk;
             of_chunk.input = rows_of_sequence(x, chunk, count);
             if (inputs_.stores_chunks()) inputs_.store(of_chunk.input);
-            kv.rows_before = static_cast<int>(first);
+            keys.begin_chunk(kv, first);
             forward_attention_rows(layer, of_chunk, chunk, kKeepNothing, &kv);
             keys.end_chunk(kv, count);
             TensorX to = middle.rows_at(chunk.first, count);
-            residual_forward(to, of_chunk.input, attention_projection(layer, of_chunk.attention.out, chunk),
-                             stream_);
+            add_attention_projection(to, of_chunk.input, of_chunk.attention.out, layer, chunk);
         };
         for_each_chunk(arena_, sequence, length, attention_rows_, forward);
     });
@@ -438,16 +443,15 @@ TensorX Gpt::forward_attention_in_chunks(int layer, BlockActivations& a, const R
     return middle;
 }
 
-// middle = x + the projection of attention's output, in chunks of as many rows as the MLP takes, so that the
-// projection of all rows is never in memory.
+// add_attention_projection() in chunks of as many rows as the MLP takes, so that the projection of all rows
+// is never in memory.
 void Gpt::add_projection_in_chunks(TensorX& middle, const TensorX& x, const TensorX& attended, int layer,
                                    const Rows& rows) {
     Linear<floatX>& w = weights_.block(layer).projection;
     const DequantizedScope whole(arena_, stream_, {&w});
     const auto project = [&](const Rows& chunk, int64_t first, int64_t count) {
         TensorX to = middle.rows_at(first, count);
-        residual_forward(to, x.rows_at(first, count),
-                         attention_projection(layer, attended.rows_at(first, count), chunk), stream_);
+        add_attention_projection(to, x.rows_at(first, count), attended.rows_at(first, count), layer, chunk);
     };
     for_each_chunk(arena_, rows, x.rows(), mlp_.chunk_rows(), project);
 }
@@ -463,7 +467,7 @@ void Gpt::backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const Te
     SequenceKeys& keys = attention_.keys();
     const DequantizedScope whole(arena_, stream_, {&w.qkv, &w.projection, &w.up, &w.down});
     g.begin_chunks(arena_, stream_);
-    keys.begin_block(true);
+    keys.begin_block_for_backward();
     const auto input = [&](const Rows& chunk, int64_t count) {
         return x ? rows_of_sequence(x, chunk, count) : inputs_.fetch(count);
     };
@@ -471,7 +475,7 @@ void Gpt::backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const Te
         KvRows kv = keys.begin_sequence(length, entry, attention_rows_);
         const auto make_kv = [&](const Rows& chunk, int64_t first, int64_t count) {
             BlockActivations a;
-            kv.rows_before = static_cast<int>(first);
+            keys.begin_chunk(kv, first);
             a.norm_1 = norm_.forward(kNorm1, input(chunk, count), w.norm_1);
             auto normed = [&] { return a.norm_1.out.view(); };
             attention_.make_qkv(a.attention, normed, w, chunk, false, kv.rows_before);
@@ -483,10 +487,10 @@ void Gpt::backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const Te
         const auto backward = [&](const Rows& chunk, int64_t first, int64_t count) {
             BlockActivations a;
             a.input = input(chunk, count);
-            kv.rows_before = static_cast<int>(first);
+            keys.begin_chunk(kv, first);
             forward_attention_rows(layer, a, chunk, kRecomputed, &kv);
             a.middle = take("residual_middle", a.input.shape());
-            residual_forward(a.middle, a.input, attention_projection(layer, a.attention.out, chunk), stream_);
+            add_attention_projection(a.middle, a.input, a.attention.out, layer, chunk);
             TensorX d_chunk = rows_of_sequence(d_residual, chunk, count);
             mlp_.backward_in_chunks(layer, g, a.middle, chunk, d_chunk);
             a.middle.drop();
@@ -677,11 +681,11 @@ void Trainer::apply(const MemorySetting& s) {
     const bool same_state = setting_of(o_).same_state(s);
     apply_setting(s, o_);
     if (!same_state) {
-        model_.choose();
+        model_.apply_options();
         plans_.update = {};
         plans_.update_phases.reset();
     }
-    batches_.choose();
+    batches_.set_sizes();
     micro_ = {.head_rows = s.head_rows, .keep = {}, .dropout = batches_.dropout()};
     gpt_.set_chunk_rows(s.mlp_rows, s.attention_rows);
     connect_streams();
@@ -700,7 +704,7 @@ void Trainer::connect_streams() {
 Plan Trainer::rehearse_training(bool continues_step, bool placed) {
     micro_.continues_step = continues_step;
     const bool is_last = continues_step || o_.own_micro_batches() == together();
-    return arena_.rehearse([&] { micro_batch(1, is_last); }, placed);
+    return arena_.rehearse([&] { micro_batches(1, is_last); }, placed);
 }
 
 Plan Trainer::rehearse_validation(bool placed) {
@@ -715,7 +719,7 @@ const MemoryReport& Trainer::rehearse(bool placed) {
         // The report shows `train` alone.
         plans_.train.workspace = std::max(plans_.train.workspace, plans_.add.workspace);
         // The update depends on the state's formats, and on nothing else that a setting changes.
-        if (!o_.update_in_backward && plans_.update.work.empty()) {
+        if (!o_.update_in_backward && plans_.update.is_empty()) {
             plans_.update = arena_.rehearse([&] { updates_.update_all(); });
             plans_.update_phases.reset();
         }
@@ -723,8 +727,8 @@ const MemoryReport& Trainer::rehearse(bool placed) {
     if (in_.val_data || o_.bench == "forward") plans_.evaluate = rehearse_validation(true);
     // No setting changes these.
     if (in_.samples() && plans_.sample.takes.empty()) sampler_.rehearse(plans_.sample, plans_.slide);
-    if (!o_.merge.empty() && plans_.merge.work.empty()) plans_.merge = merge_.rehearse();
-    if (export_.uses_arena() && plans_.exported.work.empty()) plans_.exported = export_.rehearse();
+    if (!o_.merge.empty() && plans_.merge.is_empty()) plans_.merge = merge_.rehearse();
+    if (export_.uses_arena() && plans_.exported.is_empty()) plans_.exported = export_.rehearse();
     if (in_.gguf) plans_.load = arena_.rehearse([&] { model_.load_gguf(arena_, stream_, nullptr); });
     if (model_.looks_up_prompt())
         plans_.first_prompt = arena_.rehearse([&] { gpt_.ends().token_rows(in_.first_prompt); });
@@ -749,13 +753,7 @@ void Trainer::prepare() {
         remark_no_validation(in_, o_.seq_len);
         print_plan();
     }
-    // By default as many prompts are answered at a time as fit.
-    while (!o_.prompts.empty() && !o_.has("--batch") && o_.batch > 1 &&
-           still_to_take(report_) > memory_of_rank(o_.rank).bytes) {
-        o_.batch /= 2;
-        plans_.sample = Plan();
-        rehearse();
-    }
+    if (!o_.prompts.empty() && !o_.has("--batch")) answer_as_many_as_fit();
     require_memory(report_, memory_of_rank(o_.rank), trains());
     PeakRate peak = {};
     if (trains()) {
@@ -780,6 +778,15 @@ void Trainer::prepare() {
     metrics_.log().open(o_.log, !o_.resume.empty());
     loss_by_position_.open(o_.loss_by_position, !o_.resume.empty());
     if (batches_.training() && trains()) print_data(o_, in_, batches_, first_step_);
+}
+
+// Halves the number of prompts that are answered at a time until the run fits.
+void Trainer::answer_as_many_as_fit() {
+    while (o_.batch > 1 && still_to_take(report_) > memory_of_rank(o_.rank).bytes) {
+        o_.batch /= 2;
+        plans_.sample = Plan();
+        rehearse();
+    }
 }
 
 // Allocates all device memory of the run: what the report says, to the byte.

@@ -88,6 +88,8 @@ struct Plan {
     std::vector<Loop> loops;          // the counters after one turn of each repeat()
     std::vector<Work> work;           // the operations, in order
     std::vector<Transfer> transfers;  // among the operations
+
+    bool is_empty() const { return work.empty(); }  // true until it is rehearsed
 };
 
 constexpr size_t kArenaAlignment = 256;

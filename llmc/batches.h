@@ -39,10 +39,10 @@ class Batches {
     Batches(const Options& o, const RunInputs& in, const Stream& stream) : o_(o), in_(in), stream_(stream) {}
     Batches(const Batches&) = delete;
 
-    // Takes the sizes from the options, which may change until allocate().
-    void choose() {
+    // Takes the sizes from the options. Call it again when they change, until allocate().
+    void set_sizes() {
         feeders_.resize(static_cast<size_t>(o_.micro_batches_together()));
-        for (Feeder& f : feeders_) f.choose(o_.batch, o_.seq_len, in_.config.vocabulary, in_.packs());
+        for (Feeder& f : feeders_) f.set_sizes(o_.batch, o_.seq_len, in_.config.vocabulary, in_.packs());
     }
     void allocate() {
         for (Feeder& f : feeders_)

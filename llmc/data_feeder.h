@@ -60,7 +60,7 @@ class Feeder {
 
     // Sets the sizes and whether batches are packed. Allocates nothing yet: batch() has its shapes, but no
     // data.
-    void choose(int batch, int seq_len, int vocabulary, bool packed = false) {
+    void set_sizes(int batch, int seq_len, int vocabulary, bool packed = false) {
         rows_ = int64_t{batch} * seq_len;
         starts_ = most_token_groups(rows_, vocabulary) + 1;
         vocabulary_ = vocabulary;

@@ -129,6 +129,8 @@ class Gpt {
     void forward_attention(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv);
     void forward_attention_rows(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv);
     TensorX attention_projection(int layer, const TensorX& attended, const Rows& rows);
+    void add_attention_projection(TensorX& middle, const TensorX& x, const TensorX& attended, int layer,
+                                  const Rows& rows);
     void backward_block(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
                         TensorX& d_residual);
     void backward_attention(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,

@@ -288,11 +288,7 @@ inline void handle_starter_signals() {
     sigaction(kRankEnds, &action, nullptr);
     action.sa_flags = SA_RESTART;
     action.sa_handler = pass_on_signal;
-    for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGUSR1}) {
-        struct sigaction before = {};
-        sigaction(signal, &action, &before);
-        if (before.sa_handler == SIG_IGN) sigaction(signal, &before, nullptr);
-    }
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGUSR1}) handle_signal(signal, action);
 }
 
 // Starts `count` ranks of this program with the same arguments, and returns its exit code when all have

@@ -78,7 +78,7 @@ class RunModel {
     State<floatX> state;
     std::optional<State<floatX>> adapter;
 
-    // Allocates nothing yet. The options may change until allocate(); call choose() after a change.
+    // Allocates nothing yet. The options may change until allocate(); call apply_options() after a change.
     RunModel(const Options& o, RunInputs& in)
         : whole(in.config),
           quantized(frozen_matrices(o, in)),
@@ -107,9 +107,9 @@ class RunModel {
     int64_t trained_count() const { return adapter ? adapter->layout.count() : whole.count(); }
 
     // Applies changed options: the formats of the state, and the placement of blocks.
-    void choose() {
-        state.choose(state_options_of_model(o_, in_));
-        if (adapter) adapter->choose(state_options<floatX>(o_));
+    void apply_options() {
+        state.set_options(state_options_of_model(o_, in_));
+        if (adapter) adapter->set_options(state_options<floatX>(o_));
     }
     // Allocates all of it, and copies to the device the position factors for sequences of `length` tokens.
     void allocate(int length, Stream stream) {

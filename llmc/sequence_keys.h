@@ -85,8 +85,10 @@ class SequenceKeys {
         return keys_at() + (family_.heads_together ? config_.head_size : config_.kv_width());
     }
 
-    // Call around a block whose rows go in chunks: they take and release the buffers of offloaded keys.
-    void begin_block(bool with_sums) { offloaded_.take(2 * config_.kv_width(), with_sums); }
+    // Call around a block whose rows go in chunks: they take and release the buffers of offloaded keys, and
+    // for backward also of the sums of their gradients.
+    void begin_block() { offloaded_.take(2 * config_.kv_width(), false); }
+    void begin_block_for_backward() { offloaded_.take(2 * config_.kv_width(), true); }
     void end_block() { offloaded_.release(); }
     // Begins sequence `entry` of the batch, of `rows` rows, none of which has keys yet, in chunks of
     // chunk_rows.
@@ -112,6 +114,8 @@ class SequenceKeys {
             fill_zero(*sums, stream_);
         }
     }
+    // Begins a chunk, whose first row is row `first` of the sequence.
+    static void begin_chunk(KvRows& kv, int64_t first) { kv.rows_before = static_cast<int>(first); }
     // Ends a chunk of `count` rows: its keys are offloaded, if rows follow that need them.
     void end_chunk(const KvRows& kv, int64_t count) {
         if (kv.offloaded && kv.rows_before + count < kv.rows)

@@ -53,8 +53,16 @@ inline void on_save_request(int) {
 
 // Sets a signal's handler, unless the signal was ignored when the program started (nohup): then it stays
 // ignored.
+inline void handle_signal(int signal, const struct sigaction& action) {
+    struct sigaction before = {};
+    sigaction(signal, &action, &before);
+    if (before.sa_handler == SIG_IGN) sigaction(signal, &before, nullptr);
+}
 inline void handle_signal(int signal, void (*handler)(int)) {
-    if (std::signal(signal, handler) == SIG_IGN) std::signal(signal, SIG_IGN);
+    struct sigaction action = {};
+    action.sa_flags = SA_RESTART;
+    action.sa_handler = handler;
+    handle_signal(signal, action);
 }
 
 // In a conversation: whether an answer is being written, and whether Ctrl-C has asked to stop it.
@@ -91,11 +99,7 @@ inline void signals_of_conversation() {
         else
             stop_waiting(signal);
     };
-    for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
-        struct sigaction before = {};
-        sigaction(signal, nullptr, &before);
-        if (before.sa_handler != SIG_IGN) sigaction(signal, &action, nullptr);
-    }
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP}) handle_signal(signal, action);
 }
 
 // For the whole program: a write beyond ulimit -f fails like any other write instead of killing the process,
@@ -123,13 +127,12 @@ inline void stop_on_signals(bool saves) {
     handle_signal(SIGPIPE, on_interrupt);
     handle_signal(kStopRanks, [](int) { on_interrupt(SIGINT); });
     for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
-        struct sigaction action = {}, before = {};
+        struct sigaction action = {};
         action.sa_flags = SA_RESTART | SA_SIGINFO;
         action.sa_sigaction = [](int number, siginfo_t* info, void*) {
             if (info->si_pid == getppid()) exit_at_once(128 + number);
             on_interrupt(number);
         };
-        sigaction(signal, &action, &before);
-        if (before.sa_handler == SIG_IGN) sigaction(signal, &before, nullptr);
+        handle_signal(signal, action);
     }
 }

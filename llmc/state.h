@@ -190,10 +190,10 @@ template <class T>
 class State {
   public:
     State(Layout where, const StateOptions& state_options) : layout(std::move(where)) {
-        choose(state_options);
+        set_options(state_options);
     }
     // Makes the table; allocates nothing yet.
-    void choose(const StateOptions& state_options) {
+    void set_options(const StateOptions& state_options) {
         options = state_options;
         buffers_.clear();
         const bool adamw = options.optimizer == Optimizer::AdamW;
@@ -274,7 +274,7 @@ class State {
     T* weights() const { return data<T>(StatePart::Weights); }
 
     const Layout layout;
-    StateOptions options;  // as given to choose()
+    StateOptions options;  // as given to set_options()
 
   private:
     template <class E>

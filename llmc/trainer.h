@@ -55,7 +55,7 @@ class Trainer {
     // The loop and the step.
     void train();
     bool train_step();
-    void micro_batch(float loss_scale, bool is_last);
+    void micro_batches(float loss_scale, bool is_last);
     template <class Operations>
     void run_step(Plan& plan, Operations&& operations, const void* graph_key = nullptr);
     void say_where();
@@ -80,6 +80,7 @@ class Trainer {
     void open_device();
     void connect_streams();
     void prepare();
+    void answer_as_many_as_fit();
     void take_memory();
     void load();
     void forward_step();

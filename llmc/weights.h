@@ -85,10 +85,10 @@ class Weights {
         return streams_trained_blocks() || (outside_.matrices && outside_.matrices->is_streamed());
     }
 
-    // Begins a sweep over the blocks, from the first to the last, or back, and prefetches the first of them.
-    void expect_blocks(bool back = false) {
-        streamed_.expect(numbers_in_order(streams_blocks() ? layers() : 0, back));
-    }
+    // Begins a sweep over the blocks, from the first to the last or for backward from the last to the first,
+    // and prefetches the first of the sweep.
+    void expect_blocks() { begin_sweep(false); }
+    void expect_blocks_for_backward() { begin_sweep(true); }
     // A block's weights, on the device until another block is asked for. Call it in the order of the sweep.
     Block<floatX>& block(int layer) {
         Block<floatX>& block = blocks_[static_cast<size_t>(layer)];
@@ -115,6 +115,7 @@ class Weights {
     void release() { streamed_.release(); }
 
   private:
+    void begin_sweep(bool back) { streamed_.expect(numbers_in_order(streams_blocks() ? layers() : 0, back)); }
     int layers() const { return model_.layout.config().layers; }
     // Points the matrices of a block at their parts of the bytes at `block`; null if they are not there yet.
     void bind_matrices(int layer, const char* block) {

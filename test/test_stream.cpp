@@ -45,8 +45,8 @@ TEST(Feeder, BringsEachBatchToTheSameAddresses) {
         const int64_t rows = int64_t{batch} * seq_len, groups = std::min<int64_t>(rows, vocabulary);
         const OwnStream stream;
         Feeder feeder;
-        feeder.choose(5, 9, 11);  // and then other sizes
-        feeder.choose(batch, seq_len, vocabulary);
+        feeder.set_sizes(5, 9, 11);  // and then other sizes
+        feeder.set_sizes(batch, seq_len, vocabulary);
         EXPECT_EQ(feeder.batch().inputs.data(), nullptr);
         EXPECT_TRUE(feeder.batch().targets.shape() == (Shape{batch, seq_len}));
         EXPECT_EQ(feeder.batch().token_starts.size(), groups + 1);
@@ -78,10 +78,10 @@ TEST(Feeder, BringsDocuments) {
     const OwnStream stream;
     Feeder feeder;
     const int batch = 3, seq_len = 20, vocabulary = 7;
-    feeder.choose(batch, seq_len, vocabulary);
+    feeder.set_sizes(batch, seq_len, vocabulary);
     EXPECT_FALSE(feeder.batch().documents.positions);
     const int64_t whole = feeder.count();
-    feeder.choose(batch, seq_len, vocabulary, true);
+    feeder.set_sizes(batch, seq_len, vocabulary, true);
     EXPECT_EQ(feeder.count(), whole + 3 * batch * seq_len + (seq_len + 1) + 1);
     feeder.allocate();
     for (int k = 0; k < 3; k++) {
@@ -114,7 +114,7 @@ TEST(Feeder, RunsAheadWithoutMixingBatches) {
     const int turns = 40, vocabulary = 1000;
     const OwnStream stream;
     Feeder feeder;
-    feeder.choose(4, 512, vocabulary);
+    feeder.set_sizes(4, 512, vocabulary);
     feeder.allocate();
     const size_t rows = 4 * 512;
     const DeviceArray<int> seen(turns * rows);

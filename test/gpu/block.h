@@ -10,6 +10,7 @@
 #include <bit>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <random>
 #include <unordered_set>
 
@@ -29,10 +30,13 @@ struct SharedWord {
     uint8_t write_warp = 0, write_lane = 0, write_bytes = 0, written = 0;
     bool pending = false;  // a copy to it is under way
     bool barrier = false;  // an mbarrier is there
-    uint32_t readers = 0;  // a set of warps; their last clocks and lanes follow
-    std::array<uint32_t, kMostWarps> read_clock{}, reads_done{};
-    std::array<uint8_t, kMostWarps> read_lane{};  // kManyLanes: more than one
-    std::array<uint8_t, kMostWarps> read_bytes{};
+    uint32_t readers = 0;  // a set of warps, each with a SharedRead
+};
+// A warp's last read of a word.
+struct SharedRead {
+    uint32_t clock, reads_done;
+    uint8_t lane;  // kManyLanes: more than one
+    uint8_t bytes;
 };
 constexpr uint8_t kManyLanes = 255;
 
@@ -56,7 +60,7 @@ struct Launch {
     Counters* counters;
     uint64_t seed = 0;
     bool check_races = true;
-    std::unordered_set<uint64_t>* touched = nullptr;  // sectors, if somebody wants to know
+    std::unordered_set<uint64_t>* touched = nullptr;  // sectors; null if requests are not counted
 };
 
 class Block;
@@ -142,6 +146,7 @@ class Block {
         const uint32_t threads = launch.block[0] * launch.block[1] * launch.block[2];
         for (uint32_t first = 0; first < threads; first += 32)
             add_warp(first, std::min(32u, threads - first));
+        reads_ = std::make_unique_for_overwrite<SharedRead[]>(words_.size() * warps_.size());
     }
     Block(const Block&) = delete;
 
@@ -539,6 +544,10 @@ class Block {
         word.written |= mask;
         word.readers = 0;
     }
+    // Nobody has set it before the warp is one of the word's readers.
+    SharedRead& read_of(const SharedWord& word, int warp) {
+        return reads_[static_cast<size_t>(&word - words_.data()) * warps_.size() + static_cast<size_t>(warp)];
+    }
     void note_read(Warp& w, int lane, SharedWord& word, uint8_t mask, uint64_t address) {
         if (word.barrier)
             throw Fault("an mbarrier at shared+" + std::to_string(address) + " is read as memory");
@@ -555,13 +564,11 @@ class Block {
                 throw Fault("race in shared memory: reads shared+" + std::to_string(address) + ", which " +
                             text(word.write_warp, word.write_lane) + " writes in no order");
         }
-        const size_t i = static_cast<size_t>(w.index);
-        const bool again = (word.readers >> i & 1) && word.reads_done[i] == w.reads_done;
-        word.read_lane[i] = again && word.read_lane[i] != lane ? kManyLanes : static_cast<uint8_t>(lane);
-        word.read_bytes[i] = static_cast<uint8_t>(again ? word.read_bytes[i] | mask : mask);
-        word.read_clock[i] = w.clock;
-        word.reads_done[i] = w.reads_done;
-        word.readers |= 1u << i;
+        SharedRead& read = read_of(word, w.index);
+        const bool again = (word.readers >> w.index & 1) && read.reads_done == w.reads_done;
+        read = {w.clock, w.reads_done, again && read.lane != lane ? kManyLanes : static_cast<uint8_t>(lane),
+                static_cast<uint8_t>(again ? read.bytes | mask : mask)};
+        word.readers |= 1u << w.index;
     }
     void check_write(int warp, int lane, uint32_t clock, uint32_t reads_done, const WarpClock& after,
                      const SharedWord& word, uint8_t mask, uint64_t address) {
@@ -580,14 +587,13 @@ class Block {
         }
         for (uint32_t readers = word.readers; readers; readers &= readers - 1) {
             const int r = std::countr_zero(readers);
-            const size_t i = static_cast<size_t>(r);
-            if (!(word.read_bytes[i] & mask)) continue;
-            const bool ordered = r == warp ? word.read_lane[i] == lane || word.reads_done[i] < reads_done
-                                           : after[i] > word.read_clock[i];
+            const SharedRead& read = read_of(word, r);
+            if (!(read.bytes & mask)) continue;
+            const bool ordered = r == warp ? read.lane == lane || read.reads_done < reads_done
+                                           : after[static_cast<size_t>(r)] > read.clock;
             if (!ordered)
                 throw Fault("race in shared memory: " + text(warp, lane) + " writes shared+" +
-                            std::to_string(address) + ", which " + text(r, word.read_lane[i]) +
-                            " reads in no order");
+                            std::to_string(address) + ", which " + text(r, read.lane) + " reads in no order");
         }
     }
     // The async proxy sees what ordinary accesses wrote only after a fence.proxy.async by the writer.
@@ -607,6 +613,7 @@ class Block {
     size_t shared_bytes_ = 0;
     std::vector<char> shared_;
     std::vector<SharedWord> words_;
+    std::unique_ptr<SharedRead[]> reads_;
     std::deque<Warp> warps_;
     std::array<BlockBarrier, 16> barriers_;
     std::map<uint64_t, Barrier> mbarriers_;

@@ -100,6 +100,7 @@ inline uint64_t address_of(Warp& w, const Instruction& i, int lane) {
 // Counts the sectors of 32 bytes that a request touches, and the passes in which the 32 banks of shared
 // memory serve it.
 inline void count_request(Warp& w, const Instruction& i, uint32_t lanes, size_t bytes, bool stores = false) {
+    if (!w.block->launch().touched) return;
     Counters& c = *w.block->launch().counters;
     uint64_t at[32];
     int count = 0;
@@ -110,8 +111,7 @@ inline void count_request(Warp& w, const Instruction& i, uint32_t lanes, size_t 
                 if (at[k] == sector) return;
             at[count++] = sector;
         });
-        if (auto* touched = w.block->launch().touched)
-            for (int k = 0; k < count; k++) touched->insert(2 * at[k] + stores);
+        for (int k = 0; k < count; k++) w.block->launch().touched->insert(2 * at[k] + stores);
         c.global_requests++;
         c.global_sectors += static_cast<uint64_t>(count);
         c.global_bytes += bytes * static_cast<uint64_t>(std::popcount(lanes));
@@ -137,38 +137,44 @@ inline void count_request(Warp& w, const Instruction& i, uint32_t lanes, size_t 
         }
     }
 }
-inline void set_lane(Warp& w, const Instruction& i, int lane, const char* from) {
-    for (size_t k = 0; k < i.count; k++) {
-        uint64_t bits = 0;
-        memcpy(&bits, from + k * i.bytes, i.bytes);
-        if (i.is_signed && i.bytes < 8) {
-            const int unused = 64 - 8 * i.bytes;
-            bits = static_cast<uint64_t>(static_cast<int64_t>(bits << unused) >> unused);
-        }
-        const Slot& d = i.more[k];
-        if (d.sink) continue;
-        if (d.wide)
-            w.at<uint64_t>(d)[lane] = bits;
-        else
-            w.at<uint32_t>(d)[lane] = static_cast<uint32_t>(bits);
-    }
+// Value k of a load that found `from`.
+inline uint64_t loaded(const Instruction& i, size_t k, const char* from) {
+    uint64_t bits = 0;
+    memcpy(&bits, from + k * i.bytes, i.bytes);
+    if (!i.is_signed || i.bytes == 8) return bits;
+    const int unused = 64 - 8 * i.bytes;
+    return static_cast<uint64_t>(static_cast<int64_t>(bits << unused) >> unused);
 }
+inline void set_lane(Warp& w, const Slot& d, int lane, uint64_t bits) {
+    if (d.wide)
+        w.at<uint64_t>(d)[lane] = bits;
+    else
+        w.at<uint32_t>(d)[lane] = static_cast<uint32_t>(bits);
+}
+// If no register is part of the address, all lanes load the same.
 inline void load_parameter(Warp& w, const Instruction& i, uint32_t lanes) {
     const std::vector<char>& parameters = w.block->launch().parameters;
-    for_lanes(lanes, [&](int lane) {
-        const uint64_t at = address_of(w, i, lane);
+    while (lanes) {
+        const int first = std::countr_zero(lanes);
+        const uint32_t same = i.s[0].constant ? lanes : 1u << first;
+        const uint64_t at = address_of(w, i, first);
         if (at + size_t{i.bytes} * i.count > parameters.size()) throw Fault("reads beyond the parameters");
-        set_lane(w, i, lane, parameters.data() + at);
-    });
+        for (size_t k = 0; k < i.count; k++) {
+            const uint64_t bits = loaded(i, k, parameters.data() + at);
+            if (!i.more[k].sink) for_lanes(same, [&](int lane) { set_lane(w, i.more[k], lane, bits); });
+        }
+        lanes &= ~same;
+    }
 }
 inline void load(Warp& w, const Instruction& i, uint32_t lanes) {
     const size_t total = size_t{i.bytes} * i.count;
     count_request(w, i, lanes, total);  // first: a value may overwrite a register with an address
     for_lanes(lanes, [&](int lane) {
         const uint64_t at = address_of(w, i, lane);
-        set_lane(w, i, lane,
-                 i.option == kGlobal ? w.block->read_global(w, lane, at, total)
-                                     : w.block->read_shared(w, lane, at, total));
+        const char* const from = i.option == kGlobal ? w.block->read_global(w, lane, at, total)
+                                                     : w.block->read_shared(w, lane, at, total);
+        for (size_t k = 0; k < i.count; k++)
+            if (!i.more[k].sink) set_lane(w, i.more[k], lane, loaded(i, k, from));
     });
 }
 inline void store(Warp& w, const Instruction& i, uint32_t lanes) {

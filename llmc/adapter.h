@@ -124,7 +124,7 @@ inline std::string find_adapter_model(const std::string& folder) {
             if (is_model(model)) return model;
     if (is_hub_name(name) && !hub_snapshot(name).empty()) return find_on_hub("--model", name);
     fail(
-        "--model %s: is an adapter, and the model that it is of, '%s', is no folder here%s: give that as "
+        "--model %s is an adapter, and the model that it is of, '%s', is no folder here%s: give that as "
         "--model and this as --adapter",
         folder.c_str(), printable(name).c_str(),
         is_hub_name(name) ? format(", and not in %s", hub_cache().c_str()).c_str() : "");
@@ -264,7 +264,7 @@ inline bool is_among(const ModelConfig& c, const LinearModule& m, const std::str
 }
 // Fails because the name in an option means no layer.
 [[noreturn]] inline void fail_no_layer(const char* option, const std::string& target, const ModelConfig& c) {
-    fail("%s %s: is no linear layer of this %s; \"all\", \"attention\", \"mlp\" or names as %s", option,
+    fail("%s %s is no linear layer of this %s; \"all\", \"attention\", \"mlp\" or names as %s", option,
          printable(target).c_str(), c.family->name, linear_modules(c)[0].name.c_str());
 }
 

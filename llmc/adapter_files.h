@@ -379,7 +379,7 @@ inline void write_adapter_config(const std::string& path, const nlohmann::ordere
 // not supported.
 inline AdapterConfig read_adapter(const std::string& folder, const ModelConfig& c) {
     const std::string path = folder + "/" + kAdapterConfigFile;
-    if (!file_exists(path)) fail("%s: is no adapter: has no %s", folder.c_str(), kAdapterConfigFile);
+    if (!file_exists(path)) fail("%s is no adapter: has no %s", folder.c_str(), kAdapterConfigFile);
     const nlohmann::ordered_json config = read_adapter_config(path);
     const nlohmann::json json = config;
     const ConfigReader r(json, path);
@@ -388,7 +388,7 @@ inline AdapterConfig read_adapter(const std::string& folder, const ModelConfig& 
         fail("%s: 'peft_type' is \"%s\"; LORA and PROMPT_TUNING are supported", path.c_str(),
              printable(type).c_str());
     const std::string weights = folder + "/" + kAdapterWeightsFile;
-    if (!file_exists(weights)) fail("%s: has no %s", folder.c_str(), kAdapterWeightsFile);
+    if (!file_exists(weights)) fail("%s has no %s", folder.c_str(), kAdapterWeightsFile);
     const SafetensorsFile file(weights);
     AdapterConfig adapter;
     adapter.json = config;

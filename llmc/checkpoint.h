@@ -117,10 +117,10 @@ inline void read_generation(const std::string& path, ModelConfig& config) {
 inline ModelConfig read_model_config(const std::string& folder, const char* option) {
     const std::string file = folder + "/config.json";
     if (is_adapter_folder(folder))
-        fail("%s %s: is an adapter: give it as --adapter, and the model that it is of as --model", option,
+        fail("%s %s is an adapter: give it as --adapter, and the model that it is of as --model", option,
              folder.c_str());
     if (!file_exists(file))
-        fail("%s %s: is not a folder with config.json%s", option, folder.c_str(),
+        fail("%s %s is not a folder with config.json%s", option, folder.c_str(),
              file_exists(folder)        ? ""
              : find_known_model(folder) ? "; the shape of this model is known, but only --plan needs no more"
                                         : "; models are not downloaded: give the folder of one");
@@ -520,7 +520,7 @@ void load_training_state(State<T>& state, const std::string& folder, const Adapt
     const std::string save = resolve_save(folder), now = state.options.text();
     const Progress saved = read_progress(save);
     if (saved.precision != dtype_name<T>())
-        fail("%s: was saved by a %s build, this one is %s: make PRECISION=%s", save.c_str(),
+        fail("%s was saved by a %s build, this one is %s: make PRECISION=%s", save.c_str(),
              saved.precision.c_str(), dtype_name<T>(), saved.precision.c_str());
     if (saved.formats != now)
         fail("%s: its state was kept with %s, this run has %s; a resumed run keeps the save's formats",
@@ -531,6 +531,6 @@ void load_training_state(State<T>& state, const std::string& folder, const Adapt
     if (adapter) return;
     const std::string config = save + "/config.json";  // the number of heads is not visible in any shape
     if (const ModelConfig model = parse_config(read_json(config), config); !(model == state.layout.config()))
-        fail("%s: has %d heads where this model has %d", config.c_str(), model.heads,
+        fail("%s has %d heads where this model has %d", config.c_str(), model.heads,
              state.layout.config().heads);
 }

@@ -413,7 +413,7 @@ inline std::tm chat_date(const std::string& given) {
     const int day = date.tm_mday;
     timegm(&date);  // sets the day of the week and of the year; makes March 1 of February 30
     if (!end || *end || date.tm_mday != day)
-        fail("--chat-date %s: is no date like 2025-01-31", printable(given).c_str());
+        fail("--chat-date %s is no date like 2025-01-31", printable(given).c_str());
     return date;
 }
 
@@ -429,7 +429,7 @@ class Chat {
           tokenizer_(tokenizer) {
         if (options_.format == "auto" && !templates_.sources.empty()) {
             if (templates_.source(false).empty())
-                fail("%s: has several chat templates and none with the name \"default\"",
+                fail("%s has several chat templates and none with the name \"default\"",
                      templates_.place.c_str());
             description_ = "the chat template of " + templates_.place;
             chat_.emplace(read(templates_.source(false)));

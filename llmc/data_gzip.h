@@ -51,7 +51,7 @@ class GzipReader {
         if (error == Z_ERRNO) fail("%s: cannot read: %s", path_.c_str(), std::strerror(errno));
         if (count < 0 || error != Z_OK) {
             what.remove_prefix(std::min(what.size(), what.find(": ") + 2));  // "<fd:3>: "
-            fail("%s: is a damaged gzip file: %s", path_.c_str(), std::string(what).c_str());
+            fail("%s is a damaged gzip file: %s", path_.c_str(), std::string(what).c_str());
         }
         return static_cast<size_t>(count);
     }
@@ -80,7 +80,7 @@ inline uint64_t unpack(const FileReader& file, TemporaryFile& to) {
         to.append(part.data(), count), bytes += count;
     to.finish();
     file.drop_pages();
-    if (file.stamp() != before) fail("%s: was written to while it was read", file.path().c_str());
+    if (file.stamp() != before) fail("%s was written to while it was read", file.path().c_str());
     return bytes;
 }
 

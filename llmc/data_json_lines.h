@@ -83,7 +83,7 @@ inline void require_memory_for(size_t bytes, const std::string& where) {
 inline std::string text_field(const nlohmann::ordered_json& object, const char* name,
                               const std::string& where) {
     const auto field = object.find(name);
-    if (field == object.end()) fail("%s: has no \"%s\"", where.c_str(), name);
+    if (field == object.end()) fail("%s has no \"%s\"", where.c_str(), name);
     if (!field->is_string()) fail("%s: \"%s\" is not a text", where.c_str(), name);
     return field->get<std::string>();
 }
@@ -205,11 +205,11 @@ constexpr size_t kCopiesOfLine = 10;
 inline JsonExample read_example(std::span<char> line, const std::string& where) {
     const std::string_view bytes(line.data(), line.size());
     if (const size_t valid = valid_utf8(bytes); valid < line.size())
-        fail("%s: is not UTF-8 text: no character has the byte 0x%02x in column %zu", where.c_str(),
+        fail("%s is not UTF-8 text: no character has the byte 0x%02x in column %zu", where.c_str(),
              static_cast<unsigned char>(line[valid]), valid + 1);
     LineJson parsed(line, where);
     nlohmann::ordered_json& object = parsed.json();
-    if (!object.is_object()) fail("%s: is not a JSON object", where.c_str());
+    if (!object.is_object()) fail("%s is not a JSON object", where.c_str());
     JsonExample example;
     example.bytes = parsed.bytes();
     const bool is_text = object.contains("text") && !object.contains("messages") &&
@@ -225,7 +225,7 @@ inline JsonExample read_example(std::span<char> line, const std::string& where) 
     if (object.contains("messages")) {
         refuse_fields(object, {"functions"}, where);
         if (parsed.has_long_number())
-            fail("%s: has a number of 19 or more digits, which is not supported in chats: write it as a text",
+            fail("%s has a number of 19 or more digits, which is not supported in chats: write it as a text",
                  where.c_str());
         example.conversation = {read_messages(object["messages"], where), read_chat_variables(object, where),
                                 line.size()};

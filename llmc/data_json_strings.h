@@ -40,7 +40,7 @@ class LineJson {
     // Replaces the placeholders in a value by their strings. Fails if it nests too deeply to be copied.
     void restore(nlohmann::ordered_json& value, int depth = 0) const {
         constexpr int kDeepest = 200;
-        if (depth > kDeepest) fail("%s: nests more than %d deep", where_.c_str(), kDeepest);
+        if (depth > kDeepest) fail("%s nests more than %d deep", where_.c_str(), kDeepest);
         if (value.is_string())
             value = std::string(this->value(value));
         else if (value.is_structured())

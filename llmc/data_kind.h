@@ -75,11 +75,11 @@ inline void refuse_tables(const std::string& path, const std::string& extension,
     for (const Format& f : tables)
         if (is(f))
             fail(
-                "%s: is %s, which is not read: write its rows as JSON lines, {\"text\": ...} or {\"prompt\": "
+                "%s is %s, which is not read: write its rows as JSON lines, {\"text\": ...} or {\"prompt\": "
                 "..., \"completion\": ...}, into a file that ends in .jsonl",
                 path.c_str(), f.name);
     for (const Format& f : archives)
-        if (is(f)) fail("%s: is packed (%s): unpack it first", path.c_str(), f.name);
+        if (is(f)) fail("%s is packed (%s): unpack it first", path.c_str(), f.name);
 }
 
 // The kind of a file that is not a token shard, by its name and how its content begins. A name that ends in
@@ -107,7 +107,7 @@ inline DataKind data_kind(const std::string& path, std::string_view start) {
         if (first == '[') return DataKind::JsonList;
         if (first == '{' && !rest.starts_with('\n') && !rest.starts_with("\r\n")) return DataKind::JsonLines;
         fail(
-            "%s: is neither a JSON list of examples nor an example a line; a file that ends in .txt is read "
+            "%s is neither a JSON list of examples nor an example a line; a file that ends in .txt is read "
             "as "
             "text",
             path.c_str());

@@ -136,7 +136,7 @@ inline void rewrite_as_messages(nlohmann::ordered_json& object, const std::strin
 [[noreturn]] inline void fail_unknown_format(const nlohmann::ordered_json& object, const std::string& where) {
     if (object.contains("chosen") && object.contains("rejected"))
         fail(
-            R"(%s: is preference data ("chosen" and "rejected"), which is not trained on; to train on the )"
+            R"(%s is preference data ("chosen" and "rejected"), which is not trained on; to train on the )"
             R"(chosen answers alone, rename a list "chosen" to "messages", and a text "chosen" to "completion")",
             where.c_str());
     std::string names;
@@ -147,7 +147,7 @@ inline void rewrite_as_messages(nlohmann::ordered_json& object, const std::strin
         }
         names += (names.empty() ? "\"" : ", \"") + printable(name) + "\"";
     }
-    fail(R"(%s: has %s, where one of these is read: "messages"; "conversations"; "prompt" and "completion"; )"
+    fail(R"(%s has %s, where one of these is read: "messages"; "conversations"; "prompt" and "completion"; )"
          R"("instruction" and "output"; "prompt" and "response"; "question" and "answer"; "text")",
          where.c_str(), names.empty() ? "no fields" : names.c_str());
 }

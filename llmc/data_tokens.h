@@ -82,7 +82,7 @@ void read_utf8(const FileReader& file, Use&& use) {
         const size_t valid = valid_utf8(buffer), rest = buffer.size() - valid;
         const bool may_go_on = at < file.size() && rest == unfinished_utf8(buffer);
         if (rest > 0 && !may_go_on)
-            fail("%s: is not UTF-8 text: no character has the byte 0x%02x at position %llu",
+            fail("%s is not UTF-8 text: no character has the byte 0x%02x at position %llu",
                  file.path().c_str(), static_cast<unsigned char>(buffer[valid]),
                  static_cast<unsigned long long>(at - rest));
         use(std::string_view(buffer).substr(0, valid));
@@ -163,7 +163,7 @@ class ExampleEncoder {
             begin_document();
             end_text();
         }
-        if (tokens_.size() < 2) fail("%s: has fewer than two tokens", where.c_str());
+        if (tokens_.size() < 2) fail("%s has fewer than two tokens", where.c_str());
         put(tokens_, true);
     }
 
@@ -177,7 +177,7 @@ class ExampleEncoder {
     const Chat& chat(const std::string& where) {
         if (options_.is_new_model)
             fail(
-                "%s: is a conversation, and a new model knows no chat format: give the folder of a trained "
+                "%s is a conversation, and a new model knows no chat format: give the folder of a trained "
                 "model, --model DIR",
                 where.c_str());
         if (!chat_) chat_.emplace(options_.chat, options_.templates, options_.model, tokenizer_);
@@ -220,7 +220,7 @@ class ExampleEncoder {
             if (last && end >= 0 && token_of(latest) != end) tokens_.push_back(end);
             for (int32_t& token : tokens_) token = token_of(token);
             count += tokens_.size();
-            if (last && count < 2) fail("%s: has fewer than two tokens", where.c_str());
+            if (last && count < 2) fail("%s has fewer than two tokens", where.c_str());
             put(tokens_, last);
             tokens_.clear();
         };

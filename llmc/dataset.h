@@ -113,9 +113,10 @@ class Dataset {
         index_->examples.drop_pages();
     }
     // How many texts were longer than a sequence and continue in further examples, and how many other
-    // examples were cut because they were longer.
+    // examples were cut because they were longer; and how many tokens the longest of those others had.
     uint64_t texts_parted() const { return parted_; }
     uint64_t examples_cut() const { return cut_; }
+    size_t longest_example() const { return longest_; }
     // True if each token is a byte of the text.
     bool is_bytes() const { return is_text() && !text_tokens_; }
     const std::string& option() const { return option_; }
@@ -228,6 +229,7 @@ class Dataset {
             encode(file, [&](std::span<const int32_t> tokens, bool is_text, bool last = true) {
                 if (!is_text) {
                     if (tokens.size() > most) cut_++;
+                    longest_ = std::max(longest_, tokens.size());
                     return add(tokens.subspan(0, std::min(most, tokens.size())));
                 }
                 rest.insert(rest.end(), tokens.begin(), tokens.end());
@@ -251,7 +253,7 @@ class Dataset {
             files_[i].first_example = i > 0 ? ends[i - 1] : 0;
             files_[i].examples = ends[i] - files_[i].first_example;
         }
-        if (example_count() == 0) fail("%s: %s: has no example", option_.c_str(), stream_name(0).c_str());
+        if (example_count() == 0) fail("%s: %s has no example", option_.c_str(), stream_name(0).c_str());
         if (with_loss == 0)
             fail("%s: %s: no token of %llu examples is to be learnt in sequences of %d%s", option_.c_str(),
                  stream_name(0).c_str(), static_cast<unsigned long long>(example_count()), seq_len,
@@ -455,7 +457,7 @@ class Dataset {
         const bool lines = !format && data_kind(path, start_of_data(file, kDataStart)) != DataKind::Text;
         const bool compressed = !format && is_gzip(file);
         if (compressed && name_extension(path) == "bin")
-            fail("%s: is a compressed token shard: unpack it first", path.c_str());
+            fail("%s is a compressed token shard: unpack it first", path.c_str());
         if (lines && compressed) has_compressed_examples_ = true;
         if (files_.empty()) format_ = format, lines_ = lines;
         const auto kind = [](const ShardFormat* f, bool is_lines) {
@@ -485,7 +487,7 @@ class Dataset {
             fail("%s: %llu bytes are too few for a token shard, whose header alone has %zu", path, size,
                  kHeaderBytes);
         if (!format)
-            fail("%s: is not a token shard: it starts with %d where %d or %d belongs", path, header[0],
+            fail("%s is not a token shard: it starts with %d where %d or %d belongs", path, header[0],
                  kShardFormats[0].magic, kShardFormats[1].magic);
         if (header[1] != format->version)
             fail("%s: %s of version %d where %d is needed", path, format->name, header[1], format->version);
@@ -504,7 +506,7 @@ class Dataset {
         }
         if (file.is_unpacked) return *open_;
         if (open_->stamp() != file.stamp)
-            fail("%s: was written to or replaced since the run began, and had %llu bytes then",
+            fail("%s was written to or replaced since the run began, and had %llu bytes then",
                  file.path.c_str(), static_cast<unsigned long long>(file.stamp.bytes));
         return *open_;
     }
@@ -566,6 +568,7 @@ class Dataset {
     std::shared_ptr<ExampleIndex> index_;  // of the examples, once they are tokenized
     mutable std::shared_ptr<const PackedExamples> packed_;
     size_t reading_bytes_ = 0;
+    size_t longest_ = 0;
     uint64_t parted_ = 0, cut_ = 0;                  // texts continued, and examples cut, because they were
                                                      // too long
     bool apart_ = false;                             // one example per sequence

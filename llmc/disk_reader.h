@@ -63,7 +63,7 @@ class DirectFile {
     }
     FileStamp stamp() const { return stamp_of(fd_.fd(), path_); }
     [[noreturn]] void fail_changed() const {
-        fail("%s: was changed since it was opened, and is still read from", path_.c_str());
+        fail("%s was changed since it was opened, and is still read from", path_.c_str());
     }
 
     std::string path_;

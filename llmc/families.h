@@ -86,7 +86,7 @@ inline void check_config(const ModelConfig& c, const std::string& where) {
 inline void check_quantization(const ConfigReader& r) {
     const std::string method = r.text("quant_method", "unnamed");
     if (method != "bitsandbytes")
-        fail("%s: is of method \"%s\"; bitsandbytes' NF4 is supported", r.file().c_str(),
+        fail("%s is of method \"%s\"; bitsandbytes' NF4 is supported", r.file().c_str(),
              printable(method).c_str());
     if (!r.truth("load_in_4bit", false)) r.must_be("load_in_8bit", {false});
     const std::string type = r.text("bnb_4bit_quant_type", "fp4");

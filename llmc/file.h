@@ -66,7 +66,7 @@ inline int open_output(const std::string& path, int more) {
         const int error = errno;
         struct stat info;
         if (error == ENXIO && stat(path.c_str(), &info) == 0 && S_ISFIFO(info.st_mode))
-            fail("%s: is a FIFO that no process reads", path.c_str());
+            fail("%s is a FIFO that no process reads", path.c_str());
         fail("%s: cannot open: %s", path.c_str(), std::strerror(error));
     }
     fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) & ~O_NONBLOCK);
@@ -175,8 +175,8 @@ class FileReader {
     FileReader(const std::string& path, int fd, Pages pages) : path_(path), file_(fd), pages_(pages) {
         if (fd < 0) fail("%s: cannot open: %s", path.c_str(), std::strerror(errno));
         const struct stat info = status_of(file_.fd(), path_);
-        if (S_ISDIR(info.st_mode)) fail("%s: is a directory where a file is needed", path.c_str());
-        if (!S_ISREG(info.st_mode)) fail("%s: is not a regular file", path.c_str());
+        if (S_ISDIR(info.st_mode)) fail("%s is a directory where a file is needed", path.c_str());
+        if (!S_ISREG(info.st_mode)) fail("%s is not a regular file", path.c_str());
         size_ = static_cast<size_t>(info.st_size);
     }
     ~FileReader() {
@@ -216,7 +216,7 @@ class FileReader {
         const ssize_t got = read_at(file_.fd(), first, bytes, out);
         if (got < 0) fail("%s: cannot read: %s", path_.c_str(), std::strerror(errno));
         if (static_cast<size_t>(got) < bytes)
-            fail("%s: ends at byte %llu and had %zu when it was opened: it was changed meanwhile",
+            fail("%s ends at byte %llu and had %zu when it was opened: it was changed meanwhile",
                  path_.c_str(), static_cast<unsigned long long>(first) + static_cast<size_t>(got), size_);
     }
 
@@ -238,7 +238,7 @@ constexpr size_t kLargestText = 128 << 20;
 // fetches it. `start` is how the file begins.
 inline void refuse_lfs_pointer(const std::string& path, std::string_view start) {
     if (start.starts_with("version https://git-lfs.github.com/spec/v1"))
-        fail("%s: is a Git LFS pointer and not the file itself: run `git lfs pull` in its folder",
+        fail("%s is a Git LFS pointer and not the file itself: run `git lfs pull` in its folder",
              path.c_str());
 }
 inline void refuse_lfs_pointer(const FileReader& file) {
@@ -252,7 +252,7 @@ inline void refuse_lfs_pointer(const FileReader& file) {
 inline std::string read_text(const std::string& path) {
     const FileReader file(path);
     if (file.size() > kLargestText)
-        fail("%s: has %zu bytes, and such a file may have %zu MiB", path.c_str(), file.size(),
+        fail("%s has %zu bytes, and such a file may have %zu MiB", path.c_str(), file.size(),
              kLargestText >> 20);
     std::string text(file.size(), '\0');
     file.read(0, text.size(), text.data());

@@ -142,7 +142,7 @@ inline RopeScaling parse_rope_scaling(const std::string& asked) {
     char* end = nullptr;
     rope.factor = strtod(given + std::min(colon + 1, asked.size()), &end);
     if (rope.type == RopeType::kDefault || *end || !(rope.factor > 1 && rope.factor <= 1e6))
-        fail("--rope-scaling %s: is yarn, dynamic, linear or llama3 with a factor above 1, as in yarn:4",
+        fail("--rope-scaling %s is yarn, dynamic, linear or llama3 with a factor above 1, as in yarn:4",
              given);
     return rope;
 }
@@ -194,7 +194,7 @@ inline void grow_positions(ModelConfig& c, int positions) {
 // A new model may have neither.
 inline void lengthen(ModelConfig& c, const std::string& rope_scaling, int positions, bool is_new) {
     if (is_new && (!rope_scaling.empty() || positions > 0))
-        fail("%s: is for a model that was trained; a new one has the positions of its --seq-len",
+        fail("%s is for a model that was trained; a new one has the positions of its --seq-len",
              rope_scaling.empty() ? format("--positions %d", positions).c_str()
                                   : ("--rope-scaling " + rope_scaling).c_str());
     if (!rope_scaling.empty()) scale_rope(c, rope_scaling);

@@ -66,7 +66,7 @@ inline void check_answers(const Options& o) {
                              "--eval-every", "--timeline", "--bench", "--memory"})
         if (o.has(name) && !o.saved.contains(name))
             fail("%s: only answers: leave %s out", self.c_str(), o.spelled(name).c_str());
-    if (o.steps > 0) fail("%s: trains nothing: leave --steps %s out", self.c_str(), o.first("--steps"));
+    if (o.steps > 0) fail("%s trains nothing: leave --steps %s out", self.c_str(), o.first("--steps"));
     if (o.batch == 0) fail("--batch auto is a training's; %s takes a number", self.c_str());
     if (o.sample_tokens == 0) fail("%s: --sample tokens=0 leaves nothing to answer", self.c_str());
     if (parse_new_model(o.model) && o.resume.empty())
@@ -101,7 +101,7 @@ inline void check_adapter_options(const Options& o) {
         if (o.has(name) && o.export_file.empty())
             fail("--export %s=%s: and the name of the file?", std::strchr(name, '.') + 1, o.first(name));
     if (o.trains_adapter() && parse_new_model(o.model) && o.bench.empty())
-        fail("--model %s: is a new one, and an adapter belongs to a trained model: give its folder",
+        fail("--model %s makes a new model, and an adapter belongs to a trained one: give its folder",
              o.model.c_str());
 }
 
@@ -173,10 +173,10 @@ inline void check_memory(const Options& o) {
 inline void check_gpu_plan(const Options& o) {
     if (!o.has("--gpu")) return;
     if (o.gpu.empty()) fail("--gpu: names no GPU; there are RTX 4090, H100 and others");
-    if (!o.plan) fail("--gpu %s: is for plans: add --plan", o.gpu.c_str());
+    if (!o.plan) fail("--gpu %s is for plans: add --plan", o.gpu.c_str());
     if (!o.rates.empty())
         fail(
-            "--gpu %s: has its nominal rates, and --rates %s those of a device that was measured: leave one "
+            "--gpu %s has its nominal rates, and --rates %s those of a device that was measured: leave one "
             "out",
             o.gpu.c_str(), o.rates.c_str());
 }
@@ -222,9 +222,9 @@ inline void check_divided_base(const Options& o) {
 inline void check_devices(const Options& o) {
     if (o.devices == 1) {
         if (o.has("--zero") && o.zero != "auto")
-            fail("--zero %s: is for several devices: add --devices N", o.zero.c_str());
+            fail("--zero %s is for several devices: add --devices N", o.zero.c_str());
         for (const char* name : {"--machines", "--network", "--advanced.patience"})
-            if (o.has(name)) fail("%s: is for several devices: add --devices N", o.spelled(name).c_str());
+            if (o.has(name)) fail("%s is for several devices: add --devices N", o.spelled(name).c_str());
         return;
     }
     if (o.updates == "host" && o.state != "device" && !host_can_update(o))

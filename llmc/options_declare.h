@@ -208,6 +208,7 @@ inline void declare_model_options(CLI::App& app, Options& o) {
     group
         .add("--show-example", o.show_example, "N",
              "Prints example N of the data as the model sees it, with what is learnt marked, and stops.")
+        ->default_str("")
         ->transform(whole(1, kMostCount));
     group.add("--rope-scaling", o.rope_scaling, "TYPE:FACTOR",
               "Stretches rotary positions: yarn:4 for sequences four times as long as the model was trained "

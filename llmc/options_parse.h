@@ -150,7 +150,7 @@ inline void open_adapter_as_model(Options& o) {
     const std::string folder = o.model;
     if (parse_new_model(folder) || !is_adapter_folder(resolve_save(folder))) return;
     if (!o.adapter.empty())
-        fail("--model %s: is an adapter, and so is --adapter %s: give the model that they are of as --model",
+        fail("--model %s is an adapter, and so is --adapter %s: give the model that they are of as --model",
              folder.c_str(), o.adapter.c_str());
     o.model = find_adapter_model(folder), o.adapter = folder;
     o.given["--model"] = {o.model}, o.given["--adapter"] = {o.adapter};

@@ -197,7 +197,7 @@ class WordReader {
             i++;
             const size_t equals = name.find('=');
             if (!is_name(name))
-                fail("%s: is no option; their names begin with --, and values follow them",
+                fail("%s is no option; their names begin with --, and values follow them",
                      printable(name).c_str());
             const bool has_value = equals != name.npos;
             if (has_value) value = name.substr(equals + 1), name.resize(equals);
@@ -225,7 +225,7 @@ class WordReader {
         std::error_code error;
         const std::filesystem::file_status status = std::filesystem::status(path, error);
         if (std::filesystem::exists(status) && !std::filesystem::is_regular_file(status))
-            fail("--config %s: is %s", path.c_str(),
+            fail("--config %s is %s", path.c_str(),
                  std::filesystem::is_directory(status) ? "a directory" : "not a regular file");
         std::ifstream file(path);
         if (!file) fail("--config %s: cannot be read: %s", path.c_str(), strerror(errno));
@@ -363,7 +363,7 @@ class WordReader {
                 continue;
             }
             if (keyed.alone.empty())
-                fail("%s %s: needs a key and a value, as in %s=...", written.c_str(), printable(text).c_str(),
+                fail("%s %s needs a key and a value, as in %s=...", written.c_str(), printable(text).c_str(),
                      keys_of(keyed.name)[0].c_str());
             for (const char* setting : keyed.alone) set(setting, {part});
         }
@@ -377,7 +377,7 @@ class WordReader {
         const std::string nearest = nearest_name(name, keys);
         if (!nearest.empty())
             fail("%s %s: did you mean %s=?", written.c_str(), printable(key).c_str(), nearest.c_str());
-        fail("%s %s: is none of its keys, which are %s", written.c_str(), printable(key).c_str(),
+        fail("%s has no key %s; its keys are %s", written.c_str(), printable(key).c_str(),
              CLI::detail::join(keys, ", ").c_str());
     }
     std::vector<std::string> keys_of(const std::string& name) const {
@@ -414,17 +414,17 @@ class WordReader {
         const std::string key = item.parents.empty() ? "" : item.name;
         const std::string name = bare(item.parents.empty() ? item.name : item.parents[0]);
         if (name == "--config" || name == "--help" || name == "--version" || item.parents.size() > 1)
-            fail("%s: is no setting of a run", item.fullname().c_str());
+            fail("%s is no setting of a run", item.fullname().c_str());
         const std::string setting = find(name);
         if (key.empty()) {
             const auto [fewest, most] = counts(setting);
             const bool has_keys = keyed_option(setting) != nullptr;
             if (!has_keys && (item.inputs.size() < fewest || item.inputs.size() > std::max<size_t>(1, most)))
-                fail("%s: takes one value", name.c_str());
+                fail("%s takes one value", name.c_str());
             return add(setting, name, item.inputs);
         }
         const KeyedOption* const keyed = keyed_option(setting);
-        if (!keyed) fail("%s: has no keys, such as %s", name.c_str(), printable(key).c_str());
+        if (!keyed) fail("%s has no keys, such as %s", name.c_str(), printable(key).c_str());
         for (const std::string& value : item.inputs) set(find_key(*keyed, name, key), {value});
     }
 

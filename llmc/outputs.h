@@ -120,7 +120,7 @@ inline void check_new_folder(const char* option, const std::string& path) {
     const std::string folder = without_last_slashes(path), temporary = folder + ".tmp";
     struct stat info;
     if (lstat(folder.c_str(), &info) == 0)
-        fail("%s %s: is there already; name a folder that is not", option, path.c_str());
+        fail("%s %s is there already; name a folder that is not", option, path.c_str());
     std::vector<std::string> missing;  // innermost first
     for (std::string above = folder_above(folder); !file_exists(above) && above != folder_above(above);
          above = folder_above(above))
@@ -163,7 +163,7 @@ inline void check_output_file(const Output& o) {
     check(access(path, W_OK) == 0);
     if (S_ISDIR(info.st_mode)) fail("%s %s: %s", o.option, path, std::strerror(EISDIR));
     if (o.kind == Output::Replaced) {
-        if (!S_ISREG(info.st_mode)) fail("%s %s: is not a regular file", o.option, path);
+        if (!S_ISREG(info.st_mode)) fail("%s %s is not a regular file", o.option, path);
         check(access(above.c_str(), W_OK | X_OK) == 0);
     }
     if (!S_ISREG(info.st_mode) || info.st_size == 0) return;
@@ -171,7 +171,7 @@ inline void check_output_file(const Output& o) {
     std::string start(std::min(file.size(), std::strlen(o.begins)), ' ');
     file.read(0, start.size(), start.data());
     if (!std::string_view(o.begins).starts_with(start))
-        fail("%s %s: is there and is no file that %s writes: choose another name", o.option, path, o.option);
+        fail("%s %s is there and is no file that %s writes: choose another name", o.option, path, o.option);
 }
 
 // Fails unless each file or folder can be written, OUT and all of these differ, and none of them is part of a
@@ -187,7 +187,7 @@ inline void check_outputs(const std::vector<Output>& files, const std::string& o
     const auto check_apart = [&](const Output& o) {
         for (const std::string& folder : folders)
             if (is_part_of(o.path, folder))
-                fail("%s %s: is a part of %s: choose another name", o.option, o.path.c_str(), folder.c_str());
+                fail("%s %s is a part of %s: choose another name", o.option, o.path.c_str(), folder.c_str());
     };
     std::vector<Output> before;
     if (!out.empty()) {
@@ -200,7 +200,7 @@ inline void check_outputs(const std::vector<Output>& files, const std::string& o
         check_apart(o);
         for (const Output& other : before)
             if (same_file(o.path, other.path))
-                fail("%s %s: is %s too", o.option, o.path.c_str(), other.option);
+                fail("%s %s is %s too", o.option, o.path.c_str(), other.option);
         if (o.kind == Output::Folder)
             check_new_folder(o.option, o.path);
         else

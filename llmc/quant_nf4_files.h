@@ -42,7 +42,7 @@ struct Nf4State {
 // above.
 inline Nf4State parse_nf4_state(std::string_view text, const std::string& where) {
     const nlohmann::json json = parse_json(text, where);
-    if (!json.is_object()) fail("%s: is not a JSON object", where.c_str());
+    if (!json.is_object()) fail("%s is not a JSON object", where.c_str());
     const auto value = [&](const char* key) {
         const auto found = json.find(key);
         if (found == json.end()) fail("%s: \"%s\" is missing", where.c_str(), key);
@@ -110,7 +110,7 @@ class Nf4File {
         };
         const SafetensorsEntry* state = entry(kStateEnding);
         require(*state, "U8", state->bytes);
-        if (state->bytes > 4096) fail("%s: has %zu bytes", printable(state->name).c_str(), state->bytes);
+        if (state->bytes > 4096) fail("%s has %zu bytes", printable(state->name).c_str(), state->bytes);
         std::string text(state->bytes, '\0');
         state->read(0, text.size(), text.data());
         state_ = parse_nf4_state(text, "tensor \"" + printable(state->name) + "\"");

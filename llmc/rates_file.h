@@ -90,9 +90,9 @@ class RatesReader {
     Rates read(const DeviceRates& nominal) const {
         const nlohmann::json file = read_json(path_);
         if (!file.is_object() || !file.contains("rates"))
-            fail("--rates %s: is no file of --calibrate", path_.c_str());
+            fail("--rates %s is no file of --calibrate", path_.c_str());
         if (file["rates"] != kRatesFormat)
-            fail("--rates %s: is of another version; --calibrate makes it anew", path_.c_str());
+            fail("--rates %s is of another version; --calibrate makes it anew", path_.c_str());
         check_device(file);
         Rates rates(nominal);
         for (const auto& [form, p] : object(file, "products").items()) {
@@ -130,7 +130,7 @@ class RatesReader {
             const auto then = file.find(key);
             if (key == "name" && now == "") continue;  // a plan needs no device
             if (then != file.end() && *then == now) continue;
-            fail("--rates %s: was measured with another %s: %s, here %s; --calibrate measures this",
+            fail("--rates %s was measured with another %s: %s, here %s; --calibrate measures this",
                  path_.c_str(), key.c_str(), then == file.end() ? "none" : printable(then->dump()).c_str(),
                  printable(now.dump()).c_str());
         }

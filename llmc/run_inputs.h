@@ -447,7 +447,7 @@ inline AdapterConfig RunInputs::choose_adapter() {
     };
     if (!resumed.empty() && is_adapter_folder(resumed)) return read(resumed);
     if (!resumed.empty() && o_.trains_adapter())
-        fail("--resume %s: holds a whole model, and no adapter", o_.resume.c_str());
+        fail("--resume %s holds a whole model, and no adapter", o_.resume.c_str());
     if (!o_.adapter.empty()) return read(held_adapter.emplace(o_.adapter).path());
     if (o_.train == "lora")
         return new_lora(config, {o_.lora_rank, o_.lora_alpha, o_.lora_dropout, o_.lora_targets}, base);
@@ -678,10 +678,10 @@ inline void RunInputs::open_prompts() {
         p.line = parsed.json();
         parsed.restore(p.line);
         if (!p.line.is_object())
-            fail("%s: is no JSON object, such as {\"prompt\": \"Who are you?\"}", where.c_str());
+            fail("%s is no JSON object, such as {\"prompt\": \"Who are you?\"}", where.c_str());
         if (p.line.contains("messages")) {
             if (!chat)
-                fail("%s: has messages, and %s: --chat-format NAME gives one", where.c_str(),
+                fail("%s has messages, and %s: --chat-format NAME gives one", where.c_str(),
                      o_.raw_prompt ? "--raw-prompt leaves out the chat format"
                                    : "the model has no chat format");
             p.tokens = conversation_tokens(Conversation{read_messages(p.line["messages"], where, false),
@@ -691,11 +691,11 @@ inline void RunInputs::open_prompts() {
             p.tokens = chat ? conversation_tokens({said("user", text)}) : prompt_tokens(text, where);
         }
         if (static_cast<int>(p.tokens.size()) >= sample_positions())
-            fail("%s: has %zu tokens, which leaves no room in the model's %d positions", where.c_str(),
+            fail("%s has %zu tokens, which leaves no room in the model's %d positions", where.c_str(),
                  p.tokens.size(), sample_positions());
         prompts.push_back(std::move(p));
     });
-    if (prompts.empty()) fail("--prompts %s: has no prompt", o_.prompts.c_str());
+    if (prompts.empty()) fail("--prompts %s has no prompt", o_.prompts.c_str());
 }
 
 inline const std::vector<int>& RunInputs::first_tokens() const {

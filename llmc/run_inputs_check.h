@@ -74,14 +74,14 @@ inline void RunInputs::check_base() const {
     if (is_so && stores)
         fail("%s: the files of --model %s are quantized already", asked.c_str(), o_.model.c_str());
     if ((is_so || quantizes) && o_.steps == 0 && !o_.out.empty() && !adapter)
-        fail("--out %s: is for what is trained; --save-base DIR saves a base in NF4, --merge DIR a model",
+        fail("--out %s is for what is trained; --save-base DIR saves a base in NF4, --merge DIR a model",
              o_.out.c_str());
     if (quantizes && !resumed.empty() && !adapter)
         fail("%s: --resume %s is a whole model: give it as --model", asked.c_str(), o_.resume.c_str());
     if (quantizes && parse_new_model(o_.model) && o_.bench.empty())
-        fail("%s: is for a model that was trained: give its folder as --model", asked.c_str());
+        fail("%s is for a model that was trained: give its folder as --model", asked.c_str());
     if (gguf && !o_.head.empty())
-        fail("--base head=%s: is for a folder; a GGUF's head is kept in the build's precision",
+        fail("--base head=%s is for a folder; a GGUF's head is kept in the build's precision",
              o_.head.c_str());
     if (o_.head == "8bit" && config.channels % Q8_0::kElements != 0)
         fail("--base head=8bit: blocks of %d do not divide the model's %d channels; use head=nf4",
@@ -142,7 +142,7 @@ inline void RunInputs::check_adapter_base() {
     if (!then || *then == now) return;
     const std::string named = held_adapter ? "--adapter " + o_.adapter : "--resume " + o_.resume;
     const std::string what =
-        format("%s: was trained beside a model %s, and --model %s is one %s", named.c_str(),
+        format("%s was trained beside a model %s, and --model %s is one %s", named.c_str(),
                then->text().c_str(), o_.model.c_str(), now.text().c_str());
     if (o_.any_base || (o_.has("--base") && !o_.saved.contains("--base"))) {
         fprintf(stderr, "%s\n", what.c_str());
@@ -163,7 +163,7 @@ inline void RunInputs::check_placement(const char* key, const std::string& place
 inline void RunInputs::check_frozen_placement(const char* key, const std::string& placement) const {
     if (placement == "host" && kHostIsDevice) check_placement(key, placement);
     if (parse_new_model(o_.model))
-        fail("--offload %s=%s: is for a model that is in files, and --model %s is a new one", key,
+        fail("--offload %s=%s is for a model that is in files, and --model %s is a new one", key,
              placement.c_str(), o_.model.c_str());
     if (o_.steps == 0 && !o_.out.empty() && !adapter)
         fail("--offload %s=%s: nothing is trained that --out %s could save", key, placement.c_str(),
@@ -198,7 +198,7 @@ inline void RunInputs::check_placements() const {
     if (o_.steps > 0) check_placement("state", o_.state);
     if (o_.gradients != "device" && o_.steps > 0) {
         const char* const gradients = o_.gradients.c_str();
-        if (adapter) fail("--offload gradients=%s: is of a model that is trained whole", gradients);
+        if (adapter) fail("--offload gradients=%s is of a model that is trained whole", gradients);
         if (o_.update_in_backward)
             fail("--offload gradients=%s: with --update-in-backward only one block's are there at a time",
                  gradients);
@@ -211,7 +211,7 @@ inline void RunInputs::check_placements() const {
     if (o_.embeddings != "device") {
         const char* const embeddings = o_.embeddings.c_str();
         if (trains_model)
-            fail("--offload embeddings=%s: is of a frozen model; --train lora or prompt trains beside one",
+            fail("--offload embeddings=%s is of a frozen model; --train lora or prompt trains beside one",
                  embeddings);
         if (!o_.head.empty())
             fail("--offload embeddings=%s: --base head=%s is of a head on the device", embeddings,
@@ -245,15 +245,15 @@ inline void RunInputs::check_saved_base() const {
         fail("--save-base %s: such a base has its head in 16 or 32 bits: leave head=%s to the training",
              folder, o_.head.c_str());
     if (o_.base.empty() && !config.has_nf4)
-        fail("--save-base %s: is for matrices in NF4: add --base nf4-double", folder);
+        fail("--save-base %s is for matrices in NF4: add --base nf4-double", folder);
     for (const auto& [option, path] : {std::pair{"--out", &o_.out}, std::pair{"--merge", &o_.merge}})
         if (!path->empty() && same_file(o_.save_base, *path))
-            fail("--save-base %s: is %s too", folder, option);
+            fail("--save-base %s is %s too", folder, option);
     if (!file_exists(o_.save_base)) return;
-    if (!o_.has("--resume")) fail("--save-base %s: is there already; name a folder that is not", folder);
+    if (!o_.has("--resume")) fail("--save-base %s is there already; name a folder that is not", folder);
     const ModelConfig there = read_model_config(o_.save_base, "--save-base");
     if (!there.has_nf4 || !(there == config))
-        fail("--save-base %s: holds another model than --model %s in NF4", folder, o_.model.c_str());
+        fail("--save-base %s holds another model than --model %s in NF4", folder, o_.model.c_str());
 }
 
 // Fails if the data do not fit the model: too few tokens, or tokens beyond the vocabulary.
@@ -262,13 +262,14 @@ inline void RunInputs::check_data() const {
         if (d && !d->is_examples() && (!d->is_text() || tokenizer_folder.empty()))
             d->check_tokens(config.vocabulary);
     if (val_data) SequenceLoader(*val_data, o_.seq_len, o_.seed, false);
-    if (!data) return;
+    if (!data || o_.show_example > 0) return;
     const SequenceLoader loader(*data, o_.seq_len, o_.seed, true);
     if (o_.batch > 0 && loader.sequences_per_epoch() < static_cast<uint64_t>(o_.batch))
-        fail("--batch %d: the data fill only %llu sequence%s of %d tokens; give --batch %llu or less",
-             o_.batch, static_cast<unsigned long long>(loader.sequences_per_epoch()),
+        fail("--batch %d: the data fill only %llu sequence%s of %d tokens; give --batch %llu%s", o_.batch,
+             static_cast<unsigned long long>(loader.sequences_per_epoch()),
              loader.sequences_per_epoch() == 1 ? "" : "s", o_.seq_len,
-             static_cast<unsigned long long>(loader.sequences_per_epoch()));
+             static_cast<unsigned long long>(loader.sequences_per_epoch()),
+             loader.sequences_per_epoch() == 1 ? "" : " or less");
 }
 
 // Fails if the data are not those that the save was trained on, unless they were chosen for this run.
@@ -292,15 +293,14 @@ inline void RunInputs::check_output_files() const {
                                  {"--merge", o_.merge, "", Output::Folder}};
     if (!o_.export_file.empty()) {
         if (gguf && same_file(o_.export_file, o_.model))
-            fail("--export %s: is the file of --model", o_.export_file.c_str());
+            fail("--export %s is the file of --model", o_.export_file.c_str());
         files.push_back({"--export", o_.export_file, "GGUF", Output::Replaced});
         files.push_back({"--export", o_.export_file + ".tmp", "", Output::Replaced});
     }
     if (!file_exists(o_.save_base)) files.push_back({"--save-base", o_.save_base, "", Output::Folder});
     for (const Output& file : files)
         for (const Dataset* d : {data.get(), val_data.get()})
-            if (d && d->reads(file.path))
-                fail("%s %s: is a file of the data", file.option, file.path.c_str());
+            if (d && d->reads(file.path)) fail("%s %s is a file of the data", file.option, file.path.c_str());
     std::vector<std::string> inputs;
     if (!parse_new_model(o_.model)) inputs.push_back(o_.model);
     if (!o_.resume.empty()) inputs.push_back(o_.resume);

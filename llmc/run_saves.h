@@ -122,7 +122,7 @@ class RunSaves {
         const bool shows_good = folder_.shown(step) != step_name(step);
         latest_ = shows_good ? o_.out + "/" + step_name(step) : o_.out;
         if (!good)
-            fprintf(stderr, "%s/%s: is of a step with %s; the last good save: %s%s\n", o_.out.c_str(),
+            fprintf(stderr, "%s/%s is of a step with %s; the last good save: %s%s\n", o_.out.c_str(),
                     step_name(step).c_str(), metrics_.why_bad().c_str(), metrics_.last_save.c_str(),
                     shows_good ? format(", which %s shows", o_.out.c_str()).c_str() : "");
     }
@@ -172,7 +172,7 @@ class RunSaves {
         rewrite_progress(save, "last_good", nlohmann::json(*folder_.good));
         metrics_.last_save = o_.out + "/" + step_name(*folder_.good);
         fprintf(stderr,
-                "%s: is not good, as the step after it has %s; the last good save: %s, which %s shows\n",
+                "%s is not good, as the step after it has %s; the last good save: %s, which %s shows\n",
                 save.c_str(), why_bad.c_str(), metrics_.last_save.c_str(), o_.out.c_str());
     }
     // Reads elements of a unit; the first rank gets those of the other ranks' slices from them.

@@ -58,8 +58,11 @@ inline void print_data(const Options& o, const RunInputs& in, const Batches& bat
             printf("%s: %llu texts are longer than a sequence and go on in others\n",
                    d->stream_name(0).c_str(), number(d->texts_parted()));
         if (d && d->examples_cut() > 0)
-            printf("%s: %llu examples are longer than --seq-len %d and were cut to %d tokens\n",
-                   d->stream_name(0).c_str(), number(d->examples_cut()), o.seq_len, o.seq_len + 1);
+            printf(
+                "%s: %llu examples are longer than --seq-len %d and were cut to %d tokens: what comes later "
+                "is not learnt; --seq-len %zu cuts none\n",
+                d->stream_name(0).c_str(), number(d->examples_cut()), o.seq_len, o.seq_len + 1,
+                d->longest_example() - 1);
     }
 }
 

@@ -347,11 +347,11 @@ class SafetensorsFolder {
         } else {
             if (const std::string pickled = pickled_weights(folder); !pickled.empty())
                 fail(
-                    "%s: has %s and no model.safetensors, which is needed; in Python, "
+                    "%s has %s and no model.safetensors, which is needed; in Python, "
                     "transformers.AutoModelForCausalLM.from_pretrained(\"%s\").save_pretrained(\"DIR\") "
                     "writes it",
                     folder.c_str(), printable(pickled).c_str(), folder.c_str());
-            fail("%s: has neither model.safetensors nor model.safetensors.index.json", folder.c_str());
+            fail("%s has neither model.safetensors nor model.safetensors.index.json", folder.c_str());
         }
     }
 
@@ -375,7 +375,7 @@ class SafetensorsFolder {
     void open_shards(const std::string& index) {
         const nlohmann::json json = read_json(index);
         if (!json.is_object() || !json.contains("weight_map") || !json["weight_map"].is_object())
-            fail("%s: has no \"weight_map\" object", index.c_str());
+            fail("%s has no \"weight_map\" object", index.c_str());
         std::map<std::string, size_t> shards;  // file name -> index in files_
         for (const auto& [name, file] : json["weight_map"].items()) {
             const std::string shown = printable(name);

@@ -296,8 +296,7 @@ inline void check_writable(const std::string& out) {
          {"latest", "best", "config.json", "model.safetensors", "adapter_model.safetensors"}) {
         const std::string path = out + "/" + name;
         if (lstat(path.c_str(), &info) == 0 && !S_ISLNK(info.st_mode))
-            fail("--out %s: has a %s that no save has linked there; choose another folder", out.c_str(),
-                 name);
+            fail("--out %s has a %s that no save has linked there; choose another folder", out.c_str(), name);
     }
     std::string probe = nearest + "/.probe-XXXXXX";
     bool good = mkdtemp(probe.data()) != nullptr;

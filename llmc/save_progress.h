@@ -119,7 +119,7 @@ inline Progress read_progress(const std::string& folder) {
     const std::string file = resolve_save(folder) + "/trainer_state.json";
     if (!file_exists(file)) {
         if (file_exists(folder))
-            fail("%s: holds no training to resume: no trainer_state.json", folder.c_str());
+            fail("%s holds no training to resume: no trainer_state.json", folder.c_str());
         const std::string saves = list_saves(folder_above(without_last_slashes(folder)));
         fail("%s: there is no such folder%s", folder.c_str(), saves.empty() ? "" : ("; " + saves).c_str());
     }

@@ -164,7 +164,7 @@ class Tokenizer {
     static nlohmann::json read_object(const std::string& path) {
         if (!file_exists(path)) return nlohmann::json::object();
         nlohmann::json json = read_json(path);
-        if (!json.is_object()) fail("%s: is not a JSON object", path.c_str());
+        if (!json.is_object()) fail("%s is not a JSON object", path.c_str());
         return json;
     }
 

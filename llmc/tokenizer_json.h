@@ -321,7 +321,7 @@ class TokenizerJsonReader {
         const auto has = [&](const char* key) { return json.is_object() && json.contains(key); };
         if (has("type") && json["type"] != "BPE") Component(json, path_, "model").refuse_type();
         if (!has("vocab") || !has("merges"))
-            fail("%s: has no BPE model with \"vocab\" and \"merges\"", path_.c_str());
+            fail("%s has no BPE model with \"vocab\" and \"merges\"", path_.c_str());
         Component model(json, path_, "model");
         if (!model.get("vocab").is_object()) fail("%s: the vocabulary is not a JSON object", path_.c_str());
         if (!model.get("merges").is_array()) fail("%s: \"merges\" is not a list", path_.c_str());
@@ -486,7 +486,7 @@ class TokenizerJsonReader {
             }
             if (c.flag("use_regex", true)) add_split(kGpt2Split);
         } else if (c.type() == "Metaspace") {
-            if (!first) fail("%s: is not supported after another pre_tokenizer", c.where().c_str());
+            if (!first) fail("%s is not supported after another pre_tokenizer", c.where().c_str());
             const std::string scheme = read_prepend_scheme(c);
             steps.normalizers[1].replacements.emplace_back(" ", kSpaceSymbol);
             if (scheme != "never") {
@@ -526,7 +526,7 @@ class TokenizerJsonReader {
     void read_decoder(Component& c) {
         DecodingRules& rules = parts_.decoding;
         if (c.type() == "ByteLevel") {
-            if (!by_bytes_) fail("%s: is not supported without a pre_tokenizer ByteLevel", c.where().c_str());
+            if (!by_bytes_) fail("%s is not supported without a pre_tokenizer ByteLevel", c.where().c_str());
             c.get("add_prefix_space"), c.get("trim_offsets"), c.get("use_regex");  // settings of the encoder
         } else if (c.type() == "Replace") {
             if (read_string_pattern(c) != kSpaceSymbol) c.refuse("pattern");
@@ -541,11 +541,11 @@ class TokenizerJsonReader {
             if (c.get("stop") != 0) c.refuse("stop");
             const std::string content = c.text("content");
             if (c.get("start") == 0) return;
-            if (!fused_) fail("%s: is not supported before a Fuse", c.where().c_str());
+            if (!fused_) fail("%s is not supported before a Fuse", c.where().c_str());
             if (content != " ") c.refuse("content");
             rules.strips_spaces += c.get("start").get<uint32_t>();
         } else if (c.type() == "Metaspace") {
-            if (fused_) fail("%s: is not supported after a Fuse", c.where().c_str());
+            if (fused_) fail("%s is not supported after a Fuse", c.where().c_str());
             rules.strips_symbols = read_prepend_scheme(c) != "never";
             c.get("split");
             rules.space_symbol = true;
@@ -553,7 +553,7 @@ class TokenizerJsonReader {
             c.refuse_type();
         }
         if (by_bytes_ && c.type() == "Metaspace")
-            fail("%s: is not supported with a pre_tokenizer ByteLevel", c.where().c_str());
+            fail("%s is not supported with a pre_tokenizer ByteLevel", c.where().c_str());
     }
 
     // Accepts "$A" with special tokens before and after it; ignores settings for pairs of texts.
@@ -623,7 +623,7 @@ inline TokenizerParts read_gpt2_files(const std::string& vocabulary, const std::
     use_bytes(spelt, parts.steps, *bpe);
     for (size_t byte = 0; byte < 256; byte++)
         if (bpe->byte_tokens[byte] < 0)
-            fail("%s: has no token for the byte 0x%02zx", vocabulary.c_str(), byte);
+            fail("%s has no token for the byte 0x%02zx", vocabulary.c_str(), byte);
     parts.steps.splits.push_back(TextSplit{Pattern(kGpt2Split, vocabulary)});
     parts.steps.vocabulary->shrink();
     parts.steps.words = std::move(bpe);

@@ -58,7 +58,7 @@ class ProtoFields {
     }
 
   private:
-    [[noreturn]] void refuse() const { fail("%s: is damaged, or no SentencePiece model", path_.c_str()); }
+    [[noreturn]] void refuse() const { fail("%s is damaged, or no SentencePiece model", path_.c_str()); }
 
     std::string_view take(uint64_t bytes) {
         if (bytes > rest_.size()) refuse();
@@ -146,7 +146,7 @@ class SentencePieceModel final : public WordModel {
                     if (field.number == 5) escapes = field.value;
                 }
         }
-        if (type == 0) fail("%s: is damaged, or no SentencePiece model", path.c_str());
+        if (type == 0) fail("%s is damaged, or no SentencePiece model", path.c_str());
         const char* types[] = {"?", "UNIGRAM", "BPE", "WORD", "CHAR"};
         if (type != 2) refuse("model_type", types[type <= 4 ? type : 0]);
         if (!rules.empty()) refuse("normalizer", printable(name));

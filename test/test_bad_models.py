@@ -46,15 +46,15 @@ def test_safetensors(train, work, damage, named):
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_pointers_of_git_lfs(train, work, name):
     (work / "model" / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
-    refused(train, work, {}, f"model/{name}: is a Git LFS pointer", "`git lfs pull`")
+    refused(train, work, {}, f"model/{name} is a Git LFS pointer", "`git lfs pull`")
 
 
 def test_weights_of_torch_save(train, work):
     (work / "model" / "model.safetensors").unlink()
     (work / "model" / "training_args.bin").touch()
-    refused(train, work, {}, "model: has neither model.safetensors nor ")
+    refused(train, work, {}, "model has neither model.safetensors nor ")
     (work / "model" / "pytorch_model.bin").touch()
-    refused(train, work, {}, "model: has pytorch_model.bin and no model.safetensors", 'from_pretrained("model").save_pretrained("DIR")')
+    refused(train, work, {}, "model has pytorch_model.bin and no model.safetensors", 'from_pretrained("model").save_pretrained("DIR")')
 
 
 @pytest.mark.parametrize("change, named", [

@@ -117,7 +117,7 @@ LORA = {"--train": "lora", "--lora-rank": 2}
     ({"--export": "/proc/x.gguf"}, "--export /proc/x.gguf: No such file"), ({"--log": "/sys/log"}, "--log /sys/log: "),
     (LORA | {"--merge": "m" * 252}, "cannot make the folder: File name too long"),
     (LORA | {"--merge": "dangling"}, "--merge dangling: is there already"),
-    (LORA | {"--merge": "out/step-00000002"}, "--merge out/step-00000002: is a part of out: "),
+    (LORA | {"--merge": "out/step-00000002"}, "--merge out/step-00000002 is a part of out: "),
     (LORA | {"--merge": "log"}, "--merge log: is --log too"),
     (LORA | {"--base": "nf4", "--save-base": "text/base"}, "--save-base text/base: cannot make the folder: Not a directory"),
     (LORA | {"--base": "nf4", "--save-base": "dangling"}, "--save-base dangling: is there already"),
@@ -138,7 +138,7 @@ def test_a_fifo_as_an_output(train_fp32, work, option):
     """A FIFO without a reader is not waited for. With a reader, it gets the lines."""
     os.mkfifo(work / "fifo")
     options = {"--log": None, "--val-data": "text", option: "fifo"}
-    refused(train_fp32, work, options, f"{option} fifo: is a FIFO that no process reads")
+    refused(train_fp32, work, options, f"{option} fifo is a FIFO that no process reads")
     with open(os.open(work / "fifo", os.O_RDONLY | os.O_NONBLOCK), "rb") as reader:
         train_fp32(*command(options), cwd=work)
         assert json.loads(reader.read() if option == "--timeline" else reader.readline())

@@ -285,7 +285,7 @@ def test_several_at_a_time_on_quantized_matrices(train_bf16, tmp_path, tokenizer
 
 
 @pytest.mark.parametrize("line, named", [
-    ("nonsense", "line 2: broken JSON"), ("[1]", "line 2: is no JSON object"), ('{"text": "a"}', 'line 2: has no "prompt"'),
+    ("nonsense", "line 2: broken JSON"), ("[1]", "line 2 is no JSON object"), ('{"text": "a"}', 'line 2 has no "prompt"'),
     ('{"prompt": 3}', 'line 2: "prompt" is not a text'), ('{"messages": []}', "line 2"), ('{"messages": [{"role": "user"}]}', "message 1"),
     (json.dumps({"prompt": "x " * 600}), "leaves no room in the model's 512 positions")], ids=str)
 def test_bad_prompts(train_fp32, work, line, named):
@@ -297,10 +297,10 @@ def test_what_cannot_be_combined(train_fp32, work):
     (work / "empty.jsonl").write_text("\n")
     (work / "talk.jsonl").write_text(json.dumps({"messages": [says("user", "a")]}) + "\n")
     for options, named in ((("--chat", "--data", "x"), "--chat: only answers: leave --data x out"),
-                           (("--chat", "--steps", 5), "--chat: trains nothing"), (("--chat", "--raw-prompt"), "--raw-prompt"),
+                           (("--chat", "--steps", 5), "--chat trains nothing"), (("--chat", "--raw-prompt"), "--raw-prompt"),
                            (("--chat", "--prompts", "empty.jsonl"), "--chat"), (("--chat", "--prompt", "x"), "--prompt x"),
                            (("--chat", "--sample", "tokens=0"), "tokens=0"), (("--prompts", "empty.jsonl"), "has no prompt"),
-                           (("--prompts", "missing.jsonl"), "missing.jsonl"), (("--prompts", "talk.jsonl", "--raw-prompt"), "line 1: has messages")):
+                           (("--prompts", "missing.jsonl"), "missing.jsonl"), (("--prompts", "talk.jsonl", "--raw-prompt"), "line 1 has messages")):
         assert named in error_line(train_fp32, "--model", "model", *options, cwd=work), options
     assert "is a new one" in error_line(train_fp32, "--chat")
 

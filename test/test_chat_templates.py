@@ -486,7 +486,7 @@ def test_where_templates_are_found(tmp_path):
 def test_dates_that_are_none():
     for date in ("2024-01-01x", "2024-02-30", "2024-13-01", "x"):
         refused = subprocess.run([compare.PROBE, "render", date], capture_output=True, text=True, input="")
-        assert (refused.returncode, refused.stderr) == (2, f"--chat-date {date}: is no date like 2025-01-31\n")
+        assert (refused.returncode, refused.stderr) == (2, f"--chat-date {date} is no date like 2025-01-31\n")
 
 
 # ---- runs

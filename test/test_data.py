@@ -100,7 +100,7 @@ def test_a_text_that_is_shortened(train, work, options):
     shutil.copy2(work / "text", work / "before")
     error, step = until_changed(train, work, "--data", "text", *options,
                                 change=lambda: (work / "text").write_bytes(b"short"))
-    assert "text: was written to or replaced since the run began, and had 4000 bytes" in error
+    assert "text was written to or replaced since the run began, and had 4000 bytes" in error
     assert step >= 20 and [line["step"] for line in read_log(work / "log")] == list(range(step))
     shutil.copy2(work / "before", work / "text")
     train("--model", "model", "--data", "text", *RUN, *options, "--steps", step + 3, "--schedule", "constant",
@@ -125,4 +125,4 @@ def test_shards_that_change(train, work):
         write_shard(work / name, random_tokens(300, 500))
     error, _ = until_changed(train, work, "--data", "a.bin", "b.bin",
                              change=lambda: write_shard(work / "b.bin", random_tokens(300, 600)))
-    assert "b.bin: was written to or replaced" in error
+    assert "b.bin was written to or replaced" in error

@@ -220,7 +220,7 @@ def test_a_file_that_changes_while_it_is_read(train, wide, tmp_path, change):
     if change == "removed":
         assert process.returncode == 130
     else:
-        assert process.returncode == 2 and f"{file.name}: was changed since it was opened" in error and error.count("\n") <= 2, error
+        assert process.returncode == 2 and f"{file.name} was changed since it was opened" in error and error.count("\n") <= 2, error
 
 
 @pytest.mark.parametrize("options, named", [

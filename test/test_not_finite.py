@@ -144,7 +144,7 @@ def test_the_last_good_save_stays(train, work):
     assert bad and max(bad) == 6 > last_good
     assert last_good == 3 or f"saved step {last_good}" in result.stdout.decode()
     error = result.stderr.decode()
-    assert re.search(rf"^out/step-0*{last_good + 1}: is not good, as the step after it has a loss of .*, far above the .* of the first "
+    assert re.search(rf"^out/step-0*{last_good + 1} is not good, as the step after it has a loss of .*, far above the .* of the first "
                      rf"step; the last good save: out/step-0*{last_good}, which out shows$", error, re.MULTILINE), error
     train("--model", "out", *VALIDATION, "--log", "val", cwd=work)
     assert [line["val_loss"] < first + 0.5 for line in read_log(work / "val")] == [True]
@@ -166,7 +166,7 @@ def test_a_save_whose_last_update_destroyed_the_model(train, work):
            "--keep", 1, "--out", "out")
     train(*run, "--lr", 0.1, "--steps", 3, cwd=work)
     lines = train("--resume", "out", "--lr", 1000, "--weight-decay", 1000, "--steps", 99, cwd=work, code=2).stderr.decode().splitlines()
-    assert re.fullmatch(r"out/step-00000004: is not good, as the step after it has a (loss of|gradient).*; the last good save: "
+    assert re.fullmatch(r"out/step-00000004 is not good, as the step after it has a (loss of|gradient).*; the last good save: "
                         "out/step-00000003, which out shows", lines[0])
     newest = int(re.fullmatch(r"train: step (\d+): the loss is .*; the last good save: out/step-00000003", lines[-1])[1]) - 1
     assert {path.name for path in (work / "out").glob("step-*")} == {"step-00000003", f"step-{newest:08}"}
@@ -201,7 +201,7 @@ def test_the_last_good_save_is_continued(train, work):
 
     # A bad save stays bad when it is saved again before it has made a step.
     error = train("--resume", "out/step-00000006", "--steps", 6, "--out", "copy", cwd=work).stderr.decode()
-    assert "copy/step-00000006: is of a step with a loss or a gradient that was not good when it was saved before" in error
+    assert "copy/step-00000006 is of a step with a loss or a gradient that was not good when it was saved before" in error
     assert json.loads((work / "copy" / "trainer_state.json").read_text())["last_good"] is None
 
     result = train(*run, "--steps", 4, "--out", "out", "--resume", "auto", cwd=work)
@@ -218,7 +218,7 @@ def test_a_gradient_of_zero_is_not_good(train, work):
     run = ("--model", "model", *DATA, "--steps", 2, "--save-every", 1, "--keep", 1, "--out", "out")
     result = train(*run, "--log", "log", cwd=work)
     assert [line["grad_norm"] for line in read_log(work / "log")] == [0, 0]
-    assert "out/step-00000002: is of a step with a gradient of zero; the last good save: none" in result.stderr.decode()
+    assert "out/step-00000002 is of a step with a gradient of zero; the last good save: none" in result.stderr.decode()
     assert json.loads((work / "out" / "trainer_state.json").read_text())["last_good"] is None
     result = train("--resume", "out", "--steps", 3, cwd=work)
     assert "out: step 2 was not good when it was saved; the last good save: none" in result.stderr.decode()

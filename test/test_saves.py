@@ -377,7 +377,7 @@ def test_changed_data(train, work, change):
     (work / "text").write_bytes(change((work / "text").read_bytes()))
     before = listing(work)
     error = train("--resume", "out", "--steps", 2, cwd=work, code=2).stderr.decode()
-    assert error.startswith("train: --data text: has changed since out was saved: ") and error.count("\n") == 1
+    assert error.startswith("train: --data text has changed since out was saved: ") and error.count("\n") == 1
     assert listing(work) == before
     error = train("--resume", "out", "--data", "text", "--steps", 2, cwd=work).stderr.decode()
     assert error.startswith("--data text: other data than those of out: ") and error.count("\n") == 1
@@ -388,7 +388,7 @@ def test_changed_validation_data(train, work):
     write_text(work / "val", 1000)
     train(*RUN, "--val-data", "val", "--steps", 1, "--out", "out", cwd=work)
     write_text(work / "val", 900)
-    assert b"--val-data val: has changed" in train("--resume", "out", "--steps", 2, cwd=work, code=2).stderr
+    assert b"--val-data val has changed" in train("--resume", "out", "--steps", 2, cwd=work, code=2).stderr
     train("--resume", "out", "--val-data", "val", "--steps", 2, cwd=work)
 
 

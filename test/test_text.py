@@ -109,7 +109,7 @@ def test_a_resume_knows_its_text(train, work):
     text = (work / "a").read_bytes()
     (work / "a").write_bytes(text + b"More.")
     error = train("--resume", "out", "--steps", 7, cwd=work, code=2).stderr.decode()
-    assert error.startswith("train: --data a: has changed since out was saved: ") and error.count("\n") == 1
+    assert error.startswith("train: --data a has changed since out was saved: ") and error.count("\n") == 1
     (work / "a").write_bytes(text)
     train("--resume", "out", "--steps", 7, cwd=work)
 
@@ -167,8 +167,8 @@ def test_no_room_for_the_tokens(train, work):
 
 
 @pytest.mark.parametrize("options, line", [
-    (("--data", "latin"), "latin: is not UTF-8 text: no character has the byte 0xe9 at position 3"),
-    (("--data", "a", "--val-data", "latin"), "latin: is not UTF-8 text"),
+    (("--data", "latin"), "latin is not UTF-8 text: no character has the byte 0xe9 at position 3"),
+    (("--data", "a", "--val-data", "latin"), "latin is not UTF-8 text"),
     (("--data", "a", "shards/b_train_000000.bin"), "--data: a is a text and shards/b_train_000000.bin a 16-bit token"),
     (("--data", "tiny"), "--data: tiny has "),
     (("--data", "a", "--val-data", "long"), "long: near byte 6 a piece of more than 256 KiB begins that the tokenizer"),

@@ -183,7 +183,7 @@ def test_data_are_what_the_script_writes(family, tmp_path):
 def test_data_that_are_not_utf8(family, tmp_path):
     (tmp_path / "text").write_bytes("größer".encode("latin-1"))
     error = probe(family.folder, "data", inputs=[str(tmp_path / "text").encode()], code=2)
-    assert error == f"{tmp_path}/text: is not UTF-8 text: no character has the byte 0xf6 at position 2\n"
+    assert error == f"{tmp_path}/text is not UTF-8 text: no character has the byte 0xf6 at position 2\n"
 
 
 LONGEST = 256 << 10  # kLongestPiece of llmc/tokenizer_encoder.h

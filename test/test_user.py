@@ -132,7 +132,7 @@ def test_a_model_without_data_is_a_mistake(train_fp32, work):
     for options, message in ((("--model", "model"), missing.format("model")),
                              (("--model", "model", "--steps", 5, "--prompt", "Hello"), missing.format("model")),
                              (("--model", "model", "--train", "lora", "--merge", "merged"), missing.format("model")),
-                             (("--model", "nosuch"), "--model nosuch: is not a folder with config.json")):
+                             (("--model", "nosuch"), "--model nosuch is not a folder with config.json")):
         error = train_fp32(*options, "--out", "out", cwd=work, code=2).stderr.decode()
         assert error.startswith("train: " + message) and error.count("\n") == 1, error
     assert listing(work) == before

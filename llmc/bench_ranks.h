@@ -53,7 +53,7 @@ class MeasuredEngine : public RankEngine {
     }
     double seconds_of(size_t number) const override { return engine_.seconds_of(number); }
     void end_all(int code) override { engine_.end_all(code); }
-    RankSpread spread() const override { return engine_.spread(); }
+    Rank rank() const override { return engine_.rank(); }
 
     // Returns the exchanges that were measured since the last call, in order.
     std::vector<ExchangeTime> take() { return std::exchange(times_, {}); }

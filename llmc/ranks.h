@@ -28,7 +28,8 @@ struct Rank {
     int number = 0, count = 1;
     int on_this_machine = 1;         // how many of them run on this machine
     int number_on_this_machine = 0;  // among those
-    bool in_equal_runs = true;       // see RankSpread
+    // Whether each machine has as many ranks as the others, and their numbers follow one another.
+    bool is_grouped_by_machine = true;
 
     bool is_first() const { return number == 0; }
     bool is_alone() const { return count == 1; }
@@ -84,13 +85,6 @@ struct ExchangeStep {
     std::function<void()> then = {};
 };
 
-// How the ranks are spread over machines. They are in equal runs if each machine has as many as the others,
-// and their numbers follow one another.
-struct RankSpread {
-    int on_this_machine = 1;
-    bool in_equal_runs = true;
-};
-
 // Moves bytes between the ranks. All ranks make the same calls in the same order.
 class RankEngine {
   public:
@@ -125,7 +119,8 @@ class RankEngine {
     virtual double seconds_of([[maybe_unused]] size_t number) const { return -1; }
     // Ends all ranks at once, with this exit code.
     virtual void end_all(int code) = 0;
-    virtual RankSpread spread() const = 0;
+    // This rank, with what MPI knows of the machines.
+    virtual Rank rank() const = 0;
 };
 
 // Called when ranks are lost, with a line that names them, by another thread than the main one. It must end

@@ -221,7 +221,7 @@ class MpiEngine : public RankEngine {
         if (threads < MPI_THREAD_SERIALIZED) fail("--devices: this MPI is for programs of one thread");
         check_numbers();
         signs_.begin(gather_hosts());
-        spread_.in_equal_runs = are_in_equal_runs();
+        rank_.is_grouped_by_machine = are_grouped_by_machine();
         start_worker();
     }
     MpiEngine(const MpiEngine&) = delete;
@@ -266,7 +266,7 @@ class MpiEngine : public RankEngine {
         for (int i = 0; i < 2000 && !is_aborting_; i++) usleep(1000);
         abort(code);
     }
-    RankSpread spread() const override { return spread_; }
+    Rank rank() const override { return rank_; }
 
   private:
     // Fails if MPI does not see the ranks that the environment says.
@@ -278,8 +278,8 @@ class MpiEngine : public RankEngine {
         MPI_Comm here;
         mpi_.function<decltype(&MPI_Comm_split_type)>("MPI_Comm_split_type")(mpi_.world, MPI_COMM_TYPE_SHARED,
                                                                              0, mpi_.no_info, &here);
-        size(here, &spread_.on_this_machine);
-        mpi_.function<decltype(&MPI_Comm_rank)>("MPI_Comm_rank")(here, &number_on_this_machine_);
+        size(here, &rank_.on_this_machine);
+        mpi_.function<decltype(&MPI_Comm_rank)>("MPI_Comm_rank")(here, &rank_.number_on_this_machine);
         if (number != rank_.number || count != rank_.count)
             fail(
                 "--devices: MPI calls this rank %d of %d, and the environment %d of %d: was this built with "
@@ -305,9 +305,9 @@ class MpiEngine : public RankEngine {
         for (const auto& name : gather_values(own)) hosts.emplace_back(name.data());
         return hosts;
     }
-    bool are_in_equal_runs() {
-        const int here = spread_.on_this_machine;
-        const bool fits = rank_.count % here == 0 && rank_.number % here == number_on_this_machine_;
+    bool are_grouped_by_machine() {
+        const int here = rank_.on_this_machine;
+        const bool fits = rank_.count % here == 0 && rank_.number % here == rank_.number_on_this_machine;
         const auto all = gather_values(fits ? here : 0);
         return std::all_of(all.begin(), all.end(), [&](int theirs) { return theirs == here && fits; });
     }
@@ -440,13 +440,11 @@ class MpiEngine : public RankEngine {
         is_waited_for_ = false;
     }
 
-    const Rank rank_;
+    Rank rank_;
     const OnLost on_lost_;
     const Mpi mpi_;
     SignsOfLife signs_;
-    RankSpread spread_;
     int printed_ = -1;  // the file that OpenMPI prints to, until the first step
-    int number_on_this_machine_ = 0;
     static constexpr size_t kMostBytes = size_t{1} << 30;  // of a message
     std::atomic<double> patience_ = 600;
     std::mutex mutex_;

@@ -47,11 +47,7 @@ class RunOptions {
     // names of files are cleared: but for the folder of saves, to which they contribute, and that of
     // --export, as all ranks must know whether there is one.
     void complete_rank(const RankEngine* engine) {
-        if (engine) {
-            const RankSpread spread = engine->spread();
-            options.rank.on_this_machine = spread.on_this_machine;
-            options.rank.in_equal_runs = spread.in_equal_runs;
-        }
+        if (engine) options.rank = engine->rank();
         if (options.rank.is_first()) return;
         for (std::string* path :
              {&options.log, &options.loss_by_position, &options.merge, &options.save_base, &options.timeline})

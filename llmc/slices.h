@@ -60,10 +60,10 @@ struct Slices {
     }
 };
 
-// How a run's ranks divide what has this stretch. Ranks that are not in equal runs exchange as if each had a
-// machine of its own.
+// How a run's ranks divide what has this stretch. Ranks that are not grouped by machine exchange as if
+// each had a machine of its own.
 inline Slices slices_of(const Rank& rank, int64_t stretch = 1) {
-    return {rank.number, rank.count, stretch, rank.in_equal_runs ? rank.on_this_machine : 1};
+    return {rank.number, rank.count, stretch, rank.is_grouped_by_machine ? rank.on_this_machine : 1};
 }
 
 // Bytes that are divided among the ranks, such as a block's weights: how many there are in all, where the

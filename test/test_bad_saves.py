@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 
 import pytest
@@ -116,11 +117,11 @@ LORA = {"--train": "lora", "--lora-rank": 2}
     (LORA | {"--merge": "/proc/merged"}, "--merge /proc/merged: cannot make the folder: "),
     ({"--export": "/proc/x.gguf"}, "--export /proc/x.gguf: No such file"), ({"--log": "/sys/log"}, "--log /sys/log: "),
     (LORA | {"--merge": "m" * 252}, "cannot make the folder: File name too long"),
-    (LORA | {"--merge": "dangling"}, "--merge dangling: is there already"),
+    (LORA | {"--merge": "dangling"}, "--merge dangling is there already"),
     (LORA | {"--merge": "out/step-00000002"}, "--merge out/step-00000002 is a part of out: "),
-    (LORA | {"--merge": "log"}, "--merge log: is --log too"),
+    (LORA | {"--merge": "log"}, "--merge log is --log too"),
     (LORA | {"--base": "nf4", "--save-base": "text/base"}, "--save-base text/base: cannot make the folder: Not a directory"),
-    (LORA | {"--base": "nf4", "--save-base": "dangling"}, "--save-base dangling: is there already"),
+    (LORA | {"--base": "nf4", "--save-base": "dangling"}, "--save-base dangling is there already"),
     (LORA | {"--base": "nf4", "--save-base": "same", "--merge": "same/"}, "is --merge too"),
 ], ids=str)
 def test_folders_that_cannot_be_made(train_fp32, work, options, said):
@@ -149,7 +150,7 @@ def test_a_calibration_replaces_no_other_file(train_fp32, work, name):
     os.mkfifo(work / "fifo")
     before = listing(work)
     error = train_fp32("--calibrate", name, cwd=work, code=2).stderr.decode()
-    assert error.startswith(f"train: --calibrate {name}: ") and error.count("\n") == 1 and listing(work) == before
+    assert re.match(rf"train: --calibrate {name}:? ", error) and error.count("\n") == 1 and listing(work) == before
 
 
 @pytest.mark.parametrize("target", ["nothing", "text"])

@@ -49,7 +49,7 @@ def results(folder, out="out", log="log"):
 
 @pytest.mark.parametrize("ranks", [(1, 1, 1), (2, 1), (1, 2)], ids=str)
 def test_ranks_that_are_alone_have_the_bits_of_one_device(train_fp32, folder, ranks):
-    """So have those that are not in equal runs on the machines: both send everything directly."""
+    """So have those that are not grouped by machine: both send everything directly."""
     train_fp32(*BASE, "--grad-accum", 3, cwd=folder)
     one = results(folder)
     for zero in (1, 3):

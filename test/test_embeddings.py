@@ -229,7 +229,7 @@ def test_a_file_that_changes_while_it_is_read(train, wide, tmp_path, change):
     ({"--offload embeddings": "tape"}, "tape"),
     ({"--base head": "nf4"}, "--base head=nf4"),
     ({"--base": "nf4", "--save-base": "base"}, "--save-base"),
-    ({"--model": "llama:d2", "--plan": True, "--out": None, "--log": None}, "a new one"),
+    ({"--model": "llama:d2", "--plan": True, "--out": None, "--log": None}, "a new model"),
     ({"--train": None, "--steps": 0, "--data": None, "--log": None}, "--out out"),
     ({"--train": None, "--steps": 0, "--data": None, "--log": None, "--out": None, "--resume": "saved", "--prompt": "a",
       "--seq-len": None, "--batch": None}, "whole model")])

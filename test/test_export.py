@@ -491,7 +491,7 @@ def test_a_full_disk_loses_nothing(train_fp32, tmp_path):
     ({"--export": "data.bin"}, ["--export data.bin", "no file that --export writes"]),
     ({"--export": "nowhere/m.gguf"}, ["--export nowhere/m.gguf", "No such file"]),
     ({"--export": "model/config.json"}, ["is a part of model"]),
-    ({"--export": "log"}, ["--export log: is --log too"]),
+    ({"--export": "log"}, ["--export log is --log too"]),
     ({"--export": "m" * 253}, ["File name too long"]),
     ({"--export": "m.gguf", "--rope-scaling": "dynamic:2"}, ["--export m.gguf", 'no rotary scaling "dynamic"']),
     ({"--export": "m.gguf", "--bench": True, "--steps": 1, "--log": None, "--out": None, "--sample tokens": None}, ["--export", "bench"]),

@@ -36,7 +36,7 @@ class SocketEngine : public RankEngine {
     void start(std::vector<ExchangeStep>) override {}
     void finish(size_t) override {}
     void end_all(int code) override { _exit(code); }
-    RankSpread spread() const override { return {2, true}; }
+    Rank rank() const override { return {rank_, 2, 2, rank_}; }
 
   private:
     const int rank_, socket_;

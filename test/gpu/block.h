@@ -10,7 +10,6 @@
 #include <bit>
 #include <deque>
 #include <functional>
-#include <memory>
 #include <random>
 #include <unordered_set>
 
@@ -77,7 +76,7 @@ struct Warp {
     int index;
     uint32_t lanes;  // that the block has
     uint32_t live;   // that have not returned
-    std::vector<char> registers;
+    char* registers = nullptr;
     std::vector<Group> groups;  // waiting ones; the group that runs is taken out
     bool at_barrier = false;
     uint32_t clock = 1;
@@ -118,7 +117,7 @@ struct Warp {
     // The address of a register or a constant of the running instruction.
     template <class T>
     T* at(Slot s) {
-        return reinterpret_cast<T*>((s.constant ? constants : registers.data()) + s.offset);
+        return reinterpret_cast<T*>((s.constant ? constants : registers) + s.offset);
     }
     char* constants = nullptr;
 };
@@ -132,21 +131,35 @@ struct Barrier {
     WarpClock arriving{}, complete{};
 };
 
+// The host's memory for a block, which the blocks after it use again: to get as much from the system and to
+// return it takes longer than a small block runs.
+struct BlockMemory {
+    std::vector<char> shared, registers;
+    std::vector<SharedWord> words;
+    std::vector<SharedRead> reads;
+};
+
 class Block {
   public:
-    Block(const Launch& launch, std::array<uint32_t, 3> id, uint32_t number)
+    Block(const Launch& launch, std::array<uint32_t, 3> id, uint32_t number, BlockMemory& memory)
         : launch_(launch),
           program_(*launch.program),
           id_(id),
           number_(number),
-          random_(launch.seed * 1000003 + number) {
+          random_(launch.seed * 1000003 + number),
+          shared_(memory.shared),
+          words_(memory.words),
+          reads_(memory.reads) {
         shared_bytes_ = program_.static_shared + launch.dynamic_bytes;
         shared_.assign(shared_bytes_, static_cast<char>(0xff));
-        words_.resize((shared_bytes_ + 3) / 4);
+        words_.assign((shared_bytes_ + 3) / 4, {});
         const uint32_t threads = launch.block[0] * launch.block[1] * launch.block[2];
+        const size_t warps = (threads + 31) / 32;
+        memory.registers.assign(warps * program_.register_bytes, static_cast<char>(0xff));
         for (uint32_t first = 0; first < threads; first += 32)
-            add_warp(first, std::min(32u, threads - first));
-        reads_ = std::make_unique_for_overwrite<SharedRead[]>(words_.size() * warps_.size());
+            add_warp(first, std::min(32u, threads - first),
+                     memory.registers.data() + warps_.size() * program_.register_bytes);
+        if (reads_.size() < words_.size() * warps) reads_.resize(words_.size() * warps);
     }
     Block(const Block&) = delete;
 
@@ -395,13 +408,13 @@ class Block {
         uint32_t threads = 0;
     };
 
-    void add_warp(uint32_t first, uint32_t count) {
+    void add_warp(uint32_t first, uint32_t count, char* registers) {
         Warp& w = warps_.emplace_back();
         w.block = this;
         w.index = static_cast<int>(warps_.size()) - 1;
         if (w.index >= kMostWarps) throw Fault("a block of more than 1024 threads");
         w.lanes = w.live = count == 32 ? ~0u : (1u << count) - 1;
-        w.registers.assign(program_.register_bytes, static_cast<char>(0xff));
+        w.registers = registers;
         w.constants = const_cast<char*>(program_.constants.data());
         w.register_count = program_.registers;
         if (program_.has_wgmma) {
@@ -611,9 +624,9 @@ class Block {
     uint32_t number_;
     std::mt19937 random_;
     size_t shared_bytes_ = 0;
-    std::vector<char> shared_;
-    std::vector<SharedWord> words_;
-    std::unique_ptr<SharedRead[]> reads_;
+    std::vector<char>& shared_;
+    std::vector<SharedWord>& words_;
+    std::vector<SharedRead>& reads_;
     std::deque<Warp> warps_;
     std::array<BlockBarrier, 16> barriers_;
     std::map<uint64_t, Barrier> mbarriers_;

@@ -166,34 +166,35 @@ void launch_kernel(const void* function, dim3 grid, dim3 block, void** arguments
         memcpy(parameters.data() + k.program->parameters[i].first, arguments[i],
                k.program->parameters[i].second);
     const uint64_t seed = device().next_seed();
-    device().queue(stream, {k.name, [&k, grid, block, shared, parameters, seed](const Work& work) {
-                                Launch l{k.program.get(),
-                                         &work,
-                                         {grid.x, grid.y, grid.z},
-                                         {block.x, block.y, block.z},
-                                         shared,
-                                         parameters,
-                                         &device().memory,
-                                         &k.counters,
-                                         seed,
-                                         device().check_races};
-                                std::unordered_set<uint64_t> touched;
-                                if (getenv("GPU_COUNTERS")) l.touched = &touched;
-                                k.counters.launches++;
-                                k.counters.threads =
-                                    std::max<uint64_t>(k.counters.threads, block.x * block.y * block.z);
-                                k.counters.shared_bytes = std::max<uint64_t>(
-                                    k.counters.shared_bytes, shared + k.program->static_shared);
-                                const uint32_t blocks = grid.x * grid.y * grid.z;
-                                // Blocks run one after the other, beginning with the one that the seed
-                                // chooses.
-                                const uint32_t first = static_cast<uint32_t>(seed % blocks);
-                                for (uint32_t n = 0; n < blocks; n++) {
-                                    const uint32_t b = (first + n) % blocks;
-                                    Block(l, {b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y}, b).run();
-                                }
-                                k.counters.distinct_sectors += touched.size();
-                            }});
+    device().queue(
+        stream, {k.name, [&k, grid, block, shared, parameters, seed](const Work& work) {
+                     Launch l{k.program.get(),
+                              &work,
+                              {grid.x, grid.y, grid.z},
+                              {block.x, block.y, block.z},
+                              shared,
+                              parameters,
+                              &device().memory,
+                              &k.counters,
+                              seed,
+                              device().check_races};
+                     std::unordered_set<uint64_t> touched;
+                     if (getenv("GPU_COUNTERS")) l.touched = &touched;
+                     k.counters.launches++;
+                     k.counters.threads = std::max<uint64_t>(k.counters.threads, block.x * block.y * block.z);
+                     k.counters.shared_bytes =
+                         std::max<uint64_t>(k.counters.shared_bytes, shared + k.program->static_shared);
+                     static thread_local BlockMemory memory;
+                     const uint32_t blocks = grid.x * grid.y * grid.z;
+                     // Blocks run one after the other, beginning with the one that the seed
+                     // chooses.
+                     const uint32_t first = static_cast<uint32_t>(seed % blocks);
+                     for (uint32_t n = 0; n < blocks; n++) {
+                         const uint32_t b = (first + n) % blocks;
+                         Block(l, {b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y}, b, memory).run();
+                     }
+                     k.counters.distinct_sectors += touched.size();
+                 }});
 }
 
 void report() {

@@ -106,6 +106,8 @@ class GgufFile {
     // The keys and their values: an object of numbers, strings, and lists of them. A 32-bit float is
     // converted to the double that its shortest decimal spelling names.
     const nlohmann::json& metadata() const { return metadata_; }
+    // Estimates the memory that the keys and values take.
+    size_t held_bytes() const { return bytes_of(metadata_); }
     const std::vector<GgufTensor>& tensors() const { return tensors_; }
     // The tensor of this name, or null.
     const GgufTensor* find(const std::string& name) const {
@@ -209,6 +211,18 @@ class GgufFile {
         return type < std::size(bytes) ? bytes[type] : 0;
     }
 
+    static size_t bytes_of(const nlohmann::json& value) {
+        constexpr size_t kOfAllocation = 16, kLongestInside = 15;  // glibc's heap, libstdc++'s strings
+        size_t sum = sizeof value;
+        if (value.is_string()) {
+            const size_t length = value.get_ref<const std::string&>().size();
+            sum += sizeof(std::string) + kOfAllocation;
+            if (length > kLongestInside) sum += length + kOfAllocation;
+        }
+        if (value.is_structured())
+            for (const nlohmann::json& item : value) sum += bytes_of(item);
+        return sum;
+    }
     nlohmann::json read_value(const std::string& key, uint32_t type) {
         switch (type) {
             case kU8:

@@ -502,6 +502,7 @@ inline void RunInputs::tokenize_texts() {
 inline InputBytes RunInputs::bytes() const {
     constexpr size_t kLittleHeld = 256 << 10, kLittleRead = 4 << 20;
     InputBytes bytes{tokenizer ? tokenizer->held_bytes() : 0, 0, 0};
+    if (gguf) bytes.tokenizer += gguf->file().held_bytes();  // most of it is the vocabulary
     if (!o_.export_file.empty())
         bytes.tokenizer += exported_tokenizer.bytes().size() + export_buffers(config);
     for (const Dataset* d : {data.get(), val_data.get()}) {

@@ -359,6 +359,12 @@ def test_byte_level_tokenizers(train_fp32, tmp_path, pre):
     samples = [train_fp32("--model", m, "--steps", 0, "--prompt", "All human beings 123\n", "--sample", "tokens=12,temperature=0",
                           cwd=tmp_path).stdout for m in ("model", "model.gguf")]
     assert samples[0] == samples[1]
+    # What a GGUF's vocabulary takes is planned: the 300,000 strings of Qwen's are 28 MB.
+    write_text(tmp_path / "text")
+    said = train_fp32("--model", "model.gguf", "--train", "lora", "--data", "text", "--batch", 1, "--seq-len", 16, "--steps", 1, "--sample",
+                      "tokens=0", cwd=tmp_path).stdout.decode()
+    taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", said).groups())
+    assert taken <= planned <= taken + 24
     export(train_fp32, tmp_path, "again.gguf", of="model.gguf")
     again = keys_of(tmp_path / "again.gguf")
     assert {key: value for key, value in again.items() if key != "general.name"} == {

@@ -44,8 +44,8 @@ mov.u32 %r1, %tid.x;
     Launch launch{program.get(), &kernel,   {1, 1, 1}, {threads, 1, 1}, 0, std::vector<char>(8),
                   &device,       &counters, seed};
     memcpy(launch.parameters.data(), &at, 8);
-    BlockMemory memory;
-    Block(launch, {0, 0, 0}, 0, memory).run();
+    BlockMemory of_block;
+    Block(launch, {0, 0, 0}, 0, of_block).run();
     memcpy(memory.data(), device.bytes_at(at), bytes);
 }
 

@@ -173,7 +173,7 @@ def test_how_far_ahead_blocks_come_changes_no_bit(train, work, ahead):
     ({"--train": None, "--offload weights": "device", "--offload gradients": "host"}, "gradients=disk takes none"),
     ({"--offload gradients": "disk"}, "trained whole"),
     ({"--offload updates": "host"}, "is for a GPU's host"),
-    ({"--model": "llama:d2", "--plan": True, "--out": None, "--log": None}, "a new one"),
+    ({"--model": "llama:d2", "--plan": True, "--out": None, "--log": None}, "a new model"),
     ({"--base": "nf4"}, "--save-base"),
     ({"--train": None, "--steps": 0, "--data": None, "--log": None}, "--out out"),
     ({"--train": None, "--steps": 0, "--data": None, "--log": None, "--out": None, "--resume": "saved", "--prompt": "a",

@@ -74,7 +74,7 @@ def main(arguments=None):
         fail("--steps: at least 5")
     shared = [given.train, *options, "--sample", "tokens=0", "--print-every", "1"]
     runs = {"one device": ["--grad-accum", str(given.devices)]}
-    devices = [] if given.one_gpu else ["--devices", str(given.devices)]  # mpirun says it otherwise
+    devices = [] if given.one_gpu else ["--devices", str(given.devices)]  # on one GPU, mpirun starts as many ranks
     runs |= {f"{given.devices} devices, --zero {zero}": [*devices, "--zero", zero] for zero in given.zero.split(",")}
     worst = 0
     speeds = () if given.one_gpu else ("tokens/s", "times one device", "predicted tokens/s")

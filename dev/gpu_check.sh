@@ -42,8 +42,6 @@ ended=  # how the previous part ended, in words
 may_lack_memory=no  # yes: a part that runs out of memory has not failed
 known_alarms=  # a part whose only alarms are about kernels with such names has not failed
 fitting=  # the batch that bench_trainer found to fit
-as_root=()
-[ "$(id -u)" = 0 ] || as_root=(--map-root-user)  # with which others may unshare a namespace, where that is allowed
 PATH=$PATH:/usr/local/cuda/bin  # where compute-sanitizer often is
 
 fail() {
@@ -295,7 +293,8 @@ do_devices() {
 
 # on_one_gpu: two and three ranks that share the only GPU; their losses are compared, as speeds would say nothing.
 on_one_gpu() {
-    local precision count
+    local precision count as_root=()
+    [ "$(id -u)" = 0 ] || as_root=(--map-root-user)  # with which others may unshare a namespace, where that is allowed
     if ! command -v mpirun >/dev/null || ! unshare --uts "${as_root[@]}" true 2>/dev/null; then
         skip "several ranks on one GPU" "they need OpenMPI's mpirun and permission to unshare a namespace"
         return

@@ -42,12 +42,12 @@ def pytest_generate_tests(metafunc):
 
 def pytest_collection_modifyitems(config, items):
     for item in items:
-        mark, given = item.get_closest_marker("not_played"), getattr(item, "callspec", None)
-        if mark and given and any(getattr(value, "is_played", False) for value in given.params.values()):
-            item.add_marker(pytest.mark.skip(reason=f"not on a GPU that is played: {mark.args[0]}"))
-        mark = item.get_closest_marker("on_a_cpu")
-        if mark and given and any(getattr(value, "device", "cpu") != "cpu" for value in given.params.values()):
-            item.add_marker(pytest.mark.skip(reason=mark.args[0]))
+        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        for name, is_excluded in (("not_played", any(getattr(value, "is_played", False) for value in values)),
+                                  ("on_a_cpu", any(getattr(value, "device", "cpu") != "cpu" for value in values))):
+            mark = item.get_closest_marker(name)
+            if mark and is_excluded:
+                item.add_marker(pytest.mark.skip(reason=f"{name}: {mark.args[0]}"))
     kept = [item for item in items if MORE or not item.get_closest_marker("more")]
     if "TEST_PART" in os.environ:  # "3/16": every sixteenth test, from the third on
         number, parts = map(int, os.environ["TEST_PART"].split("/"))

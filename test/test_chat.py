@@ -266,7 +266,7 @@ def test_several_at_a_time_with_adapters_and_quantized(train_fp32, work, tmp_pat
     assert plain != one
 
 
-@pytest.mark.not_played("so many tokens take ten minutes")
+@pytest.mark.not_played("an emulated GPU takes ten minutes for the 150 tokens of each answer")
 @pytest.mark.parametrize("kind", ["nf4", "8bit", "q4_k"])
 def test_several_at_a_time_on_quantized_matrices(train_bf16, tmp_path, tokenizer, kind):
     """Their products have the bits that each row has alone. In bf16 a last bit often changes an answer, so on a GPU, where

@@ -374,7 +374,7 @@ def test_damaged_sentencepiece_model(tmp_path, cut):
     whole = sentencepiece_file(SENTENCEPIECE[0]).read_bytes()
     (tmp_path / "tokenizer.model").write_bytes(whole[:cut])
     error = probe(tmp_path, "facts", code=2)
-    assert error.startswith(f"{tmp_path}/tokenizer.model") and error.count("\n") == 1
+    assert error == f"{tmp_path}/tokenizer.model is damaged, or no SentencePiece model\n"
 
 
 def gpt2_files(folder, tokenizer):

@@ -82,7 +82,7 @@ GENCODE := $(foreach a,$(CUDA_ARCH),-gencode arch=compute_$(a)$(comma)code=sm_$(
            $(PLAYED:1=-no-compress)
 # The Hopper kernels need instructions that only architecture 90a has.
 HOPPER := $(if $(filter 90a,$(CUDA_ARCH)),-DLLMC_HOPPER)
-NVCCFLAGS := -std=c++20 -O3 -I. -MMD -MP -Xcompiler -Wall,-Wextra,-Wno-restrict,-Wno-unknown-pragmas,-fopenmp \
+NVCCFLAGS := -std=c++20 -O2 -I. -MMD -MP -Xcompiler -Wall,-Wextra,-Wno-restrict,-Wno-unknown-pragmas,-fopenmp \
              -Xptxas -v,-warn-spills,-warn-lmem-usage $(GENCODE) $(HOPPER)
 # Not among the flags above, so that the tests need not rebuild what a user has built.
 NVCC_WERROR := $(if $(WERROR),-Werror all-warnings -Xcompiler -Werror)

@@ -20,6 +20,7 @@
 #include "llmc/file.h"
 #include "llmc/gguf_model.h"
 #include "llmc/jinja.h"
+#include "llmc/jinja_strings.h"
 #include "llmc/tokenizer.h"
 
 // ---- the templates of a model

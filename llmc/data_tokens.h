@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -19,6 +20,7 @@
 #include "llmc/data_json_lines.h"
 #include "llmc/dataset.h"
 #include "llmc/families.h"
+#include "llmc/jinja_strings.h"
 #include "llmc/tokenizer.h"
 #include "llmc/utf8.h"
 
@@ -106,19 +108,19 @@ inline bool is_long_text(const Dataset& text, uint64_t tokens) { return text.fil
 // Fails as read_utf8() and Dataset::tokenize() do.
 inline void tokenize_text(Dataset& text, const Tokenizer& tokenizer) {
     TokenizingLines lines(stderr, text);
-    TextEncoder encoder = tokenizer.encoder(false);
+    const std::unique_ptr<TextEncoder> encoder = tokenizer.encoder(false);
     const int start = tokenizer.document_start();
     std::vector<int32_t> tokens;
     text.tokenize(static_cast<uint32_t>(tokenizer.size()), [&](const FileReader& file, const auto& put) {
         tokens.clear();
         if (start >= 0) tokens.push_back(start);
         read_utf8(file, [&](std::string_view part) {
-            naming(file.path(), [&] { encoder.feed(part, tokens); });
+            naming(file.path(), [&] { encoder->feed(part, tokens); });
             put(tokens);
             tokens.clear();
             lines.add(part.size());
         });
-        naming(file.path(), [&] { encoder.finish(tokens); });
+        naming(file.path(), [&] { encoder->finish(tokens); });
         put(tokens);
     });
     lines.finish(text.token_count());
@@ -225,26 +227,26 @@ class ExampleEncoder {
             tokens_.clear();
         };
         if (text.size() <= kPart) {
-            naming(where, [&] { encoder_.encode(text, tokens_); });
+            naming(where, [&] { encoder_->encode(text, tokens_); });
             return pass_on(true);
         }
         for (; !text.empty(); text.remove_prefix(std::min(kPart, text.size()))) {
-            naming(where, [&] { encoder_.feed(text.substr(0, kPart), tokens_); });
+            naming(where, [&] { encoder_->feed(text.substr(0, kPart), tokens_); });
             pass_on(false);
         }
-        naming(where, [&] { encoder_.finish(tokens_); });
+        naming(where, [&] { encoder_->finish(tokens_); });
         pass_on(true);
     }
 
     // Appends the tokens of a text; of a long one at least the first `most`.
     void encode_first(std::string_view text, size_t most, std::vector<int32_t>& tokens) {
-        if (text.size() <= kPart) return encoder_.encode(text, tokens);
-        TextEncoder encoder = tokenizer_.encoder();
+        if (text.size() <= kPart) return encoder_->encode(text, tokens);
+        const std::unique_ptr<TextEncoder> encoder = tokenizer_.encoder();
         while (!text.empty() && tokens.size() < most) {
-            encoder.feed(text.substr(0, kPart), tokens);
+            encoder->feed(text.substr(0, kPart), tokens);
             text.remove_prefix(std::min(kPart, text.size()));
         }
-        if (tokens.size() < most) encoder.finish(tokens);
+        if (tokens.size() < most) encoder->finish(tokens);
     }
 
     // Appends the tokens of the pieces' joined text, or at least the first `most`. A token that crosses the
@@ -316,7 +318,7 @@ class ExampleEncoder {
 
     const Tokenizer& tokenizer_;
     const ExampleOptions options_;
-    TextEncoder encoder_;
+    std::unique_ptr<TextEncoder> encoder_;
     std::optional<Chat> chat_;  // made at the first conversation
     std::vector<Message> question_;
     std::vector<int32_t> tokens_;

@@ -200,7 +200,7 @@ class Decoding {
     bool step_together(Texts& texts) {
         std::vector<Slot*> by_row;
         for (Slot& slot : slots_) by_row.push_back(&slot);
-        std::ranges::stable_partition(by_row, [](const Slot* slot) { return slot->goes_on(); });
+        std::stable_partition(by_row.begin(), by_row.end(), [](const Slot* slot) { return slot->goes_on(); });
         const auto count = std::ranges::count_if(slots_, &Slot::goes_on);
         std::vector<int> tokens, positions;
         KvCache together;

@@ -411,3 +411,14 @@ inline void replace_file(const std::string& finished, const std::string& path) {
     const auto folder = std::filesystem::path(path).parent_path();
     sync_directory(folder.empty() ? "." : folder.string());
 }
+
+// Writes a whole file.
+inline void write_text(const std::string& path, const std::string& text) {
+    FileWriter file(path);
+    file.write(text);
+    file.finish();
+}
+// As text with an indentation of 2; bytes that are not UTF-8 are replaced.
+inline void write_json(const std::string& path, const nlohmann::json& json) {
+    write_text(path, json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
+}

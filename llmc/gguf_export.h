@@ -194,7 +194,7 @@ inline NameParts parts_of_name(const std::string& name, int64_t parameters) {
             kind = Type;
         } else if (i > 0 && is("(A|\\d+x)?\\d+([._]\\d+)?[KMBT]\\d?|small|mini|medium|large|x?xl", part)) {
             std::replace(part.begin(), part.end(), '_', '.');
-            const auto digit = [&](size_t from_end) {
+            const auto digit = [&part = part](size_t from_end) {
                 return part.size() >= from_end &&
                        std::isdigit(static_cast<unsigned char>(part[part.size() - from_end]));
             };

@@ -18,6 +18,7 @@
 #include <utf8proc.h>
 
 #include "llmc/error.h"
+#include "llmc/file.h"
 #include "llmc/utf8.h"
 
 namespace jinja {

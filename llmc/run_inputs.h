@@ -26,7 +26,6 @@
 #include "llmc/quant_weights.h"
 #include "llmc/save_resume.h"
 #include "llmc/tokenizer.h"
-#include "llmc/tokenizer_gguf.h"
 #include "llmc/tokenizer_gguf_write.h"
 
 // The training data of a new model if none are given: Shakespeare's plays, 1.1 MB.
@@ -614,9 +613,9 @@ inline void RunInputs::open_validation() {
 // means bytes.
 inline std::optional<Tokenizer> RunInputs::open_tokenizer() {
     std::vector<std::string> folders;
-    if (gguf && has_gguf_tokenizer(gguf->file())) {
+    if (gguf && has_gguf_tokenizer(gguf->file().metadata(), model)) {
         tokenizer_folder = model;  // a file, not a folder
-        return read_gguf_tokenizer(gguf->file());
+        return read_gguf_tokenizer(gguf->file().metadata(), model);
     }
     if (!resumed.empty()) folders.push_back(resumed);
     if (!parse_new_model(o_.model)) folders.push_back(model);
@@ -645,8 +644,9 @@ inline TokenizerSource RunInputs::saved_tokenizer() const {
 
 inline TokenizerSource RunInputs::tokenizer_source() const {
     if (gguf && tokenizer_folder == model)
-        return TokenizerSource(
-            [this](const std::string& to) { write_gguf_tokenizer(gguf->file(), config.longest(), to); });
+        return TokenizerSource([this](const std::string& to) {
+            write_gguf_tokenizer(gguf->file().metadata(), model, config.longest(), to);
+        });
     const bool is_folder = !parse_new_model(o_.model) && std::filesystem::exists(o_.model);
     std::string folder = is_folder ? o_.model : o_.resume;
     if (!tokenizer_folder.empty() && tokenizer_folder == resumed)

@@ -34,15 +34,6 @@ struct Progress {
     std::map<std::string, std::string> data = {};  // by option: data_facts() of its data (save_resume.h)
 };
 
-inline void write_text(const std::string& path, const std::string& text) {
-    FileWriter file(path);
-    file.write(text);
-    file.finish();
-}
-inline void write_json(const std::string& path, const nlohmann::json& json) {
-    write_text(path, json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
-}
-
 // Makes a text fit for JSON, which must be UTF-8: a text with other bytes becomes {"percent": "caf%E9"}.
 inline nlohmann::json escape_bytes(const nlohmann::json& text) {
     try {

@@ -17,6 +17,7 @@
 #include <string_view>
 #include <vector>
 
+#include "llmc/tokenizer.h"
 #include "llmc/tokenizer_bpe.h"
 #include "llmc/tokenizer_pretokenizer.h"
 #include "llmc/tokenizer_vocabulary.h"
@@ -86,19 +87,17 @@ struct TokenizerParts {
 inline constexpr size_t kLongestPiece = 256 << 10;
 
 // Encodes one text after the other. Keeps a reference to the steps, which must outlive it.
-class TextEncoder {
+class StepEncoder final : public TextEncoder {
   public:
     // Without `specials`, the spelling of a special token like <s> in a text is plain text. A text with a
     // piece longer than `longest_piece` is refused, naming the byte.
-    explicit TextEncoder(const TextSteps& steps, bool specials = true, size_t longest_piece = kLongestPiece)
+    explicit StepEncoder(const TextSteps& steps, bool specials = true, size_t longest_piece = kLongestPiece)
         : steps_(steps),
           specials_(specials),
           longest_piece_(longest_piece),
           block_(kBlock / steps.longest_replacement()) {}
 
-    // Appends the tokens of a text's next part, as far as no later part can change them. A part may end
-    // anywhere, even inside a character.
-    void feed(std::string_view part, std::vector<int32_t>& tokens) {
+    void feed(std::string_view part, std::vector<int32_t>& tokens) override {
         waiting_ += part;
         if (waiting_.size() < retry_) return;
         const size_t done = take(waiting_, true, tokens);
@@ -109,16 +108,14 @@ class TextEncoder {
         retry_ = done > 0 ? 0 : 2 * waiting_.size();
     }
 
-    // Appends the tokens of the rest of the text. The next part belongs to a new text.
-    void finish(std::vector<int32_t>& tokens) {
+    void finish(std::vector<int32_t>& tokens) override {
         take(waiting_, false, tokens);
         segments_ = {};
         waiting_.clear();
         retry_ = taken_ = 0;
     }
 
-    // Appends the tokens of a whole text.
-    void encode(std::string_view text, std::vector<int32_t>& tokens) {
+    void encode(std::string_view text, std::vector<int32_t>& tokens) override {
         segments_ = {};  // left over from a text that was refused
         take(text, false, tokens);
         segments_ = {};

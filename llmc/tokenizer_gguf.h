@@ -13,10 +13,10 @@
 
 #include <nlohmann/json.hpp>
 
-#include "llmc/gguf.h"
+#include "llmc/error.h"
+#include "llmc/file.h"
 #include "llmc/model_config.h"
-#include "llmc/save_progress.h"
-#include "llmc/tokenizer.h"
+#include "llmc/tokenizer_encoder.h"
 #include "llmc/tokenizer_json.h"
 #include "llmc/tokenizer_sentencepiece.h"
 
@@ -28,7 +28,7 @@ enum TokenType { kNormal = 1, kUnknown = 2, kControl = 3, kUserDefined = 4, kUnu
 // The keys of a tokenizer. Reading one checks its type.
 class TokenizerKeys {
   public:
-    explicit TokenizerKeys(const GgufFile& file) : reader_(file.metadata(), file.path()) {
+    TokenizerKeys(const json& metadata, const std::string& file) : reader_(metadata, file) {
         tokens_ = &list("tokens");
         const json& types = list("token_type");
         if (types.size() != tokens_->size())
@@ -285,48 +285,3 @@ inline TokenizerParts read_sentencepiece_keys(const TokenizerKeys& keys) {
     return read_sentencepiece(sentencepiece_model(keys), keys.path(), sentencepiece_config(keys));
 }
 }  // namespace gguf
-
-// True if the file has a tokenizer.
-inline bool has_gguf_tokenizer(const GgufFile& file) {
-    return ConfigReader(file.metadata(), file.path()).text("tokenizer.ggml.model", "none") != "none";
-}
-
-// Reads the tokenizer. Fails naming the file and the key if one is missing, damaged or not supported.
-inline Tokenizer read_gguf_tokenizer(const GgufFile& file) {
-    const std::string model = ConfigReader(file.metadata(), file.path()).text("tokenizer.ggml.model", "");
-    if (model != "gpt2" && model != "llama")
-        fail("%s: 'tokenizer.ggml.model' is \"%s\"; gpt2 and llama are supported", file.path().c_str(),
-             printable(model).c_str());
-    const gguf::TokenizerKeys keys(file);
-    if (file.metadata().contains("tokenizer.ggml.precompiled_charsmap"))
-        fail("%s: 'tokenizer.ggml.precompiled_charsmap' is not supported", file.path().c_str());
-    TokenizerParts parts =
-        model == "gpt2" ? gguf::read_byte_level(keys) : gguf::read_sentencepiece_keys(keys);
-    return Tokenizer(std::move(parts), keys.mark("bos_token_id"), keys.mark("eos_token_id"));
-}
-
-// Writes that tokenizer's files into a folder: tokenizer.json for a byte-level one or tokenizer.model for
-// SentencePiece's, and tokenizer_config.json. `longest` is the longest text that the model takes, in tokens.
-inline void write_gguf_tokenizer(const GgufFile& file, int longest, const std::string& folder) {
-    const gguf::TokenizerKeys keys(file);
-    const bool by_bytes = keys.text("model") == "gpt2";
-    nlohmann::json settings = by_bytes ? nlohmann::json::object() : gguf::sentencepiece_config(keys);
-    settings["tokenizer_class"] = by_bytes ? "PreTrainedTokenizerFast" : "LlamaTokenizer";
-    settings["clean_up_tokenization_spaces"] = false;
-    settings["model_max_length"] = longest;
-    if (!by_bytes) settings["legacy"] = true;
-    const std::string chat_template = keys.reader().text("tokenizer.chat_template", "");
-    if (!chat_template.empty()) settings["chat_template"] = chat_template;
-    const std::pair<const char*, const char*> marks[] = {{"bos_token_id", "bos_token"},
-                                                         {"eos_token_id", "eos_token"},
-                                                         {"unknown_token_id", "unk_token"},
-                                                         {"padding_token_id", "pad_token"}};
-    for (const auto& [key, name] : marks)
-        if (const int token = keys.mark(key); token >= 0)
-            settings[name] = keys.token(static_cast<size_t>(token));
-    if (by_bytes)
-        gguf::write_tokenizer_json(keys, folder + "/tokenizer.json");
-    else
-        write_text(folder + "/tokenizer.model", gguf::sentencepiece_model(keys));
-    write_json(folder + "/tokenizer_config.json", settings);
-}

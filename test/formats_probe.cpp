@@ -35,7 +35,7 @@
 #include "llmc/quant_formats.h"
 #include "llmc/quant_nf4_files.h"
 #include "llmc/sample_token.h"
-#include "llmc/tokenizer_gguf.h"
+#include "llmc/tokenizer.h"
 
 namespace {
 const Stream kStream{};
@@ -163,7 +163,7 @@ void kept(const Arguments& a) {
 
 void tokens(const std::string& path, const std::string& command) {
     const GgufFile file(path);
-    const Tokenizer tokenizer = read_gguf_tokenizer(file);
+    const Tokenizer tokenizer = read_gguf_tokenizer(file.metadata(), path);
     if (command == "ends") {
         printf("%d %d\n", tokenizer.begin_of_text(), tokenizer.end_of_text());
         return;
@@ -239,8 +239,9 @@ void time(const Arguments& a) {
     const double to_fp32 = fastest([&] { dequantize(out, view, kStream); });
     const double to_bf16 = fastest([&] { dequantize(out16, view, kStream); });
     const std::vector<float> x(static_cast<size_t>(columns), 1.f);
-    const double product =
-        fastest([&] { multiply_few_rows<float>({out, rows, x.data(), 1}, view, nullptr, kStream); });
+    const double product = fastest([&] {
+        multiply_few_rows<float>({out, rows, x.data(), 1}, view, nullptr, kStream);
+    });
     printf(R"({"format": "%s", "memcpy": %.2f, "fp32": %.2f, "bf16": %.2f, "matvec": %.2f})"
            "\n",
            format.name, 8 * count / copy / 1e9, (read + 4 * count) / to_fp32 / 1e9,
@@ -266,7 +267,7 @@ void run(const std::string& command, const Arguments& a) {
         const std::string text = GgufModel(a[0]).chat_template();
         return write_output(text.data(), text.size());
     }
-    if (command == "tokenizer") return write_gguf_tokenizer(GgufFile(a[0]), 128, a[1]);
+    if (command == "tokenizer") return write_gguf_tokenizer(GgufFile(a[0]).metadata(), a[0], 128, a[1]);
     if (command == "tensor") return gguf_tensor(a);
     if (command == "tokens" || command == "text" || command == "ends") return tokens(a[0], command);
     if (command == "kept") return kept(a);

@@ -6,7 +6,7 @@
 
 #include "llmc/arena.h"  // defines arena_give_back()
 #include "llmc/gguf_model.h"
-#include "llmc/tokenizer_gguf.h"
+#include "llmc/tokenizer.h"
 #include "test/fuzz.h"
 
 namespace {
@@ -35,7 +35,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* input, size_t size) {
     parse_or_refuse([&] { read_model(path); });
     parse_or_refuse([&] {
         const GgufFile file(path);
-        const Tokenizer tokenizer = read_gguf_tokenizer(file);
+        const Tokenizer tokenizer = read_gguf_tokenizer(file.metadata(), path);
         tokenizer.decode(tokenizer.encode(" abc ab'a 1111 <s> ab\n\n  abc", true));
     });
     return 0;

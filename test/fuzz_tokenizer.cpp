@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "llmc/tokenizer.h"
+#include "llmc/tokenizer_encoder.h"
+#include "llmc/tokenizer_json.h"
 #include "test/fuzz.h"
 
 namespace {
@@ -20,7 +22,7 @@ std::optional<std::vector<int>> encode(const TokenizerParts& parts, std::string_
     std::optional<std::vector<int>> tokens;
     parse_or_refuse([&] {
         std::vector<int> all;
-        TextEncoder encoder(parts.steps);
+        StepEncoder encoder(parts.steps);
         for (std::string_view rest = text; !rest.empty(); rest.remove_prefix(std::min(size, rest.size())))
             encoder.feed(rest.substr(0, size), all);
         encoder.finish(all);

@@ -77,7 +77,7 @@ def test_a_rank_that_is_killed_ends_all(train_fp32, folder, killed):
     train_fp32("--resume", "out", "--steps", 40, "--devices", 3, cwd=folder)
 
 
-@pytest.mark.parametrize("moments", [10, pytest.param(50, marks=pytest.mark.more)])
+@pytest.mark.parametrize("moments", [5, pytest.param(50, marks=pytest.mark.more)])
 def test_ranks_that_are_killed_at_random_moments(train_fp32, folder, moments):
     """Some while they start, some in a step, many in a save, as each step is saved. --resume auto always goes on, and the end is
     that of an unbroken run."""
@@ -137,16 +137,16 @@ def test_a_rank_that_does_not_answer(train_fp32, folder, stopped, who):
 
 def test_a_slow_rank_is_waited_for(train_fp32, folder):
     """One that is stopped for less than that time, several times."""
-    with ranks_running(train_fp32, "--advanced", "patience=5", "--steps", 60, cwd=folder) as process:
+    with ranks_running(train_fp32, "--advanced", "patience=4", "--steps", 30, cwd=folder) as process:
         wait_for_line(process, r"^step +2/")
         rank = process.find_ranks()[1]
         for _ in range(3):
             os.kill(rank, signal.SIGSTOP)
-            time.sleep(2.5)
+            time.sleep(1.5)
             os.kill(rank, signal.SIGCONT)
             wait_for_line(process, r"^step ")
         assert ends(process, 0)[1] == ""
-    train_fp32(*LONG, "--steps", 60, "--out", "whole", cwd=folder)
+    train_fp32(*LONG, "--steps", 30, "--out", "whole", cwd=folder)
     assert saved_bytes(folder / "out" / "latest") == saved_bytes(folder / "whole" / "latest")
 
 

@@ -10,7 +10,7 @@
 #include "llmc/arena.h"  // defines arena_give_back()
 #include "llmc/gguf_model.h"
 #include "llmc/quant_nf4_files.h"
-#include "llmc/tokenizer_gguf.h"
+#include "llmc/tokenizer.h"
 #include "test/file_helpers.h"
 #include "test/gguf_writer.h"
 
@@ -224,7 +224,7 @@ TEST_F(Gguf, OtherModelsAreRefused) {
 
 TEST_F(Gguf, TokenizersAreRead) {
     const GgufFile file(write([](auto& w) { add_tokenizer(w, "gpt-2"); }));
-    const Tokenizer tokenizer = read_gguf_tokenizer(file);
+    const Tokenizer tokenizer = read_gguf_tokenizer(file.metadata(), file.path());
     EXPECT_EQ(tokenizer.encode("abba<s>"), (std::vector<int>{2, 1, 0, 5}));
     EXPECT_EQ(tokenizer.decode(std::vector<int>{3, 2}), " ab");
     EXPECT_EQ(tokenizer.begin_of_text(), 5);
@@ -233,7 +233,7 @@ TEST_F(Gguf, TokenizersAreRead) {
 TEST_F(Gguf, BrokenTokenizersAreRefused) {
     const auto expect = [&](const Change& change, std::initializer_list<std::string> parts) {
         const GgufFile file(write(change));
-        expect_user_error([&] { read_gguf_tokenizer(file); }, parts);
+        expect_user_error([&] { read_gguf_tokenizer(file.metadata(), file.path()); }, parts);
     };
     expect([](auto& w) { w.u32("a", 1); }, {"tokenizer.ggml.model"});
     expect([](auto& w) { w.text("tokenizer.ggml.model", "t5"); }, {"t5", "gpt2 and llama"});

@@ -1,0 +1,240 @@
+// tokenizer.cpp - what tokenizer.h declares: opens the tokenizer of a folder or of a GGUF file, encodes and
+// decodes.
+//
+// It is compiled by itself, once for all builds of the trainer.
+#include "llmc/tokenizer.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "llmc/error.h"
+#include "llmc/file.h"
+#include "llmc/tokenizer_encoder.h"
+#include "llmc/tokenizer_gguf.h"
+#include "llmc/tokenizer_json.h"
+#include "llmc/tokenizer_sentencepiece.h"
+#include "llmc/tokenizer_vocabulary.h"
+
+// ---- opening
+
+Tokenizer::Tokenizer(TokenizerParts parts, int begin_of_text, int end_of_text)
+    : parts_(std::make_shared<const TokenizerParts>(std::move(parts))),
+      begin_of_text_(begin_of_text),
+      end_of_text_(end_of_text) {
+    for (const char* usual : {"<|endoftext|>", "<|begin_of_text|>", "<s>"})
+        if (usual_start_ < 0) usual_start_ = find_spelling(usual);
+}
+
+namespace {
+nlohmann::json read_object(const std::string& path) {
+    if (!file_exists(path)) return nlohmann::json::object();
+    nlohmann::json json = read_json(path);
+    if (!json.is_object()) fail("%s is not a JSON object", path.c_str());
+    return json;
+}
+
+// Other tokenizers have files of these names too, but split text differently.
+void refuse_other_classes(const std::string& path) {
+    const nlohmann::json name = read_object(path).value("tokenizer_class", nlohmann::json());
+    if (!name.is_string()) return;
+    for (const char* known :
+         {"GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend"})
+        if (name == known) return;
+    fail(
+        "%s: \"tokenizer_class\" \"%s\": vocab.json and merges.txt are read as GPT-2's alone; this one's "
+        "tokenizer.json is needed",
+        path.c_str(), printable(name.get<std::string>()).c_str());
+}
+}  // namespace
+
+std::optional<Tokenizer> Tokenizer::open(const std::string& folder) {
+    const auto path = [&](const char* name) { return folder + "/" + name; };
+    const auto has = [&](const char* name) { return file_exists(path(name)); };
+    std::optional<Tokenizer> tokenizer;
+    if (has("tokenizer.json")) {
+        tokenizer = Tokenizer(TokenizerJsonReader(path("tokenizer.json")).take());
+    } else if (has("vocab.json") || has("merges.txt")) {
+        refuse_other_classes(path("tokenizer_config.json"));
+        tokenizer = Tokenizer(read_gpt2_files(path("vocab.json"), path("merges.txt")));
+    } else if (has("tokenizer.model")) {
+        const std::string file = path("tokenizer.model");
+        tokenizer =
+            Tokenizer(read_sentencepiece(read_text(file), file, read_object(path("tokenizer_config.json"))));
+    }
+    if (tokenizer) tokenizer->read_ends(folder);
+    return tokenizer;
+}
+
+Tokenizer Tokenizer::bytes() {
+    TokenizerParts parts;
+    auto bpe = std::make_unique<Bpe>();
+    std::iota(bpe->byte_tokens.begin(), bpe->byte_tokens.end(), 0);
+    parts.steps.byte_tokens = bpe->byte_tokens;
+    parts.steps.vocabulary = std::make_shared<Vocabulary>();
+    for (int byte = 0; byte < 256; byte++)
+        parts.steps.vocabulary->add(byte, std::string(1, static_cast<char>(byte)), false);
+    parts.steps.words = std::move(bpe);
+    return Tokenizer(std::move(parts));
+}
+
+// Finds the tokens that begin and end a text: those that the tokenizer's own files name, else those with
+// the usual names, else the numbers in the model's files.
+void Tokenizer::read_ends(const std::string& folder) {
+    const auto own = {read_object(folder + "/tokenizer_config.json"),
+                      read_object(folder + "/special_tokens_map.json")};
+    nlohmann::json model = read_object(folder + "/generation_config.json");
+    if (model.empty()) model = read_object(folder + "/config.json");
+    const auto named = [&](const char* key) {
+        for (const nlohmann::json& file : own) {
+            nlohmann::json name = file.value(key, nlohmann::json());
+            if (name.is_object()) name = name.value("content", nlohmann::json());
+            if (name.is_string())
+                if (const int token = find_spelling(name.get<std::string>()); token >= 0) return token;
+        }
+        return -1;
+    };
+    const auto numbered = [&](const char* key) {
+        const nlohmann::json value = model.value(key, nlohmann::json());
+        std::vector<int> tokens;
+        for (const nlohmann::json& number : value.is_array() ? value : nlohmann::json::array({value}))
+            if (number.is_number_unsigned() && number.get<uint64_t>() < static_cast<uint64_t>(size()))
+                tokens.push_back(number.get<int>());
+        return tokens;
+    };
+    begin_of_text_ = named("bos_token");
+    if (begin_of_text_ < 0 && !parts_->before.empty()) begin_of_text_ = parts_->before[0];
+    end_of_text_ = named("eos_token");
+    for (const char* usual : {"<|endoftext|>", "<|end_of_text|>", "</s>"})
+        if (end_of_text_ < 0) end_of_text_ = find_spelling(usual);
+    if (end_of_text_ >= 0) return;
+    const auto begins = numbered("bos_token_id"), ends = numbered("eos_token_id");
+    if (begin_of_text_ < 0 && !begins.empty()) begin_of_text_ = begins[0];
+    if (!ends.empty()) end_of_text_ = ends[0];
+}
+
+// Goes through the whole vocabulary.
+int Tokenizer::find_spelling(std::string_view spelling) const {
+    const Vocabulary& vocabulary = *parts_->steps.vocabulary;
+    for (int token = 0; token < vocabulary.size(); token++)
+        if (vocabulary.has(token) && vocabulary[token] == spelling) return token;
+    return -1;
+}
+
+// ---- encoding
+
+std::vector<int> Tokenizer::encode(std::string_view text, bool specials) const {
+    std::vector<int> tokens;
+    if (specials) tokens = parts_->before;
+    StepEncoder(parts_->steps, true, SIZE_MAX).encode(text, tokens);
+    if (specials) tokens.insert(tokens.end(), parts_->after.begin(), parts_->after.end());
+    return tokens;
+}
+
+std::unique_ptr<TextEncoder> Tokenizer::encoder(bool specials) const {
+    return std::make_unique<StepEncoder>(parts_->steps, specials);
+}
+
+// ---- decoding
+
+std::string Tokenizer::decode(std::span<const int> tokens, bool specials) const {
+    Decoder decoder(*this, true, specials);
+    std::string text;
+    for (const int token : tokens) text += decoder.next(token);
+    return text;
+}
+
+Tokenizer::Decoder::Decoder(const Tokenizer& tokenizer, bool begins, bool specials)
+    : tokenizer_(tokenizer),
+      specials_(specials),
+      first_(begins),
+      strips_(begins ? tokenizer.parts_->decoding.strips_spaces : 0) {}
+
+std::string Tokenizer::Decoder::next(int token) {
+    if (!specials_ && tokenizer_.is_special(token)) return "";
+    const bool strips_symbols = std::exchange(first_, false) && tokenizer_.parts_->decoding.strips_symbols;
+    std::string text = tokenizer_.text_of(token, strips_symbols ? "" : " ");
+    const size_t spaces = std::min(text.find_first_not_of(' '), text.size());
+    const size_t stripped = std::min(spaces, strips_);
+    text.erase(0, stripped);
+    strips_ = text.empty() ? strips_ - stripped : 0;
+    return text;
+}
+
+std::string Tokenizer::text_of(int token, std::string_view space) const {
+    const Vocabulary& vocabulary = *parts_->steps.vocabulary;
+    const DecodingRules& rules = parts_->decoding;
+    if (!vocabulary.has(token)) return "";
+    const auto other = rules.texts.find(token);
+    std::string text(other == rules.texts.end() ? vocabulary[token] : other->second);
+    if (rules.byte_tokens)
+        if (const int byte = read_byte_spelling(text); byte >= 0)
+            return std::string(1, static_cast<char>(byte));
+    const std::string_view symbol = kSpaceSymbol;
+    if (rules.space_symbol)
+        for (size_t at = 0; (at = text.find(symbol, at)) != text.npos; at += space.size())
+            text.replace(at, symbol.size(), space);
+    return text;
+}
+
+// ---- what it is
+
+bool Tokenizer::is_special(int token) const {
+    const auto& special = parts_->special;
+    return token >= 0 && static_cast<size_t>(token) < special.size() && special[static_cast<size_t>(token)];
+}
+int Tokenizer::size() const { return parts_->steps.vocabulary->size(); }
+size_t Tokenizer::held_bytes() const { return parts_->steps.bytes(); }
+
+// ---- GGUF
+
+bool has_gguf_tokenizer(const nlohmann::json& metadata, const std::string& path) {
+    return ConfigReader(metadata, path).text("tokenizer.ggml.model", "none") != "none";
+}
+
+Tokenizer read_gguf_tokenizer(const nlohmann::json& metadata, const std::string& path) {
+    const std::string model = ConfigReader(metadata, path).text("tokenizer.ggml.model", "");
+    if (model != "gpt2" && model != "llama")
+        fail("%s: 'tokenizer.ggml.model' is \"%s\"; gpt2 and llama are supported", path.c_str(),
+             printable(model).c_str());
+    const gguf::TokenizerKeys keys(metadata, path);
+    if (metadata.contains("tokenizer.ggml.precompiled_charsmap"))
+        fail("%s: 'tokenizer.ggml.precompiled_charsmap' is not supported", path.c_str());
+    TokenizerParts parts =
+        model == "gpt2" ? gguf::read_byte_level(keys) : gguf::read_sentencepiece_keys(keys);
+    return Tokenizer(std::move(parts), keys.mark("bos_token_id"), keys.mark("eos_token_id"));
+}
+
+void write_gguf_tokenizer(const nlohmann::json& metadata, const std::string& path, int longest,
+                          const std::string& folder) {
+    const gguf::TokenizerKeys keys(metadata, path);
+    const bool by_bytes = keys.text("model") == "gpt2";
+    nlohmann::json settings = by_bytes ? nlohmann::json::object() : gguf::sentencepiece_config(keys);
+    settings["tokenizer_class"] = by_bytes ? "PreTrainedTokenizerFast" : "LlamaTokenizer";
+    settings["clean_up_tokenization_spaces"] = false;
+    settings["model_max_length"] = longest;
+    if (!by_bytes) settings["legacy"] = true;
+    const std::string chat_template = keys.reader().text("tokenizer.chat_template", "");
+    if (!chat_template.empty()) settings["chat_template"] = chat_template;
+    const std::pair<const char*, const char*> marks[] = {{"bos_token_id", "bos_token"},
+                                                         {"eos_token_id", "eos_token"},
+                                                         {"unknown_token_id", "unk_token"},
+                                                         {"padding_token_id", "pad_token"}};
+    for (const auto& [key, name] : marks)
+        if (const int token = keys.mark(key); token >= 0)
+            settings[name] = keys.token(static_cast<size_t>(token));
+    if (by_bytes)
+        gguf::write_tokenizer_json(keys, folder + "/tokenizer.json");
+    else
+        write_text(folder + "/tokenizer.model", gguf::sentencepiece_model(keys));
+    write_json(folder + "/tokenizer_config.json", settings);
+}

@@ -43,8 +43,9 @@ def answer(binary, *options):
 
 @pytest.fixture(scope="module")
 def program():
-    """One trainer: the planner beside it is the same in both precisions."""
-    return binaries()[0].path
+    """One trainer: the planner beside it is the same in both precisions. A CUDA build plans itself, and the plans are in bf16."""
+    found = [binary for binary in binaries() if binary.device == "cpu" or binary.precision == "bf16"]
+    return found[0].path if found else pytest.skip("no build for a CPU, and none in bf16")
 
 
 # ---- the CUDA build's plan

@@ -529,6 +529,7 @@ READ = {
 }
 
 
+@pytest.mark.on_a_cpu("a GPU's plan counts the memory of the GPU, and this measures that of the process")
 @pytest.mark.parametrize("name", [*list(READ)[:-1], pytest.param("short", marks=pytest.mark.more)])
 def test_reading_examples_stays_in_the_plan(train_fp32, work, name):
     """However long a line is, and however many there are. If a line takes more than everything that comes

@@ -255,7 +255,8 @@ def limited(train, work, most_bytes, *options):
     (100_000, ("--train", "lora", "--lora-rank", 1, "--merge", "out"), r"--merge out: the merged model has a file of \d+ bytes, and "
      "ulimit -f allows 100000"),
     (10_000, ("--timeline", "out"), r"--timeline out: cannot write: File too large \(ulimit -f allows 10000 bytes\)"),
-    (100_000, ("--offload", "state=disk"), r"--offload state=disk: .*: File too large \(ulimit -f allows 100000 bytes\)")], ids=lambda v: str(v)[:30])
+    pytest.param(100_000, ("--offload", "state=disk"), r"--offload state=disk: .*: File too large \(ulimit -f allows 100000 bytes\)",
+                 marks=pytest.mark.not_played("its memory is a file too"))], ids=lambda v: str(v)[:30])
 def test_a_limit_of_a_files_size_is_known_beforehand(train, work, bytes, options, said):
     code, error = limited(train, work, bytes, *RUN, "--steps", 2, *options)
     assert code == 2 and re.fullmatch(f"train: {said}\n", error), error

@@ -198,7 +198,7 @@ inline void RunInputs::check_placements() const {
     if (o_.steps > 0) check_placement("state", o_.state);
     if (o_.gradients != "device" && o_.steps > 0) {
         const char* const gradients = o_.gradients.c_str();
-        if (adapter) fail("--offload gradients=%s is of a model that is trained whole", gradients);
+        if (adapter) fail("--offload gradients=%s is for a model that is trained whole", gradients);
         if (o_.update_in_backward)
             fail("--offload gradients=%s: with --update-in-backward only one block's are there at a time",
                  gradients);
@@ -211,7 +211,7 @@ inline void RunInputs::check_placements() const {
     if (o_.embeddings != "device") {
         const char* const embeddings = o_.embeddings.c_str();
         if (trains_model)
-            fail("--offload embeddings=%s is of a frozen model; --train lora or prompt trains beside one",
+            fail("--offload embeddings=%s is for a frozen model; --train lora or prompt trains beside one",
                  embeddings);
         if (!o_.head.empty())
             fail("--offload embeddings=%s: --base head=%s is of a head on the device", embeddings,

@@ -9,7 +9,7 @@ import pytest
 import rate_files
 from model_files import linked
 from streaming_models import folder, wide, wide4, work
-from trainer_runs import Train, saved_bytes, small_disk
+from trainer_runs import Train, saved_bytes, small_disk, taken_and_planned
 
 USUALLY = "bf16"  # see conftest.py
 
@@ -42,7 +42,7 @@ def test_a_budget_below_what_is_resident_moves_it(train, wide4, tmp_path, kind):
         assert "disk" in moved or "inputs=" in moved
         assert any(chosen["outside_device"].values()) and chosen["choice"][0]["bytes"] == chosen["totals"]["total"]
         said = train(*options, *budget, "--out", f"out{i}", cwd=work).stdout.decode()
-        taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", said).groups())
+        taken, planned = taken_and_planned(said)
         assert moved in said and taken <= planned <= float(budget[1][:-3]) + 0.05
         assert saved_bytes(work / f"out{i}") == saved_bytes(work / "resident")
     # On a GPU, what is resident and recomputed may be slower than what is read from a disk.

@@ -12,7 +12,7 @@ import pytest
 from emulated_runs import BOUND, BUILD, DATA, FAULT, logged, losses, on_cpu, play, played
 from machines import Machines, need_machines
 from model_files import linked, prepare
-from trainer_runs import ranks_of, read_log, running, saved_bytes, wait_for_end, wait_for_line
+from trainer_runs import ranks_of, read_log, running, saved_bytes, taken_and_planned, wait_for_end, wait_for_line
 
 pytestmark = pytest.mark.skipif(not (BUILD / "nccl_faults").exists(), reason="no CUDA Toolkit")
 
@@ -112,7 +112,7 @@ def test_orders_change_no_bit(model, precision, name, tmp_path):
     on_cpus = results(on_cpu(precision), tmp_path / "cpus", model, *STEPS, *without_host, "--devices", 2)
     np.testing.assert_allclose(losses(on_gpus[0][0]), losses(on_cpus[0]), rtol=BOUND[precision])
     for _, _, printed in on_gpus:
-        taken, planned = map(float, re.search(r"taken from the device: ([0-9.]+) MiB; planned: ([0-9.]+)", printed).groups())
+        taken, planned = taken_and_planned(printed)
         assert taken <= planned
 
 

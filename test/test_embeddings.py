@@ -15,7 +15,8 @@ from adapter_files import OPTIONS, make_adapter, trained, validated
 from gguf_files import MODELS as GGUF_MODELS, write_gguf
 from model_files import DATA, linked, prepare
 from safetensors.torch import load_file
-from trainer_runs import make, random_tokens, read_log, refused, running, sampled, saved_bytes, wait_for_line, write_shard
+from trainer_runs import (make, random_tokens, read_log, refused, running, sampled, saved_bytes, taken_and_planned, wait_for_line,
+                          write_shard)
 
 USUALLY = "bf16"  # see conftest.py
 
@@ -164,7 +165,7 @@ def test_two_slices_are_in_memory_and_rows_that_are_used(train, wide, tmp_path):
     weights = [next(b["bytes"] for b in report["buffers"] if b["name"] == "weights") for report in (memory, disk)]
     assert 2 * VOCAB * width <= weights[0] - weights[1] <= 2 * (padded + 1) * width
     said = train(*LORA, "--steps", 2, "--sample", "tokens=0", *ELSEWHERE, cwd=work).stdout.decode()
-    taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", said).groups())
+    taken, planned = taken_and_planned(said)
     assert taken <= planned
     assert re.search(r"waited +[\d.]+%", said)
 
@@ -189,7 +190,7 @@ def test_memory_moves_them_where_that_is_needed(train, wide, tmp_path):
     chosen = plan(train, work, "--memory", budget)
     assert "embeddings=disk" in chosen["choice"][0]["placements"] and chosen["outside_device"]["on_disk"] >= 2 * VOCAB * 512 * 2
     said = train(*LORA, "--steps", 2, "--memory", budget, "--sample", "tokens=0", "--out", "out", cwd=work).stdout.decode()
-    taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", said).groups())
+    taken, planned = taken_and_planned(said)
     assert taken <= planned <= least + 1.05
     saved = json.loads((work / "out" / "trainer_state.json").read_text())["options"]
     assert saved["--offload.embeddings"] == ["disk"]

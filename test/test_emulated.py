@@ -19,7 +19,7 @@ from emulated_runs import BOUND, BUILD, DATA, FAULT, logged, losses, on_cpu, pla
 from model_files import VOCAB, linked, prepare, starting_at_0
 from rate_files import spent
 from safetensors.torch import load_file, save_file
-from trainer_runs import (ROOT, binaries, figures, make, random_tokens, read_log, running, sampled, saved_bytes,
+from trainer_runs import (ROOT, binaries, figures, make, random_tokens, read_log, running, sampled, saved_bytes, taken_and_planned,
                           wait_for_line, write_shard, write_text)
 
 pytestmark = pytest.mark.skipif(not (BUILD / "faults").exists(), reason="no CUDA Toolkit")
@@ -163,7 +163,7 @@ def test_runs_are_those_of_the_cpu_build_and_of_each_other(model, precision, tmp
     there, _, _ = logged(on_cpu(precision), tmp_path / "there", model, *STEPS)
     assert len(losses(here)) >= 12  # of steps and validations
     np.testing.assert_allclose(losses(here), losses(there), rtol=BOUND[precision])
-    taken, planned = map(float, re.search(r"taken from the device: ([0-9.]+) MiB; planned: ([0-9.]+)", said).groups())
+    taken, planned = taken_and_planned(said)
     assert taken <= planned
     for name, (options, environment) in SAME.items():
         again, same_files, _ = logged(played(precision, **environment), tmp_path / name, model, *STEPS, *options)

@@ -22,7 +22,7 @@ from gguf_files import as_gguf
 from model_files import LINEAR, LLAMA3, VOCAB, YARN
 from reference_runs import open_with_transformers
 from safetensors.torch import load_file, save_file
-from trainer_runs import (make, random_tokens, refused, running, small_disk, wait_for_line, write_shard, write_text)
+from trainer_runs import make, random_tokens, refused, running, small_disk, taken_and_planned, wait_for_line, write_shard, write_text
 
 USUALLY = "fp32"
 SMALL = ("--heads", 4, "--channels", 64)
@@ -363,7 +363,7 @@ def test_byte_level_tokenizers(train_fp32, tmp_path, pre):
     write_text(tmp_path / "text")
     said = train_fp32("--model", "model.gguf", "--train", "lora", "--data", "text", "--batch", 1, "--seq-len", 16, "--steps", 1, "--sample",
                       "tokens=0", cwd=tmp_path).stdout.decode()
-    taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", said).groups())
+    taken, planned = taken_and_planned(said)
     assert taken <= planned <= taken + 24
     export(train_fp32, tmp_path, "again.gguf", of="model.gguf")
     again = keys_of(tmp_path / "again.gguf")

@@ -12,7 +12,8 @@ import reference
 import torch
 from reference_runs import open_with_transformers
 from safetensors.torch import load_file
-from trainer_runs import cpu_seconds, figures, make, peak, random_tokens, read_log, running, saved_bytes, wait_for_line, write_shard, write_text
+from trainer_runs import (cpu_seconds, figures, make, peak, random_tokens, read_log, running, saved_bytes, taken_and_planned,
+                          wait_for_line, write_shard, write_text)
 
 MIB = 1 << 20
 LEVELS = ["none", "gelu", "norm", "ffn", "attention", "block"]
@@ -481,7 +482,7 @@ def test_the_plan_holds_with_many_threads(train, tmp_path, threads):
     bound = unread + 10 + 3 * threads
     for _ in range(3):
         text = train(*options, "--steps", 2).stdout.decode()
-        taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", text).groups())
+        taken, planned = taken_and_planned(text)
         assert taken <= planned
         if planned <= taken + bound:
             return

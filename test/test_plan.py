@@ -6,7 +6,7 @@ import re
 import resource
 
 import pytest
-from trainer_runs import cpu_seconds, make, write_text
+from trainer_runs import cpu_seconds, make, taken_and_planned, write_text
 
 MIB = 1 << 20
 LEVELS = ["none", "gelu", "norm", "ffn", "attention", "block"]
@@ -208,7 +208,7 @@ def test_a_run_takes_what_was_planned(train, tmp_path, level):
     shape = ("--batch", 2, "--seq-len", 64) if train.is_played else ("--batch", 8, "--seq-len", 256)
     arguments = ("--model", "d4", "--data", "text", *shape, "--recompute", level)
     text = train(*arguments, "--steps", 1, "--sample", "tokens=0", cwd=tmp_path).stdout.decode()
-    taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", text).groups())
+    taken, planned = taken_and_planned(text)
     process = train.plan(*arguments[:2])["totals"]["process"] / MIB
     assert 0.97 * (planned - process) <= taken <= planned + unknown
 

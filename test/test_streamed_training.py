@@ -11,7 +11,7 @@ import pytest
 from adapter_files import OPTIONS, trained
 from model_files import DATA, linked, prepare
 from streaming_models import ALL, DISK, ELSEWHERE, FAMILIES, GRADIENTS, folder, full_plan, read_steps, wide, wide4, work
-from trainer_runs import Train, running, saved_bytes, small_disk, wait_for_line
+from trainer_runs import Train, running, saved_bytes, small_disk, taken_and_planned, wait_for_line
 
 USUALLY = "bf16"  # see conftest.py
 
@@ -55,7 +55,7 @@ def test_two_blocks_have_gradients_in_memory(train, wide, tmp_path):
     assert device["totals"]["gradients"] - disk["totals"]["gradients"] == 12 * block
     assert disk["outside_device"]["working_file"] == 12 * sectors
     for options, named in ((("--update-in-backward", "--clip", 0), ": with --update-in-backward "),
-                           (("--train", "lora"), " is of a model that is trained whole\n")):
+                           (("--train", "lora"), " is for a model that is trained whole\n")):
         error = train(*DATA, "--steps", 1, *GRADIENTS, *options, "--plan", cwd=work, code=2).stderr.decode()
         assert error.startswith(f"train: --offload gradients=disk{named}") and error.count("\n") == 1
 
@@ -109,7 +109,7 @@ def test_two_blocks_and_a_ring_are_in_memory(train, wide, tmp_path):
     working = disk["outside_device"]["working_file"]
     assert working >= 12 * parameters * (width + chunk // (1 << 18))
     said = train(*DATA, "--steps", 2, "--sample", "tokens=0", *ELSEWHERE[2], cwd=work).stdout.decode()
-    taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", said).groups())
+    taken, planned = taken_and_planned(said)
     assert taken <= planned and re.search(r"waited +[\d.]+%", said)
 
 

@@ -16,7 +16,7 @@ from gguf_files import MODELS as GGUF_MODELS, write_gguf
 from model_files import DATA, VOCAB, linked, prepare
 from safetensors.torch import load_file
 from streaming_models import DISK, LORA, folder, plan, wide, wide4, work
-from trainer_runs import (cached_bytes, drop_from_cache, random_tokens, refused, running, sampled, saved_bytes,
+from trainer_runs import (cached_bytes, drop_from_cache, random_tokens, refused, running, sampled, saved_bytes, taken_and_planned,
                           wait_for_line, write_shard)
 
 USUALLY = "bf16"  # see conftest.py
@@ -92,7 +92,7 @@ def test_two_blocks_are_in_memory_and_no_page_of_the_files(train, wide, tmp_path
     assert [room["bytes"] for room in rooms] == 2 * [block] and matrices == 12 * block
     assert disk["totals"]["weights"] == memory["totals"]["weights"] - matrices * (1 if train.precision == "bf16" else 2)
     said = train(*LORA, "--steps", 2, "--sample", "tokens=0", *DISK, cwd=work).stdout.decode()
-    taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", said).groups())
+    taken, planned = taken_and_planned(said)
     assert taken <= planned
     assert re.search(r"waited +[\d.]+%", said)
     assert sum(file.stat().st_size for file in files) > matrices and cached_bytes(*files) == 0
@@ -155,7 +155,7 @@ def test_blocks_may_come_from_farther_ahead(train, wide, tmp_path, ahead):
     bench = train(*LORA[2:], "--model", "model", *where, "--bench", "json", "--steps", "1", "--warmup", "0", cwd=work)
     assert json.loads(bench.stdout)["links"]["disk_read"]["bytes"] == (24 - ahead - 1) * block
     said = train(*LORA, "--steps", 2, "--sample", "tokens=0", *where, cwd=work).stdout.decode()
-    taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", said).groups())
+    taken, planned = taken_and_planned(said)
     assert taken <= planned
 
 

@@ -219,6 +219,11 @@ def listing(folder):
             for path in sorted(pathlib.Path(folder).rglob("*"))}
 
 
+def taken_and_planned(printed):
+    """The MiB of the device that a run took and had planned, which its last line says."""
+    return map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", printed).groups())
+
+
 def peak(train, *options, line):
     """The peak memory, in bytes, of a run until it prints a line that starts like this."""
     with running(train, *options) as process:

@@ -884,6 +884,7 @@ int run(int argc, char** argv, RankEngine* engine) {
     command.begin(engine);
     Options& options = command.options;
     start_threads(options.threads, options.rank);
+    if (planned_gpu) keep_memory_of_lists();
     tf32_products = options.tf32;
     if (!options.calibrate.empty()) {
         check_device(options);
@@ -899,7 +900,6 @@ int run(int argc, char** argv, RankEngine* engine) {
         return 0;
     }
     malloc_trim(0);  // returns what reading and tokenizing have freed to the system
-    if (planned_gpu) keep_memory_of_lists();
     const Options chosen = chosen_by_first_rank(
         engine, options, [&] { return with_chosen_setting<Trainer>(options, inputs, choices); });
     std::optional<MeasuredEngine> measured;

@@ -141,6 +141,7 @@ Options with_setting_for_memory(const Options& given, RunInputs& inputs, Choices
 // names, first with everything on it; if that does not fit, also with its host's memory.
 template <class Trial>
 Options with_chosen_setting(const Options& given, RunInputs& inputs, Choices& choices) {
+    if (choices.for_length) return *choices.for_length;
     if (fills_planned_gpu(given)) {
         const bool host_has_its_own = !planned_gpu->integrated;
         try {
@@ -250,6 +251,12 @@ inline Options options_of_plan(Options o) {
     return o;
 }
 
+// True if the choice for such a plan is that of the run itself: a plan for a GPU, without data or files.
+inline bool is_such_a_plan(const Options& o) {
+    return planned_gpu && o.plan && o.data.empty() && o.val_data.empty() && o.out.empty() &&
+           o.resume.empty() && o.timeline.empty() && o.loss_by_position.empty();
+}
+
 // The options with the longest sequences that fit, for --seq-len auto; the reason for the length goes to
 // `choices`.
 template <class Trial>
@@ -262,17 +269,25 @@ Options with_longest_context(const Options& given, Choices& choices) {
     const DataKinds data = kinds_of_data(chosen);
     Options trial = options_of_plan(chosen);
     trial.plans_examples = data.has_examples;
+    struct Planned {
+        size_t bytes;
+        double seconds;
+        std::shared_ptr<const Options> options;
+        Choices choices;
+    };
+    // Even if it fails, `of` has what was chosen.
     const auto planned = [&](Options o, int tokens, Choices& of) {
         o.seq_len = tokens;
         RunInputs inputs(o, std::nullopt);
-        Trial trainer(with_chosen_setting<Trial>(o, inputs, of), inputs);
+        const auto options = std::make_shared<const Options>(with_chosen_setting<Trial>(o, inputs, of));
+        Trial trainer(*options, inputs);
         const MemoryReport& r = trainer.rehearse();
         const size_t more = given.loss_by_position.empty() ? 0 : static_cast<size_t>(tokens) * sizeof(float);
-        return std::pair(r.total() + more, r.seconds);
+        return Planned{r.total() + more, r.seconds, options, of};
     };
     const auto fits = [&](const Options& o, int tokens, Choices& of) {
         try {
-            return planned(o, tokens, of).first <= space.bytes;
+            return planned(o, tokens, of).bytes <= space.bytes;
         } catch (const UserError&) {  // nothing that --memory may choose fits
             return false;
         }
@@ -285,16 +300,17 @@ Options with_longest_context(const Options& given, Choices& choices) {
         by_data = most_tokens_of_examples(chosen, static_cast<int>(std::min<uint64_t>(by_model, by_data)));
     const int most = static_cast<int>(std::clamp<uint64_t>(by_data, 1, static_cast<uint64_t>(by_model)));
     const int fewest = std::min(kContextStep, most);
-    Choices of_longest, ignored;
-    // Bytes and seconds of lengths that fit with what --memory chooses; nothing of those that do not.
-    std::map<int, std::optional<std::pair<size_t, double>>> known;
+    Choices of_longest;
+    // The plans of lengths that fit with what --memory chooses; nothing of those that do not.
+    std::map<int, std::optional<Planned>> known;
     const auto fits_with_all = [&](int tokens) {
         const auto [it, is_new] = known.try_emplace(tokens, std::nullopt);
         try {
-            if (is_new) it->second = planned(trial, tokens, ignored);
+            Choices of;
+            if (is_new) it->second = planned(trial, tokens, of);
         } catch (const UserError&) {  // nothing that --memory may choose fits
         }
-        if (it->second && it->second->first > space.bytes) it->second.reset();
+        if (it->second && it->second->bytes > space.bytes) it->second.reset();
         return it->second.has_value();
     };
     if (fits(trial, most, of_longest))
@@ -302,20 +318,26 @@ Options with_longest_context(const Options& given, Choices& choices) {
     else
         chosen.seq_len =
             longest_of_smallest(most, fewest, of_longest.smallest, [&](const Options* o, int tokens) {
-                return o ? fits(*o, tokens, ignored) : fits_with_all(tokens);
+                Choices of;
+                return o ? fits(*o, tokens, of) : fits_with_all(tokens);
             });
     const auto found = known.find(chosen.seq_len);
-    const auto [bytes, seconds] =
-        found != known.end() && found->second ? *found->second : planned(trial, chosen.seq_len, ignored);
-    if (bytes > space.bytes)
+    Choices of_chosen;
+    const Planned plan =
+        found != known.end() && found->second ? *found->second : planned(trial, chosen.seq_len, of_chosen);
+    if (plan.bytes > space.bytes)
         fail("--seq-len auto: sequences of %d tokens take %.1f MiB and there are %.1f (%s)", fewest,
-             mebibytes(bytes), mebibytes(space.bytes), space.limit.c_str());
+             mebibytes(plan.bytes), mebibytes(space.bytes), space.limit.c_str());
+    if (is_such_a_plan(given)) {  // the same search would find the same again
+        choices = plan.choices;
+        choices.for_length = plan.options;
+    }
     const std::string why = chosen.seq_len < most ? format("the most that fit %.1f MiB (%s)",
                                                            mebibytes(space.bytes), space.limit.c_str())
                             : by_data < static_cast<uint64_t>(by_model) ? "as many as the data have"
                                                                         : "all of the model's positions";
     choices.context =
-        format("%d tokens, %s; a step takes %.3g s by estimate", chosen.seq_len, why.c_str(), seconds);
+        format("%d tokens, %s; a step takes %.3g s by estimate", chosen.seq_len, why.c_str(), plan.seconds);
     chosen.given["--seq-len"] = {std::to_string(chosen.seq_len)};
     chosen.given["--batch"] = {std::to_string(chosen.batch)};
     return chosen;

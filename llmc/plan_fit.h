@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -39,7 +40,8 @@ struct Rehearsals {
 struct Choices {
     std::vector<MemoryChoice> memory;
     std::string batch, context;
-    std::optional<Options> smallest;  // if nothing fits --memory: the options that take the least
+    std::optional<Options> smallest;            // if nothing fits --memory: the options that take the least
+    std::shared_ptr<const Options> for_length;  // what --seq-len auto has chosen for the length already
 };
 
 // The formats of the optimizer's state to try: the given ones first, then smaller ones if they are allowed,

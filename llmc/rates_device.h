@@ -163,8 +163,8 @@ __global__ void __launch_bounds__(kBlockThreads) copy_kernel(T* out, const T* in
         n, true, [&]<int N>(int64_t i, std::integral_constant<int, N>) { store(out + i, load<N>(in + i)); });
 }
 
-// The bytes per second that a large copy reads and writes, the best of several. On a CPU it is of 128 MiB, far
-// more than caches hold. On a GPU the copy grows, up to 512 MiB, until it takes a millisecond.
+// The bytes per second that a large copy reads and writes, the best of several. On a CPU it is of 128 MiB,
+// far more than caches hold. On a GPU the copy grows, up to 512 MiB, until it takes a millisecond.
 inline double measured_copy_bandwidth(Stream stream) {
     const int64_t fits = static_cast<int64_t>(device_memory_free().bytes / (4 * sizeof(float)));
     const int64_t most = std::clamp<int64_t>(fits / 1024 * 1024, 1024, int64_t{kFastCpu ? 32 : 128} << 20);

@@ -257,6 +257,13 @@ def test_mistakes(program, tmp_path, options, says):
     assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and says in ran.stderr, ran.stderr
 
 
+@pytest.mark.parametrize("options", ["--model llama-3.1-8b", "--model llama-3.2-1b --train lora --base nf4", "--model gpt2 --memory 2400MiB"])
+def test_a_chosen_length_has_the_plan_of_that_length(program, options):
+    plan = json.loads(run(program, "json", "--gpu", "RTX 4090", *options.split(), "--seq-len", "auto").stdout)
+    same = run(program, "json", "--gpu", "RTX 4090", *options.split(), "--batch", 1, "--seq-len", plan["seq_len"])
+    assert json.loads(same.stdout) == plan
+
+
 @pytest.mark.parametrize("options, seconds", [
     ("--gpu 4090 --model llama-3.1-8b --train lora --batch 1 --seq-len 4096", 2),
     ("--gpu 4090 --model llama-3.1-8b --batch 1 --seq-len 4096", 2),
@@ -264,6 +271,8 @@ def test_mistakes(program, tmp_path, options, says):
     ("--gpu 4090 --model llama-3.1-70b --batch 1 --seq-len 2048", 5),
     ("--gpu 3060 --model llama-3.1-70b --train lora --base nf4 --batch 1 --seq-len 1024", 5),
     ("--gpu 4090 --model qwen3-8b --train lora --batch 1 --seq-len auto", 5),
+    ("--gpu H100 --model llama-3.1-8b --seq-len auto", 5),
+    ("--gpu 3060 --model llama-3.1-8b --batch 4 --seq-len auto", 5),
     ("--gpu 3060 --model llama-3.1-70b --train lora --base nf4 --batch 1 --seq-len auto", 5),
 ])
 def test_answers_come_soon(program, options, seconds):

@@ -81,8 +81,9 @@ build/ranks_mpi.o build/mpich/ranks_mpi.o: llmc/ranks_mpi.cpp Makefile
 
 # What all builds share, because it has no kernels: chat templates and tokenizers.
 TEXT := build/jinja.o build/tokenizer.o
+INSTALLER := deps
 $(TEXT): build/%.o: llmc/%.cpp Makefile
-	$(call need_headers,$(HEADERS),deps)
+	$(call need_headers,$(HEADERS),$(INSTALLER))
 	@mkdir -p $(@D)
 	$(CXX) $(CXX_COMMON) -O2 -MF $@.d -MT $@ -c $< -o $@
 

@@ -26,7 +26,7 @@
 #include "llmc/gpt.h"               // Gpt: the model
 #include "llmc/linear.h"            // linear_forward(), linear_backward(), with LoRA
 #include "llmc/matmul_search.h"     // use_algorithms_for(): the fastest products
-#include "llmc/plan_choice.h"       // with_chosen_setting(), with_chosen_context()
+#include "llmc/plan_choice.h"       // with_chosen_setting(), with_chosen_length()
 #include "llmc/plan_free_memory.h"  // require_memory()
 #include "llmc/ranks_agree.h"       // chosen_by_first_rank(), check_ranks_agree()
 #include "llmc/ranks_launch.h"      // launch_ranks(), begin_rank()
@@ -69,7 +69,7 @@ void Trainer::run() {
 }
 
 void Trainer::train() {
-    const int first_steps = replays() ? 2 : 1;  // after them all memory is taken, that of graphs too
+    const int steps_until_all_is_taken = replays() ? 2 : 1;  // the second one records graphs
     for (step_ = first_step_; step_ < o_.steps && !stopping(); step_++, evaluated_ = false) {
         save_if_asked();
         if (!evaluated_) validate_and_sample_if_due();
@@ -79,7 +79,7 @@ void Trainer::train() {
         check_logs();
         say_where();
         if (!train_step()) break;
-        if (step_ == std::min(o_.steps, first_step_ + first_steps) - 1) {
+        if (step_ == std::min(o_.steps, first_step_ + steps_until_all_is_taken) - 1) {
             metrics_.finish();
             print_taken(report_, taken_bytes());
         }
@@ -108,8 +108,8 @@ bool Trainer::train_step() {
         for (int k = first; k < first + together(); k++) batches_.feed(step_, k, loss_scale);
         micro_.continues_step = first > 0;
         const bool is_last = first + together() >= own;
-        // With several ranks only the last micro-batch exchanges gradients. So it has a graph of its own,
-        // whose key is any other address.
+        // With several ranks only the last micro-batch exchanges gradients. So it needs a graph of its own.
+        // Any address that is not a plan's can be its key.
         const void* const graph_key = is_last && !exchange_.is_alone() ? &exchange_ : nullptr;
         Plan& plan = micro_.continues_step ? plans_.add : plans_.train;
         const auto run = [&] { micro_batches(loss_scale, is_last); };
@@ -237,7 +237,7 @@ void Gpt::forward_blocks(std::vector<MicroBatch>& micro_batches, const std::vect
             inputs_.end_forward(l, a.input);
         }
     }
-    if (embedding_and_head_.streams_head()) weights_.release();  // else the last blocks stay for backward
+    if (embedding_and_head_.streams_head()) weights_.release();  // a streamed head needs their room
 }
 
 void Gpt::backward_blocks(std::vector<MicroBatch>& micro_batches, bool continues_step) {
@@ -248,6 +248,7 @@ void Gpt::backward_blocks(std::vector<MicroBatch>& micro_batches, bool continues
         weights_.block(l);
         for (MicroBatch& m : micro_batches) {
             BlockActivations& a = m.blocks[static_cast<size_t>(l)];
+            // An offloaded input is fetched by chunks of attention only if the block is recomputed.
             const bool recomputes_block = !a.middle;
             inputs_.begin_backward(l, m.number, a.input, recomputes_block);
             BlockGradient<floatX> g(trained_.layout.block(gradients.all.data(), l), m.adds);
@@ -478,7 +479,8 @@ void Gpt::backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const Te
             keys.begin_chunk(kv, first);
             a.norm_1 = norm_.forward(kNorm1, input(chunk, count), w.norm_1);
             auto normed = [&] { return a.norm_1.out.view(); };
-            attention_.make_qkv(a.attention, normed, w, chunk, false, kv.rows_before);
+            constexpr bool for_backward = false;  // only the keys and values are needed
+            attention_.make_qkv(a.attention, normed, w, chunk, for_backward, kv.rows_before);
             keys.append(a.attention.qkv, kv);
             keys.end_chunk(kv, count);
         };
@@ -580,8 +582,8 @@ void Trainer::validate_and_log() {
 // The validation and the sample that are due before the next step.
 void Trainer::validate_and_sample_if_due() {
     if (batches_.validation() && is_time(o_.eval_every)) validate_and_log();
-    if (samples_here() && is_time(o_.sample_every) && in_.samples() && !sampling_stops()) sample();
-    evaluated_ = !interrupted;
+    if (is_time(o_.sample_every) && may_sample()) sample();
+    evaluated_ = !interrupted;  // of this rank; all agree at the next stopping()
 }
 
 void Trainer::sample() {
@@ -612,17 +614,18 @@ void Trainer::check_logs() const {
 
 // The end of a run that was not interrupted: it has made all of its steps, or --early-stopping has ended it.
 void Trainer::finish() {
-    const bool has_trained_nothing =  // since it resumed a save of --out
+    // True if this run resumed a save in --out and has made no step since.
+    const bool is_saved_already =
         step_ == first_step_ && !in_.resumed.empty() && same_file(folder_above(in_.resumed), o_.out);
-    // The save comes first, so that a validation that fails loses nothing. It already says that the
+    // The save comes first, so that a validation that fails loses nothing. The save says already that the
     // validation and the sample are done: a resumed run does not make them again, even if they were
     // interrupted.
     evaluated_ = true;
-    if (saves_.wanted() && !has_trained_nothing) save();
+    if (saves_.wanted() && !is_saved_already) save();
     if (batches_.validation() && validated_step_ != step_) validate_and_log();
-    if (!has_trained_nothing && validated_step_ == step_) saves_.end_with_validation();
+    if (!is_saved_already && validated_step_ == step_) saves_.end_with_validation();
     saves_.remove_fallback();
-    if (samples_here() && in_.samples() && !sampling_stops()) sample();
+    if (may_sample()) sample();
     if (export_.wanted() && !stopping()) {
         metrics_.finish();
         export_.save(plans_.exported, saves_.reader(), step_ > first_step_, saves_.latest());
@@ -673,7 +676,7 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
     // -1 is auto: the search tries sizes with apply(), and begins with all rows at once.
     given.mlp_rows = std::max<int64_t>(0, given.mlp_rows);
     given.attention_rows = std::max<int64_t>(0, given.attention_rows);
-    given.levels = parse_levels(o_.recompute, recompute_names(), config_.layers, "--recompute");
+    given.levels = recompute_levels(o_.recompute, config_.layers);
     apply(given);
 }
 
@@ -725,8 +728,8 @@ const MemoryReport& Trainer::rehearse(bool placed) {
         }
     }
     if (in_.val_data || o_.bench == "forward") plans_.evaluate = rehearse_validation(true);
-    // No setting changes these.
-    if (in_.samples() && plans_.sample.takes.empty()) sampler_.rehearse(plans_.sample, plans_.slide);
+    // No setting that a search tries changes these; answer_as_many_as_fit() clears the sample's plan.
+    if (in_.samples() && plans_.sample.is_empty()) sampler_.rehearse(plans_.sample, plans_.slide);
     if (!o_.merge.empty() && plans_.merge.is_empty()) plans_.merge = merge_.rehearse();
     if (export_.uses_arena() && plans_.exported.is_empty()) plans_.exported = export_.rehearse();
     if (in_.gguf) plans_.load = arena_.rehearse([&] { model_.load_gguf(arena_, stream_, nullptr); });
@@ -833,8 +836,7 @@ void Trainer::forward_step() {
     for (int k = 0; k < o_.own_micro_batches(); k++) {
         batches_.feed_first(step_, k, 1);
         Range forward("forward");
-        run_step(plans_.evaluate,
-                 [&] { gpt_.evaluate(batches_.first_on_device(), micro_, 1, metrics_.loss()); });
+        run_step(plans_.evaluate, [&] { evaluate_batch(1); });
     }
 }
 
@@ -893,7 +895,7 @@ int run(int argc, char** argv, RankEngine* engine) {
     }
     Choices choices;
     options =
-        chosen_by_first_rank(engine, options, [&] { return with_chosen_context<Trainer>(options, choices); });
+        chosen_by_first_rank(engine, options, [&] { return with_chosen_length<Trainer>(options, choices); });
     RunInputs inputs(options, std::move(command.resumed));
     if (options.show_example > 0) {
         if (options.rank.is_first()) print_example(options, inputs);

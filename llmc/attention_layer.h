@@ -60,7 +60,7 @@ class AttentionLayer {
 
     // Computes a.out and, for backward, a.lse. Without `kv`, each sequence of a.qkv attends to itself. With
     // it, rows of one sequence attend to themselves, after they were appended to kv, and to the rows before;
-    // or each row to those of a sequence of its own.
+    // or, in decoding several texts, each row to those of its own text.
     void forward(int layer, AttentionActivations& a, const Rows& rows, bool for_backward, KvRows* kv) {
         const int64_t B = a.qkv.shape().dims[0], T = a.qkv.shape().dims[1];
         if (kv && kv->each.empty()) keys_.append(a.qkv, *kv);
@@ -97,7 +97,7 @@ class AttentionLayer {
     }
 
   private:
-    // Forward of rows that each go on another sequence.
+    // Forward of rows of which each continues another text.
     void forward_each(int layer, AttentionActivations& a, KvRows& kv) {
         int64_t number = 0;
         for (KvRows& sequence : kv.each) {

@@ -108,7 +108,7 @@ inline bool is_long_text(const Dataset& text, uint64_t tokens) { return text.fil
 // Fails as read_utf8() and Dataset::tokenize() do.
 inline void tokenize_text(Dataset& text, const Tokenizer& tokenizer) {
     TokenizingLines lines(stderr, text);
-    const std::unique_ptr<TextEncoder> encoder = tokenizer.encoder(false);
+    const std::unique_ptr<TextEncoder> encoder = tokenizer.encoder(Spellings::PlainText);
     const int start = tokenizer.document_start();
     std::vector<int32_t> tokens;
     text.tokenize(static_cast<uint32_t>(tokenizer.size()), [&](const FileReader& file, const auto& put) {

@@ -202,8 +202,9 @@ class EmbeddingAndHead {
     bool comes_in_slices() const { return quantized_ || offloaded_; }
     // Dropout of the sum of token embeddings and learned position embeddings, as in GPT-2.
     Dropout dropout_of(const Rows& rows) const {
-        return weights_.embeddings.position ? rows.dropout_at(config_.layers, kLoraPlaces, config_.channels)
-                                            : Dropout();
+        return weights_.embeddings.position
+                   ? rows.dropout_at(config_.layers, kEmbeddingPlace, config_.channels)
+                   : Dropout();
     }
     // x (B, .., C) = the vectors of `prompt`, if any, then the embeddings of tokens (B, T).
     void look_up(TensorX& x, const Tensor<int>& tokens, const Rows& rows, const TensorX& prompt,

@@ -52,7 +52,7 @@ struct Options {
     int devices = 1, machines = 1;
     double network = 0;  // bytes/s of a machine, each way; 0: nominal
     std::string zero = "auto";
-    std::string context;          // "auto" with --seq-len auto, else empty
+    bool auto_length = false;     // --seq-len auto
     bool chose_length = false;    // not an option: --seq-len auto tries lengths, or has chosen one
     bool plans_examples = false;  // not an option: a plan without data is for examples that share sequences
     std::string loss_on = "completions", chat_format = "auto", chat_date;

@@ -106,8 +106,8 @@ inline void check_adapter_options(const Options& o) {
 }
 
 // Fails if --seq-len auto has nothing to choose, or is combined with options that it would choose.
-inline void check_context(const Options& o) {
-    if (o.context.empty()) return;
+inline void check_auto_length(const Options& o) {
+    if (!o.auto_length) return;
     if (!o.resume.empty())
         fail("--seq-len auto: --resume %s goes on with its own length: leave --seq-len out",
              o.resume.c_str());
@@ -284,7 +284,7 @@ inline void check_names(const Options& o) {
 // Fails if options that are valid by themselves cannot be combined.
 inline void check_options(const Options& o) {
     check_adapter_options(o);
-    check_context(o);
+    check_auto_length(o);
     check_answers(o);
     check_names(o);
     check_length(o);

@@ -180,7 +180,7 @@ inline void complete_devices(Options& o) {
 // Fills in what depends on other options.
 inline void complete_options(Options& o) {
     complete_devices(o);
-    if (o.seq_len == 0) o.context = "auto", o.seq_len = Options().seq_len;
+    if (o.seq_len == 0) o.auto_length = true, o.seq_len = Options().seq_len;
     if (!o.has("--lr"))
         o.lr = o.train == "prompt"        ? kPromptRate
                : o.trains_adapter()       ? kLoraRate

@@ -226,7 +226,7 @@ MemoryReport make_report(const Options& o, const Plans& plans, const InputBytes&
     if (!o.memory.empty()) r.budget = describe_budget(o.memory, budget_of(o.memory, o.rank));
     r.choice = choices.memory;
     r.batch_choice = choices.batch;
-    r.context_choice = choices.context;
+    r.length_choice = choices.length;
     return r;
 }
 

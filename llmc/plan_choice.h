@@ -1,5 +1,5 @@
-// plan_choice.h - answers what options leave open before a run starts: --memory, --batch auto, --head-rows
-// auto and the like, and --context auto. It asks trials: trainers that plan a run and never start it.
+// plan_choice.h - answers what options leave open before a run starts: --memory, --batch auto, --chunk-rows
+// auto and --seq-len auto. It asks trials: trainers that plan a run and never start it.
 #pragma once
 
 #include <algorithm>
@@ -27,9 +27,9 @@
 //
 // Chooses the settings that options leave open: --memory, --batch auto, and the auto of --chunk-rows.
 //
-// The choice is made by trials: trainers that never run. A Trial is made from options and inputs, which must
-// outlive it. apply() gives it a setting, and rehearse(), rehearse_training() and rehearse_validation() say
-// what a run with this setting takes. Trial::Element is the type of its weights.
+// A Trial is made from options and inputs, which must outlive it. apply() gives it a setting, and rehearse(),
+// rehearse_training() and rehearse_validation() say what a run with this setting takes. Trial::Element is the
+// type of its weights.
 
 // The memory that a run may take: --memory or, without it, most of what is free. Fails if there is no device
 // to ask.
@@ -88,8 +88,8 @@ template <class Trial>
 Options with_setting_for_memory(const Options& given, RunInputs& inputs, Choices& choices) {
     using T = typename Trial::Element;
     if (kHostIsDevice) memory_free_at_start();
-    const bool budget = given.has("--memory");
-    if (!budget && given.batch > 0 && given.head_rows >= 0 && given.mlp_rows >= 0 &&
+    const bool has_budget = given.has("--memory");
+    if (!has_budget && given.batch > 0 && given.head_rows >= 0 && given.mlp_rows >= 0 &&
         given.attention_rows >= 0)
         return given;
     int64_t most = kMostTokens / given.seq_len;
@@ -99,7 +99,7 @@ Options with_setting_for_memory(const Options& given, RunInputs& inputs, Choices
         most = std::min(most, static_cast<int64_t>(*epoch));
     }
     Options chosen = given;
-    if (budget && given.batch > 0) {
+    if (has_budget && given.batch > 0) {
         const auto configurations = [&](bool with_files) {
             return placements_to_try(given, movable<T>(given, inputs, with_files));
         };
@@ -111,12 +111,12 @@ Options with_setting_for_memory(const Options& given, RunInputs& inputs, Choices
         chosen = fit_memory(given, configurations, fit, choices);
     } else {
         MemorySetting open = setting_of(given);
-        open.levels = parse_levels(given.recompute, recompute_names(), inputs.config.layers, "--recompute");
+        open.levels = recompute_levels(given.recompute, inputs.config.layers);
         const auto choose_rows = [&](const Options& o) {
             Trial trial(o, inputs);
             return rehearsals_of(trial, o, inputs, most).with_rows(open);
         };
-        // Every device has as many sequences of a step.
+        // All devices have equally many sequences of a step.
         if (epoch) *epoch /= static_cast<uint64_t>(given.devices);
         const auto choose_batch = [&](const Options& way) {
             Trial trial(way, inputs);
@@ -154,21 +154,20 @@ Options with_chosen_setting(const Options& given, RunInputs& inputs, Choices& ch
     return with_setting_for_memory<Trial>(given, inputs, choices);
 }
 
-// ---- the longest context
+// ---- the longest sequences
 //
 // --seq-len auto: finds the longest sequences that fit, from plans of runs without data.
 
-constexpr int kContextStep = 64;
+constexpr int kLengthStep = 64;
 
 // The longest sequences for which fits(tokens) is true: a multiple of 64 tokens, or `most`. The caller has
 // checked that the shortest ones fit.
 template <class Fits>
-int fit_context(int most, Fits&& fits) {
-    constexpr int64_t kStep = kContextStep;
+int fit_length(int most, Fits&& fits) {
     const auto tokens = [&](int64_t steps) {
-        return static_cast<int>(std::min<int64_t>(most, steps * kStep));
+        return static_cast<int>(std::min<int64_t>(most, steps * kLengthStep));
     };
-    const int64_t all = (most + kStep - 1) / kStep;
+    const int64_t all = (most + kLengthStep - 1) / kLengthStep;
     int64_t fitting = 1, failing = 2;
     while (failing <= all && fits(tokens(failing))) fitting = failing, failing *= 2;
     failing = std::min(failing, all + 1);
@@ -191,13 +190,13 @@ int longest_of_smallest(int most, int fewest, const std::optional<Options>& smal
         for (const char* budget : {"--memory", "--memory.host"}) fixed->given.erase(budget);
         fixed->given["--recompute"] = {fixed->recompute};
         if (fits(&*fixed, fewest)) {
-            const int longest = fit_context(most, [&](int tokens) { return fits(&*fixed, tokens); });
+            const int longest = fit_length(most, [&](int tokens) { return fits(&*fixed, tokens); });
             // The search among all need not find these options, whose estimate may have been too high.
-            if (with_all(longest) && (longest + kContextStep >= most || !with_all(longest + kContextStep)))
+            if (with_all(longest) && (longest + kLengthStep >= most || !with_all(longest + kLengthStep)))
                 return longest;
         }
     }
-    return with_all(fewest) ? fit_context(most, with_all) : fewest;
+    return with_all(fewest) ? fit_length(most, with_all) : fewest;
 }
 
 // The length in tokens that sequences need for the longest training example, at most `most`; less if an epoch
@@ -241,8 +240,8 @@ inline DataKinds kinds_of_data(const Options& o) {
     return kinds;
 }
 
-// The options for planning such runs; any --seq-len is allowed.
-inline Options options_of_plan(Options o) {
+// The options of a plan that reads no data, for the search of --seq-len auto; any --seq-len is allowed.
+inline Options options_without_data(Options o) {
     o.plan = true;
     o.data.clear(), o.val_data.clear();
     o.eval_every = 0;
@@ -251,8 +250,9 @@ inline Options options_of_plan(Options o) {
     return o;
 }
 
-// True if the choice for such a plan is that of the run itself: a plan for a GPU, without data or files.
-inline bool is_such_a_plan(const Options& o) {
+// True if `o` itself is a plan for a GPU without data or files. with_chosen_setting() would then find again
+// what the search for the length has found.
+inline bool needs_no_second_search(const Options& o) {
     return planned_gpu && o.plan && o.data.empty() && o.val_data.empty() && o.out.empty() &&
            o.resume.empty() && o.timeline.empty() && o.loss_by_position.empty();
 }
@@ -260,15 +260,15 @@ inline bool is_such_a_plan(const Options& o) {
 // The options with the longest sequences that fit, for --seq-len auto; the reason for the length goes to
 // `choices`.
 template <class Trial>
-Options with_longest_context(const Options& given, Choices& choices) {
+Options with_longest_length(const Options& given, Choices& choices) {
     Options chosen = given;
     chosen.chose_length = true;
     if (!given.has("--batch")) chosen.batch = 1;
     if (kHostIsDevice) memory_free_at_start();
     const FreeMemory space = memory_for(given);
     const DataKinds data = kinds_of_data(chosen);
-    Options trial = options_of_plan(chosen);
-    trial.plans_examples = data.has_examples;
+    Options tried = options_without_data(chosen);
+    tried.plans_examples = data.has_examples;
     struct Planned {
         size_t bytes;
         double seconds;
@@ -280,8 +280,8 @@ Options with_longest_context(const Options& given, Choices& choices) {
         o.seq_len = tokens;
         RunInputs inputs(o, std::nullopt);
         const auto options = std::make_shared<const Options>(with_chosen_setting<Trial>(o, inputs, of));
-        Trial trainer(*options, inputs);
-        const MemoryReport& r = trainer.rehearse();
+        Trial trial(*options, inputs);
+        const MemoryReport& r = trial.rehearse();
         const size_t more = given.loss_by_position.empty() ? 0 : static_cast<size_t>(tokens) * sizeof(float);
         return Planned{r.total() + more, r.seconds, options, of};
     };
@@ -292,14 +292,14 @@ Options with_longest_context(const Options& given, Choices& choices) {
             return false;
         }
     };
-    trial.seq_len = 1;
+    tried.seq_len = 1;
     const int by_model = static_cast<int>(
-        std::min<int64_t>(RunInputs(trial, std::nullopt).most_tokens(), kMostTokens / chosen.batch));
+        std::min<int64_t>(RunInputs(tried, std::nullopt).most_tokens(), kMostTokens / chosen.batch));
     uint64_t by_data = data.most;
     if (data.trains_examples)
         by_data = most_tokens_of_examples(chosen, static_cast<int>(std::min<uint64_t>(by_model, by_data)));
     const int most = static_cast<int>(std::clamp<uint64_t>(by_data, 1, static_cast<uint64_t>(by_model)));
-    const int fewest = std::min(kContextStep, most);
+    const int fewest = std::min(kLengthStep, most);
     Choices of_longest;
     // The plans of lengths that fit with what --memory chooses; nothing of those that do not.
     std::map<int, std::optional<Planned>> known;
@@ -307,13 +307,13 @@ Options with_longest_context(const Options& given, Choices& choices) {
         const auto [it, is_new] = known.try_emplace(tokens, std::nullopt);
         try {
             Choices of;
-            if (is_new) it->second = planned(trial, tokens, of);
+            if (is_new) it->second = planned(tried, tokens, of);
         } catch (const UserError&) {  // nothing that --memory may choose fits
         }
         if (it->second && it->second->bytes > space.bytes) it->second.reset();
         return it->second.has_value();
     };
-    if (fits(trial, most, of_longest))
+    if (fits(tried, most, of_longest))
         chosen.seq_len = most;
     else
         chosen.seq_len =
@@ -324,11 +324,11 @@ Options with_longest_context(const Options& given, Choices& choices) {
     const auto found = known.find(chosen.seq_len);
     Choices of_chosen;
     const Planned plan =
-        found != known.end() && found->second ? *found->second : planned(trial, chosen.seq_len, of_chosen);
+        found != known.end() && found->second ? *found->second : planned(tried, chosen.seq_len, of_chosen);
     if (plan.bytes > space.bytes)
         fail("--seq-len auto: sequences of %d tokens take %.1f MiB and there are %.1f (%s)", fewest,
              mebibytes(plan.bytes), mebibytes(space.bytes), space.limit.c_str());
-    if (is_such_a_plan(given)) {  // the same search would find the same again
+    if (needs_no_second_search(given)) {
         choices = plan.choices;
         choices.for_length = plan.options;
     }
@@ -336,7 +336,7 @@ Options with_longest_context(const Options& given, Choices& choices) {
                                                            mebibytes(space.bytes), space.limit.c_str())
                             : by_data < static_cast<uint64_t>(by_model) ? "as many as the data have"
                                                                         : "all of the model's positions";
-    choices.context =
+    choices.length =
         format("%d tokens, %s; a step takes %.3g s by estimate", chosen.seq_len, why.c_str(), plan.seconds);
     chosen.given["--seq-len"] = {std::to_string(chosen.seq_len)};
     chosen.given["--batch"] = {std::to_string(chosen.batch)};
@@ -346,12 +346,12 @@ Options with_longest_context(const Options& given, Choices& choices) {
 // Chooses the length of --seq-len auto; without that, returns the given options. With several devices it also
 // chooses --zero, so that the longest sequences fit, unless --memory does.
 template <class Trial>
-Options with_chosen_context(const Options& given, Choices& choices) {
-    if (given.context.empty()) return given;
-    if (given.has("--memory")) return with_longest_context<Trial>(given, choices);
+Options with_chosen_length(const Options& given, Choices& choices) {
+    if (!given.auto_length) return given;
+    if (given.has("--memory")) return with_longest_length<Trial>(given, choices);
     const auto choose = [&](const Options& way) {
         Choices of_way = choices;
-        Options chosen = with_longest_context<Trial>(way, of_way);
+        Options chosen = with_longest_length<Trial>(way, of_way);
         if (way.zero != given.zero) chosen.given["--zero"] = {way.zero};
         return std::pair(std::move(chosen), std::move(of_way));
     };

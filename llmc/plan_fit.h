@@ -39,7 +39,7 @@ struct Rehearsals {
 // auto; by --seq-len auto.
 struct Choices {
     std::vector<MemoryChoice> memory;
-    std::string batch, context;
+    std::string batch, length;
     std::optional<Options> smallest;            // if nothing fits --memory: the options that take the least
     std::shared_ptr<const Options> for_length;  // what --seq-len auto has chosen for the length already
 };

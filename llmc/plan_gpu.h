@@ -72,7 +72,7 @@ inline std::string what_takes_less(const Options& o) {
     if (!o.trains_adapter() && !parse_new_model(o.model)) add("--train lora");
     if (o.trains_adapter() && o.base.empty() && !RunInputs::is_gguf(o.model)) add("--base nf4");
     if (o.batch * o.grad_accum > 1) add("a smaller --batch");
-    if (o.context.empty()) add("a shorter --seq-len");
+    if (!o.auto_length) add("a shorter --seq-len");
     if (o.devices == 1 && !o.trains_adapter()) add("more --devices");
     return all.empty() ? "a smaller --model" : all;
 }

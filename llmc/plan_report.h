@@ -102,7 +102,7 @@ struct MemoryReport {
     std::string budget;                // --memory
     std::vector<MemoryChoice> choice;  // the configuration for that, and its neighbours
     std::string batch_choice;          // what --batch auto chose, and why no more
-    std::string context_choice;        // what --seq-len auto chose, and its cost in time
+    std::string length_choice;         // what --seq-len auto chose, and its cost in time
     std::vector<Buffer> buffers;
     // What a process takes beside the buffers: code that libraries compile or load, threads' stacks, a
     // tokenizer.
@@ -310,7 +310,7 @@ inline bool is_worth_showing(const MemoryChoice& neighbour, const MemoryChoice& 
 
 // Prints what --memory chose, what that costs, and its neighbours.
 inline void print_choice(FILE* to, const MemoryReport& r) {
-    if (!r.context_choice.empty()) fprintf(to, "--seq-len auto: %s\n", r.context_choice.c_str());
+    if (!r.length_choice.empty()) fprintf(to, "--seq-len auto: %s\n", r.length_choice.c_str());
     if (!r.batch_choice.empty()) fprintf(to, "--batch auto: %s\n", r.batch_choice.c_str());
     for (size_t i = 0; i < r.choice.size(); i++) {
         const MemoryChoice &c = r.choice[i], &chosen = r.choice[0];

@@ -123,7 +123,7 @@ inline void change_settings(Options& o, const nlohmann::json& changes) {
             o.given.erase(name);
         else
             set_option(app, o, name, words.get<std::vector<std::string>>());
-    o.chose_length = !o.context.empty();
+    o.chose_length = o.auto_length;
 }
 
 // The first rank learns the least memory and disk space that any rank has, and plans for that.
@@ -153,8 +153,7 @@ Options chosen_by_first_rank(RankEngine* engine, const Options& given, Choose&& 
     RankFacts facts;
     for (const auto& [name, words] : given.given) facts.emplace_back(setting_name(name), joined(words, " "));
     check_ranks_agree(exchange, given.rank, facts);
-    if (given.has("--memory") || given.batch == 0 || !given.context.empty())
-        learn_least_of_ranks(exchange, given);
+    if (given.has("--memory") || given.batch == 0 || given.auto_length) learn_least_of_ranks(exchange, given);
     Options chosen = given;
     std::string text;
     if (given.rank.is_first()) {

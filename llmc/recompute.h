@@ -12,10 +12,10 @@
 // The tensors that a block keeps besides its input. Any subset works; each level below keeps less than the
 // one before it.
 struct Keep {
-    bool backward = true;   // anything at all; false if no backward continues from this forward's tensors
+    bool backward = true;   // a backward will follow: this chooses kernels; if false, nothing else is kept
     bool gelu = true;       // the MLP's activation
-    bool norm = true;       // the layernorms' outputs
-    bool up = true;         // GELU's input, recomputed by one product
+    bool norm = true;       // the outputs of the block's norms
+    bool up = true;         // the activation's input, recomputed by one product
     bool qkv = true;        // recomputed by one product
     bool attention = true;  // attention's output and lse
     bool middle = true;     // the residual stream between attention and MLP; false: keep only the input
@@ -95,4 +95,9 @@ inline std::vector<int> parse_levels(const std::string& text, const std::vector<
         fail("%s %s is for %lld layers; the model has %d", option, text.c_str(), static_cast<long long>(sum),
              layers);
     return levels;
+}
+
+// The level of each layer that --recompute says.
+inline std::vector<int> recompute_levels(const std::string& text, int layers) {
+    return parse_levels(text, recompute_names(), layers, "--recompute");
 }

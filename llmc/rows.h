@@ -25,8 +25,9 @@ struct DropoutOptions {
 };
 
 // Where dropout acts in each layer. Its random bits depend on these numbers. The LoRA inputs of the four
-// linear layers come first.
+// linear layers come first. The embedding's dropout acts in the layer after the last.
 enum DropoutPlace {
+    kEmbeddingPlace = 0,
     kLoraPlaces = 0,
     kAttentionPlace = 4,
     kProjectedPlace,
@@ -46,11 +47,12 @@ struct Rows {
     int64_t alone = 0;
 
     // How many of `all` rows a product with a quantized matrix computes from its codes, without dequantizing
-    // it: the single row, or the rows of texts that go on. 0: the matrix is dequantized first. On a GPU it is
-    // for many rows, as the kernel for few rows does not use tensor cores.
+    // it: the single row, or the rows of texts that are continued. 0: the matrix is dequantized first, as for
+    // more than 16 rows on a GPU, because the kernel for few rows does not use tensor cores.
     int64_t few(int64_t all) const {
         constexpr int64_t kMostOnGpu = 16;
-        return all == 1 ? 1 : kFastCpu || all <= kMostOnGpu ? alone : 0;
+        if (all == 1) return 1;
+        return kFastCpu || all <= kMostOnGpu ? alone : 0;
     }
 
     // These rows without the first `row` of them.
@@ -93,8 +95,8 @@ Tensor<T> rows_of_sequence(const Tensor<T>& x, const Rows& rows, int64_t count) 
 enum class From { First, Last };
 
 // Calls chunk(rows, first, n) for all `count` rows, `at_a_time` (0: all) at a time. `first` counts from the
-// first of these rows. Of the chunks of full size, a dry run executes only the middle one, whose attention
-// costs the average.
+// first of these rows. A dry run executes one chunk of full size, halfway between the first and the last,
+// whose attention costs the average.
 template <class Chunk>
 void for_each_chunk(Arena& arena, const Rows& rows, int64_t count, int64_t at_a_time, Chunk&& chunk,
                     From from = From::First) {

@@ -468,7 +468,7 @@ inline std::vector<int> RunInputs::choose_first_prompt() const {
     }
     if (!tokenizer) fail("--soft-prompt: the model's folder has no tokenizer to read it with");
     const std::vector<int> text =
-        naming("--soft-prompt", [&] { return tokenizer->encode(o_.soft_prompt_text, false); });
+        naming("--soft-prompt", [&] { return tokenizer->encode(o_.soft_prompt_text); });
     if (text.empty())
         fail("--soft-prompt: its tokenizer has no token for any of \"%s\"",
              printable(o_.soft_prompt_text).c_str());
@@ -664,7 +664,7 @@ inline std::vector<int> RunInputs::prompt_tokens(const std::string& text, const 
             "%s: no tokenizer.json, vocab.json with merges.txt, or tokenizer.model in the model's folder or "
             "beside the data to read it with",
             name.c_str());
-    std::vector<int> tokens = naming(name, [&] { return tokenizer->encode(text, true); });
+    std::vector<int> tokens = naming(name, [&] { return tokenizer->encode(text, Ends::Add); });
     if (tokens.empty())
         fail("%s: its tokenizer has no token for any of \"%s\"", name.c_str(), printable(text).c_str());
     return tokens;

@@ -33,8 +33,7 @@ inline void RunInputs::check_chunks() const {
             "--offload keys=%s: --chunk-rows attention=%lld takes all rows of a sequence at once, so that no "
             "keys can be offloaded",
             activation_placement_name(), number(of_attention));
-    const std::vector<int> levels =
-        parse_levels(o_.recompute, recompute_names(), config.layers, "--recompute");
+    const std::vector<int> levels = recompute_levels(o_.recompute, config.layers);
     if (o_.steps > 0 && !o_.has("--memory") && std::ranges::find(levels, kLastLevel) == levels.end())
         fail("--chunk-rows attention=%lld: is for blocks that keep nothing: --recompute block",
              number(of_attention));

@@ -28,8 +28,8 @@
 struct KvCache {
     std::vector<TensorX> layers;  // (positions, 2 kv_width()) each
     int length = 0;               // positions that are filled
-    // For rows that each go on another sequence: these sequences, and how long each is. The cache has no
-    // layers of its own then.
+    // For decoding several texts, where each row continues another one: these texts, and how long each is.
+    // The cache has no layers of its own then.
     std::vector<std::pair<const KvCache*, int>> each;
 
     struct KvRows rows_of(int layer) const;
@@ -38,15 +38,15 @@ struct KvCache {
 // The keys and values of one sequence of a batch, in one layer.
 struct KvRows {
     TensorX all;             // (.., 2 kv_width()), from row `begin` of the sequence on
-    int64_t rows = 0;        // of the sequence
-    int rows_before = 0;     // the current ones
+    int64_t rows = 0;        // how many the whole sequence has
+    int rows_before = 0;     // how many come before the current ones
     int entry = 0;           // number of the sequence in the batch
     bool grows = true;       // a cache, to which rows are added; else chunks of a whole
     bool offloaded = false;  // the keys before the current rows are offloaded
     int begin = 0;
     TensorF dk_sums = {}, dv_sums = {};  // backward: sums of the gradients, (.., kv_width())
     int64_t chunk_rows = 0;              // rows of a chunk
-    std::vector<KvRows> each = {};       // of rows that each go on another sequence: of each row
+    std::vector<KvRows> each = {};       // in decoding several texts: those of each row
 };
 
 // The keys and values of a layer, for rows that follow them.

@@ -87,8 +87,9 @@ Tokenizer Tokenizer::bytes() {
     return Tokenizer(std::move(parts));
 }
 
-// Finds the tokens that begin and end a text: those that the tokenizer's own files name, else those with
-// the usual names, else the numbers in the model's files.
+// Finds the tokens that begin and end a text. The begin: what the tokenizer's files name, else the first
+// token that it puts before a text. The end: what they name, else a usual name. Only if there is no end, the
+// model's files are asked for both: some name a begin that their tokenizer does not use.
 void Tokenizer::read_ends(const std::string& folder) {
     const auto own = {read_object(folder + "/tokenizer_config.json"),
                       read_object(folder + "/special_tokens_map.json")};
@@ -132,35 +133,31 @@ int Tokenizer::find_spelling(std::string_view spelling) const {
 
 // ---- encoding
 
-std::vector<int> Tokenizer::encode(std::string_view text, bool specials) const {
+std::vector<int> Tokenizer::encode(std::string_view text, Ends ends) const {
     std::vector<int> tokens;
-    if (specials) tokens = parts_->before;
-    StepEncoder(parts_->steps, true, SIZE_MAX).encode(text, tokens);
-    if (specials) tokens.insert(tokens.end(), parts_->after.begin(), parts_->after.end());
+    if (ends == Ends::Add) tokens = parts_->before;
+    StepEncoder(parts_->steps, Spellings::Special, SIZE_MAX).encode(text, tokens);
+    if (ends == Ends::Add) tokens.insert(tokens.end(), parts_->after.begin(), parts_->after.end());
     return tokens;
 }
 
-std::unique_ptr<TextEncoder> Tokenizer::encoder(bool specials) const {
-    return std::make_unique<StepEncoder>(parts_->steps, specials);
+std::unique_ptr<TextEncoder> Tokenizer::encoder(Spellings spellings) const {
+    return std::make_unique<StepEncoder>(parts_->steps, spellings);
 }
 
 // ---- decoding
 
-std::string Tokenizer::decode(std::span<const int> tokens, bool specials) const {
-    Decoder decoder(*this, true, specials);
+std::string Tokenizer::decode(std::span<const int> tokens) const {
+    Decoder decoder(*this);
     std::string text;
     for (const int token : tokens) text += decoder.next(token);
     return text;
 }
 
-Tokenizer::Decoder::Decoder(const Tokenizer& tokenizer, bool begins, bool specials)
-    : tokenizer_(tokenizer),
-      specials_(specials),
-      first_(begins),
-      strips_(begins ? tokenizer.parts_->decoding.strips_spaces : 0) {}
+Tokenizer::Decoder::Decoder(const Tokenizer& tokenizer, bool begins)
+    : tokenizer_(tokenizer), first_(begins), strips_(begins ? tokenizer.parts_->decoding.strips_spaces : 0) {}
 
 std::string Tokenizer::Decoder::next(int token) {
-    if (!specials_ && tokenizer_.is_special(token)) return "";
     const bool strips_symbols = std::exchange(first_, false) && tokenizer_.parts_->decoding.strips_symbols;
     std::string text = tokenizer_.text_of(token, strips_symbols ? "" : " ");
     const size_t spaces = std::min(text.find_first_not_of(' '), text.size());

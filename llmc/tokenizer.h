@@ -17,6 +17,11 @@
 
 struct TokenizerParts;
 
+// Whether the tokens that the tokenizer puts before and after a text are added.
+enum class Ends { None, Add };
+// What the spelling of a special token like <s> in a text is.
+enum class Spellings { Special, PlainText };
+
 // Encodes texts that arrive in parts: feed() and finish() append the same tokens as Tokenizer::encode() of
 // the whole text. The tokenizer must outlive the encoder.
 class TextEncoder {
@@ -38,7 +43,8 @@ class Tokenizer {
 
     // Reads a folder's tokenizer.json or, if there is none, vocab.json and merges.txt (as for GPT-2) or else
     // tokenizer.model. Returns nothing if the folder has none of them. The tokens that begin and end a text
-    // come from tokenizer_config.json, special_tokens_map.json, generation_config.json and config.json. Fails
+    // come from tokenizer_config.json and special_tokens_map.json, else from the tokenizer itself, else from
+    // generation_config.json or config.json. Fails
     // naming the file if one is damaged or has an unsupported component.
     static std::optional<Tokenizer> open(const std::string& folder);
     // The byte tokenizer: every byte is its own token, 0 to 255.
@@ -46,12 +52,11 @@ class Tokenizer {
 
     // The tokens of a text, which may have any bytes. A byte that is not UTF-8 becomes one token, or none if
     // the vocabulary has none for it. Added tokens ("<s>") in the text are found if the tokenizer comes from
-    // a tokenizer.json; otherwise their spelling is plain text. `specials`: add the tokens that the tokenizer
-    // puts before and after a text.
-    std::vector<int> encode(std::string_view text, bool specials = false) const;
-    // For a text that arrives in parts. Without `specials`, the spelling of a special token like <s> in the
-    // text is plain text. A text with a piece that is longer than kLongestPiece is refused, naming the byte.
-    std::unique_ptr<TextEncoder> encoder(bool specials = true) const;
+    // a tokenizer.json; otherwise their spelling is plain text.
+    std::vector<int> encode(std::string_view text, Ends ends = Ends::None) const;
+    // For a text that arrives in parts. A text with a piece that is longer than kLongestPiece is refused,
+    // naming the byte.
+    std::unique_ptr<TextEncoder> encoder(Spellings spellings = Spellings::Special) const;
     // The token that goes before each document of the data: the usual one, else the one that begins a text,
     // else the one that ends a text; -1 if there is none of them.
     int document_start() const {
@@ -62,21 +67,21 @@ class Tokenizer {
     // The bytes that a token stands for in the middle of a text; they need not be whole characters. Empty if
     // there is no such token: models may have more rows than the vocabulary has tokens.
     std::string decode(int token) const { return text_of(token, " "); }
-    // Decodes a whole text. Without `specials`, special tokens are left out.
-    std::string decode(std::span<const int> tokens, bool specials = true) const;
+    // Decodes a whole text.
+    std::string decode(std::span<const int> tokens) const;
 
     // Decodes a text token by token. If `begins`, the tokens start a text, and what the tokenizer puts before
     // a text is removed.
     class Decoder {
       public:
-        explicit Decoder(const Tokenizer& tokenizer, bool begins = true, bool specials = true);
+        explicit Decoder(const Tokenizer& tokenizer, bool begins = true);
 
         // The text that this token adds.
         std::string next(int token);
 
       private:
         const Tokenizer& tokenizer_;
-        bool specials_, first_;
+        bool first_;
         size_t strips_;  // how many more spaces to remove
     };
 

@@ -89,11 +89,11 @@ inline constexpr size_t kLongestPiece = 256 << 10;
 // Encodes one text after the other. Keeps a reference to the steps, which must outlive it.
 class StepEncoder final : public TextEncoder {
   public:
-    // Without `specials`, the spelling of a special token like <s> in a text is plain text. A text with a
-    // piece longer than `longest_piece` is refused, naming the byte.
-    explicit StepEncoder(const TextSteps& steps, bool specials = true, size_t longest_piece = kLongestPiece)
+    // A text with a piece longer than `longest_piece` is refused, naming the byte.
+    explicit StepEncoder(const TextSteps& steps, Spellings spellings = Spellings::Special,
+                         size_t longest_piece = kLongestPiece)
         : steps_(steps),
-          specials_(specials),
+          spellings_(spellings),
           longest_piece_(longest_piece),
           block_(kBlock / steps.longest_replacement()) {}
 
@@ -164,7 +164,7 @@ class StepEncoder final : public TextEncoder {
         if (added.empty()) return normalize(stage, text, more);
         Segment& segment = segments_[stage];
         for (size_t at = 0;;) {
-            const auto found = added.find(text, at, segment.searched, more, segment.after_word, specials_);
+            const auto found = added.find(text, at, segment.searched, more, segment.after_word, spellings_);
             const std::string_view between = text.substr(at, found.text - at);
             if (!found.match) {
                 at += normalize(stage, between, more);
@@ -290,7 +290,7 @@ class StepEncoder final : public TextEncoder {
     }
 
     const TextSteps& steps_;
-    const bool specials_;
+    const Spellings spellings_;
     const size_t longest_piece_, block_;
     std::string waiting_;    // the part of the text that has not been taken yet
     uint64_t taken_ = 0;     // how many bytes of the text were taken before it

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "llmc/error.h"
+#include "llmc/tokenizer.h"
 #include "llmc/utf8.h"
 
 // ---- spellings
@@ -204,10 +205,10 @@ class AddedTokens {
 
     // Finds the first match in text[from..]. The caller knows already that none starts before `search`. With
     // `more`, further text will follow, and find() reports nothing that this text could still change.
-    // `after_word`: a letter stood before the text. Without `specials`, the spellings of special tokens are
-    // plain text, and nothing is matched inside them.
+    // `after_word`: a letter stood before the text. In spellings of special tokens that are plain text
+    // nothing is matched.
     Found find(std::string_view text, size_t from, size_t search, bool more, bool after_word,
-               bool specials = true) const {
+               Spellings spellings = Spellings::Special) const {
         const auto undecided = [&](size_t at) {
             return Found{std::nullopt, any_strips_left_ ? before_spaces(text, from, at) : at, at};
         };
@@ -217,7 +218,7 @@ class AddedTokens {
             const Token* token = longest_at(text.substr(at));
             if (!token) continue;
             const size_t end = at + token->length;
-            if (token->special && !specials) {
+            if (token->special && spellings == Spellings::PlainText) {
                 at = end - 1;
                 continue;
             }

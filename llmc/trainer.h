@@ -94,6 +94,7 @@ class Trainer {
     bool samples_here() const { return o_.rank.is_first() || o_.slices_weights(); }
     // True if a signal has asked to stop. Ranks that sample together must end together.
     bool sampling_stops() { return o_.slices_weights() ? stopping() : interrupted != 0; }
+    bool may_sample() { return samples_here() && in_.samples() && !sampling_stops(); }
     bool is_time(int64_t every) const { return every > 0 && step_ > 0 && step_ % every == 0; }
     bool trains() const { return o_.steps > 0 && o_.bench.empty(); }
     // How many micro-batches go through the model together.
@@ -136,9 +137,10 @@ class Trainer {
     Updates updates_;
     OffloadedMemory<floatX> offloaded_;
     StepGraphs graphs_;
-    bool replays_;                       // --advanced graph=on
-    size_t used_before_ = 0;             // device memory in use before this run
-    int64_t step_ = 0, first_step_ = 0;  // steps done; steps that were done before a resume
-    int64_t validated_step_ = -1;        // the last one of this run that was validated
-    bool evaluated_ = false;             // the validation and sample due at this step are done
+    bool replays_;                 // --advanced graph=on
+    size_t used_before_ = 0;       // device memory in use before this run
+    int64_t step_ = 0;             // the number of the next step, from 0
+    int64_t first_step_ = 0;       // that of this run's first one: not 0 after a resume
+    int64_t validated_step_ = -1;  // the last one of this run that was validated
+    bool evaluated_ = false;       // the validation and sample due at this step are done
 };

@@ -170,7 +170,7 @@ void tokens(const std::string& path, const std::string& command) {
     }
     Bytes input = read_input();
     const std::string text(reinterpret_cast<const char*>(input.data()), input.size());
-    if (command == "tokens") return write_output(tokenizer.encode(text, true));
+    if (command == "tokens") return write_output(tokenizer.encode(text, Ends::Add));
     std::vector<int> ids(text.size() / sizeof(int));
     text.copy(reinterpret_cast<char*>(ids.data()), ids.size() * sizeof(int));
     const std::string decoded = tokenizer.decode(ids);

@@ -36,7 +36,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* input, size_t size) {
     parse_or_refuse([&] {
         const GgufFile file(path);
         const Tokenizer tokenizer = read_gguf_tokenizer(file.metadata(), path);
-        tokenizer.decode(tokenizer.encode(" abc ab'a 1111 <s> ab\n\n  abc", true));
+        tokenizer.decode(tokenizer.encode(" abc ab'a 1111 <s> ab\n\n  abc", Ends::Add));
     });
     return 0;
 }

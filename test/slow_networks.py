@@ -18,9 +18,10 @@ def networked():
     return Networked
 
 
-@pytest.mark.parametrize("machines, rates", [(2, ("200mbit", "600mbit", "2gbit")), (3, ("600mbit",))], ids=["2", "3"])
+@pytest.mark.parametrize("machines, rates", [(2, ("200mbit", "600mbit", "2gbit")), (3, ("600mbit",)), (4, ("600mbit",))],
+                         ids=["2", "3", "4"])
 def test_predicted_steps_over_limited_links(train_fp32, tmp_path, networked, machines, rates):
-    """Within 15% of what steps take. With three machines, three ranks share this one's cores, in the calibration as in the
+    """Within 15% of what steps take. With more than two machines, their ranks share this one's cores, in the calibration as in the
     steps."""
     step = (*STEP, "--batch", 4)
     with networked(tmp_path, machines) as network:

@@ -9,7 +9,7 @@
 // examples FORMAT a line of JSON lines to its tokens as training data, negative if they have no loss;
 //                 FORMAT as of --chat-format; `learn-all FORMAT`, `learn-last FORMAT`: with --loss-on all, or
 //                 last
-// decode          int32 tokens to text; `plain`: without special tokens
+// decode          int32 tokens to text
 // time            text to JSON: its bytes and tokens, and the processor seconds that tokenizing it took
 // facts           needs no input; JSON: size, end_of_text, begin_of_text, held_bytes
 // A mistake of the user's is reported in one line, with exit code 2, as by the trainer.
@@ -38,8 +38,8 @@ std::string record_of(const std::vector<int32_t>& tokens) {
     return {reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof tokens[0]};
 }
 
-std::string encode(const Tokenizer& tokenizer, std::string_view text, size_t bytes, bool specials) {
-    return record_of(bytes > 0 ? encode_in_parts(tokenizer, text, bytes) : tokenizer.encode(text, specials));
+std::string encode(const Tokenizer& tokenizer, std::string_view text, size_t bytes, Ends ends) {
+    return record_of(bytes > 0 ? encode_in_parts(tokenizer, text, bytes) : tokenizer.encode(text, ends));
 }
 
 std::string tokens_of_data(const Tokenizer& tokenizer, const std::string& file,
@@ -63,10 +63,10 @@ std::string tokens_of_example(ExampleEncoder& encoder, std::string& line) {
     return record_of(tokens);
 }
 
-std::string decode(const Tokenizer& tokenizer, std::string_view input, bool specials) {
+std::string decode(const Tokenizer& tokenizer, std::string_view input) {
     std::vector<int> tokens(input.size() / sizeof(int));
     input.copy(reinterpret_cast<char*>(tokens.data()), tokens.size() * sizeof(int));
-    return tokenizer.decode(tokens, specials);
+    return tokenizer.decode(tokens);
 }
 
 std::string facts(const Tokenizer& t) {
@@ -103,13 +103,13 @@ void run(const std::string& folder, const std::string& command, const std::strin
         std::string input(size, '\0');
         if (fread(input.data(), 1, size, stdin) != size) fail("a record is cut short");
         if (command == "encode" || command == "specials")
-            write_record(encode(*tokenizer, input, bytes, command == "specials"));
+            write_record(encode(*tokenizer, input, bytes, command == "specials" ? Ends::Add : Ends::None));
         else if (command == "data")
             write_record(tokens_of_data(*tokenizer, input, options));
         else if (command == "examples" || command.starts_with("learn-"))
             write_record(tokens_of_example(examples, input));
-        else if (command == "decode" || command == "plain")
-            write_record(decode(*tokenizer, input, command == "decode"));
+        else if (command == "decode")
+            write_record(decode(*tokenizer, input));
         else if (command == "time")
             write_record(time(*tokenizer, input));
         else

@@ -314,8 +314,16 @@ inline void RunInputs::read_exported() {
     if (adapter.kind == Trained::Prompt) fail("%s: GGUF has no soft prompts", option.c_str());
     if (o_.export_part == "adapter") return;
     check_rope_for_gguf(config, option);
+    const bool is_in_gguf = gguf && tokenizer_folder == model;
+    std::map<std::string, std::string> templates;
+    if (!chat_used.own_source.empty())
+        templates = {{"default", chat_used.own_source}};
+    else if (is_in_gguf)
+        templates = chat_templates_of(*gguf).sources;
+    else if (!tokenizer_folder.empty())
+        templates = chat_templates_of(tokenizer_folder, *tokenizer).sources;
     exported_tokenizer =
-        tokenizer_keys(gguf && tokenizer_folder == model ? &gguf->file() : nullptr, tokenizer_folder, config);
+        tokenizer_keys(is_in_gguf ? &gguf->file() : nullptr, tokenizer_folder, config, templates);
     const std::string arch = gguf_architecture(config);
     if (tokenizer_folder.empty() && config.vocabulary != 256 && arch != "llama")  // whose other keys have it
         exported_tokenizer.add(arch + ".vocab_size", static_cast<uint32_t>(config.vocabulary));

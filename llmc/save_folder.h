@@ -348,14 +348,28 @@ inline void copy_file(const std::string& from, const std::string& to) {
     out.finish();
 }
 
+// Copies a tokenizer_config.json without its chat templates; `from` may be `to`.
+inline void copy_without_templates(const std::string& from, const std::string& to) {
+    auto settings = parse_json<nlohmann::ordered_json>(read_text(from), from);
+    if (settings.is_object()) settings.erase("chat_template");
+    write_text(to, settings.dump(2) + "\n");
+}
+
 // Copies the tokenizer's files from its folder, with its chat templates unless another replaces them.
 inline void copy_tokenizer(const TokenizerSource& from, const std::string& to) {
-    for (const std::string name : kTokenizerFiles)
-        if (file_exists(from.folder + "/" + name)) copy_file(from.folder + "/" + name, to + "/" + name);
+    const bool keeps_templates = from.chat_template.empty();
+    for (const std::string name : kTokenizerFiles) {
+        const std::string file = from.folder + "/" + name, copy = to + "/" + name;
+        if (!file_exists(file) || (!keeps_templates && name.starts_with("chat_template"))) continue;
+        if (!keeps_templates && name == "tokenizer_config.json")
+            copy_without_templates(file, copy);
+        else
+            copy_file(file, copy);
+    }
     const std::string templates = from.folder + "/" + kTemplateFolder, copies = to + "/" + kTemplateFolder;
     struct stat info;
     const bool has_more = stat(templates.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
-    if (!has_more || !from.chat_template.empty()) return;
+    if (!has_more || !keeps_templates) return;
     check_call(mkdir(copies.c_str(), 0777) == 0, copies, "make the folder");
     for (const std::string& name : list_folder(templates))
         if (name.ends_with(".jinja")) copy_file(templates + "/" + name, copies + "/" + name);
@@ -369,6 +383,8 @@ inline void write_tokenizer(const TokenizerSource& from, const std::string& to) 
     else if (!from.folder.empty())
         copy_tokenizer(from, to);
     if (from.chat_template.empty()) return;
+    const std::string settings = to + "/tokenizer_config.json";
+    if (from.write && file_exists(settings)) copy_without_templates(settings, settings);
     FileWriter file(to + "/chat_template.jinja");
     file.write(from.chat_template.data(), from.chat_template.size());
     file.finish();

@@ -220,8 +220,17 @@ void write_gguf_tokenizer(const nlohmann::json& metadata, const std::string& pat
     settings["clean_up_tokenization_spaces"] = false;
     settings["model_max_length"] = longest;
     if (!by_bytes) settings["legacy"] = true;
-    const std::string chat_template = keys.reader().text("tokenizer.chat_template", "");
-    if (!chat_template.empty()) settings["chat_template"] = chat_template;
+    // One template is a text, several are a list of texts with names.
+    const std::string prefix = "tokenizer.chat_template", only = keys.reader().text(prefix.c_str(), "");
+    nlohmann::json templates = nlohmann::json::array();
+    if (!only.empty()) templates.push_back({{"name", "default"}, {"template", only}});
+    for (const auto& [key, value] : metadata.items())
+        if (key.starts_with(prefix + ".") && value.is_string())
+            templates.push_back({{"name", key.substr(prefix.size() + 1)}, {"template", value}});
+    if (templates.size() > 1 || (only.empty() && !templates.empty()))
+        settings["chat_template"] = templates;
+    else if (!only.empty())
+        settings["chat_template"] = only;
     const std::pair<const char*, const char*> marks[] = {{"bos_token_id", "bos_token"},
                                                          {"eos_token_id", "eos_token"},
                                                          {"unknown_token_id", "unk_token"},

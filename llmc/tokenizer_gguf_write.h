@@ -331,21 +331,18 @@ inline void add_special_tokens(GgufKeys& keys, const TokenizerFiles& files, cons
     for (const auto& [name, value] : adds) keys.add_bool("tokenizer.ggml.add_" + name + "_token", value);
 }
 
-// Adds the chat template; of several, also the others by their names.
-inline void add_chat_template(GgufKeys& keys, const TokenizerFiles& files) {
-    nlohmann::json chat = files.settings.is_object() ? files.settings.value("chat_template", nlohmann::json())
-                                                     : nlohmann::json();
-    if (chat.is_null() && files.has("chat_template.jinja"))
-        chat = read_text(files.path("chat_template.jinja"));
-    if (chat.is_string()) return keys.add("tokenizer.chat_template", chat.get<std::string>());
-    if (!chat.is_array()) return;
+// Chat templates by name. A GGUF has one without a name, the default, and others with names.
+using TemplateTexts = std::map<std::string, std::string>;
+
+inline void add_chat_templates(GgufKeys& keys, const TemplateTexts& templates) {
     std::vector<std::string> names;
-    for (const nlohmann::json& one : chat) {
-        const std::string name = one.value("name", ""), text = one.value("template", "");
-        if (name == "default") keys.add("tokenizer.chat_template", text);
-        if (name.empty() || name == "default") continue;
-        keys.add("tokenizer.chat_template." + name, text);
-        names.push_back(name);
+    for (const auto& [name, text] : templates) {
+        if (name == "default") {
+            keys.add("tokenizer.chat_template", text);
+        } else {
+            keys.add("tokenizer.chat_template." + name, text);
+            names.push_back(name);
+        }
     }
     if (!names.empty()) keys.add("tokenizer.chat_templates", names);
 }
@@ -371,7 +368,6 @@ inline void add_folder_tokenizer(GgufKeys& keys, const std::string& folder, cons
         files.settings["add_prefix_space"].is_boolean() && std::string_view(c.family->prefix) == "model.")
         keys.add_bool("tokenizer.ggml.add_space_prefix", files.settings["add_prefix_space"].get<bool>());
     add_special_tokens(keys, files, c);
-    add_chat_template(keys, files);
 }
 
 // Adds the tokenizer of a model of bytes: token i is byte i, as GPT-2 spells it.
@@ -383,10 +379,11 @@ inline void add_bytes_tokenizer(GgufKeys& keys) {
     keys.add_bool("tokenizer.ggml.add_bos_token", false);
 }
 
-// Adds the tokenizer's keys of another GGUF file, with the types that llama.cpp's converter gives them.
+// Adds the tokenizer's keys of another GGUF file, with the types that llama.cpp's converter gives them; but
+// not its chat templates.
 inline void add_same_tokenizer(GgufKeys& keys, const GgufFile& file) {
     for (const auto& [key, value] : file.metadata().items()) {
-        if (!key.starts_with("tokenizer.")) continue;
+        if (!key.starts_with("tokenizer.") || key.starts_with("tokenizer.chat_template")) continue;
         const bool list = value.is_array();
         if (value.is_string()) keys.add(key, value.get<std::string>());
         if (value.is_boolean()) keys.add_bool(key, value.get<bool>());
@@ -401,8 +398,9 @@ inline void add_same_tokenizer(GgufKeys& keys, const GgufFile& file) {
 }  // namespace gguf
 
 // The keys of a model's tokenizer: that of a GGUF file, or that in a folder; without either, that of a model
-// of bytes, or none.
-inline GgufKeys tokenizer_keys(const GgufFile* file, const std::string& folder, const ModelConfig& c) {
+// of bytes, or none. `templates` are the chat templates that go with it.
+inline GgufKeys tokenizer_keys(const GgufFile* file, const std::string& folder, const ModelConfig& c,
+                               const gguf::TemplateTexts& templates) {
     GgufKeys keys;
     if (file)
         gguf::add_same_tokenizer(keys, *file);
@@ -412,5 +410,6 @@ inline GgufKeys tokenizer_keys(const GgufFile* file, const std::string& folder, 
         gguf::add_bytes_tokenizer(keys);
     else
         keys.add("tokenizer.ggml.model", "none");
+    gguf::add_chat_templates(keys, templates);
     return keys;
 }

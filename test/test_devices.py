@@ -12,7 +12,7 @@ import compare_devices
 import pytest
 import transformers
 from gguf_files import write_gguf
-from trainer_runs import make, random_tokens, write_shard
+from trainer_runs import ROOT, make, random_tokens, write_shard
 
 USUALLY = "fp32"
 BASE = ("--model", "model", "--data", "data.bin", "--val-data", "val.bin", "--batch", 2, "--seq-len", 24, "--steps", 4,
@@ -175,15 +175,18 @@ def test_bf16_is_the_same_every_time(train_bf16, work, one_device, tmp_path, opt
         assert mine["step"] == one["step"] and mine.get("loss", 0) == pytest.approx(one.get("loss", 0), rel=5e-3)
 
 
-@pytest.mark.parametrize("first, then", [(4, 1), (1, 4), (4, 2), (2, 4)])
-def test_a_run_goes_on_on_other_devices(train_fp32, work, one_device, tmp_path, first, then):
+@pytest.mark.parametrize("first, then, zeros", [(4, 1, "3"), (1, 4, "3"), (4, 2, "31"), (2, 4, "13"), (4, 8, "20"), (4, 3, "02")])
+def test_a_run_goes_on_on_other_devices(train_fp32, work, one_device, tmp_path, first, then, zeros):
+    """With another --zero too."""
     folder = in_folder(work, tmp_path / "run")
     formats = ("--state-formats", "m=8bit")
+    micro_batches = 24 if 3 in (first, then) else 8 if 8 in (first, then) else 4
     def on(devices):
-        return ("--devices", devices, "--zero", "3" if devices == 4 else "1") if devices > 1 else ()
-    train_fp32(*BASE, *formats, "--grad-accum", 4, "--steps", 2, *on(first), cwd=folder)
+        zero = zeros[-1] if devices == then else zeros[0]
+        return ("--devices", devices, "--zero", zero, *(["--by-block"] if zero == "2" else [])) if devices > 1 else ()
+    train_fp32(*BASE, *formats, "--grad-accum", micro_batches, "--steps", 2, *on(first), cwd=folder)
     train_fp32("--resume", "out", "--steps", 4, *on(then), cwd=folder)
-    whole = one_device(train_fp32, formats, 4)
+    whole = one_device(train_fp32, formats, micro_batches)
     if {first, then} == {1, 4}:  # the sums are those of one device
         weights = files_of(folder / "out" / "latest")
         assert all(weights[f] == whole[1][f] for f in ("model.safetensors", "trainer_state.safetensors"))
@@ -285,9 +288,11 @@ def test_bytes_between_ranks_are_those_of_the_plan(train, work, more):
     assert link["bytes"] == planned
 
 
-def mpirun(train, *commands, cwd):
-    """Runs the trainer as a user's own mpirun starts it: one rank for each of the commands."""
-    words = [["-n", "1", train.path, *map(str, command)] for command in commands]
+def mpirun(train, *commands, cwd, programs=None, folders=None):
+    """Runs the trainer as a user's own mpirun starts it: one rank for each of the commands, each in a folder of its own if they are
+    given."""
+    words = [["-n", "1", *(["-wdir", str(folder)] if folder else []), program, *map(str, command)]
+             for command, program, folder in zip(commands, programs or [train.path] * len(commands), folders or [None] * len(commands))]
     launcher = os.environ.get("MPIRUN", "mpirun")
     options = ["--oversubscribe", "--bind-to", "none"] if launcher == "mpirun" else []
     line = [launcher, *options, *sum((w + [":"] for w in words), [])[:-1]]
@@ -314,6 +319,28 @@ def test_ranks_that_differ(train_fp32, work, tmp_path, change, said):
     assert run.returncode == 2
     line = re.search(rb"^train: rank 1 \(host .*\): .*$", run.stderr, re.M)
     assert line and said in line[0].decode()
+
+
+@pytest.mark.parametrize("missing, said", [("data.bin", "--data: no file matches \"data.bin\""), ("model", "model")])
+def test_a_rank_without_its_files(train_fp32, work, tmp_path, missing, said):
+    """On a machine of its own. The other rank does not wait for it."""
+    folders = [in_folder(work, tmp_path / name) for name in ("a", "b")]
+    (folders[1] / missing).rename(folders[1] / "elsewhere")
+    run = mpirun(train_fp32, BASE, BASE, cwd=tmp_path, folders=folders)
+    lines = re.findall(rb"^train: .*$", run.stderr, re.M)
+    assert run.returncode == 2 and len(lines) == 1 and said.encode() in lines[0] and b"rank 1" in lines[0], run.stderr
+    # mpirun has ended the first rank, whose lock is free then, though its file may stay.
+    assert {path.name for path in (folders[0] / "out").glob("*")} <= {".lock"}
+
+
+def test_ranks_of_two_precisions(train_fp32, work, tmp_path):
+    other = train_fp32.path.replace("fp32", "bf16")
+    if not os.path.exists(other):
+        pytest.skip("there is no such build")
+    run = mpirun(train_fp32, BASE, BASE, cwd=in_folder(work, tmp_path / "run"), programs=[train_fp32.path, other])
+    lines = re.findall(rb"^train: .*$", run.stderr, re.M)
+    assert run.returncode == 2 and len(lines) == 1, run.stderr
+    assert re.search(rb"the program is .*bf16.*, and on rank 0 .*fp32", lines[0]), lines
 
 
 @pytest.mark.parametrize("options, said", [
@@ -344,6 +371,23 @@ def test_without_mpi(train_fp32, work, tmp_path):
     run = subprocess.run([train_fp32.path, *map(str, BASE), "--devices", "2"], cwd=folder, capture_output=True, timeout=60,
                          env=train_fp32.environment | {"PATH": str(folder)})
     assert run.returncode == 2 and b"make deps installs it" in run.stderr and run.stderr.count(b"\n") == 1
+
+
+def test_a_build_without_mpi(train_fp32, work, tmp_path):
+    """As where its headers are missing: one device trains, and several are refused in one line."""
+    build = pathlib.Path(train_fp32.path).parent
+    if not (build / "train.o").exists():
+        pytest.skip("the trainer's object is not there")
+    shared = [build.parent / name for name in ("commit.o", "jinja.o", "tokenizer.o")]
+    alone = tmp_path / "train"
+    subprocess.run(["g++", "-std=c++20", "-fopenmp", "-I.", "llmc/ranks_mpi.cpp", build / "train.o", *shared, "-o", alone, "-ldnnl", "-lpcre2-8",
+                    "-lutf8proc", "-lsentencepiece", "-lz", "-luring"], cwd=ROOT, check=True, timeout=120)
+    def run(*options, folder):
+        return subprocess.run([alone, *map(str, (*BASE, *options))], cwd=in_folder(work, tmp_path / folder), capture_output=True, timeout=60,
+                              env=train_fp32.environment)
+    assert run(folder="one").returncode == 0
+    refused = run("--devices", 2, folder="two")
+    assert refused.returncode == 2 and refused.stderr.count(b"\n") == 1 and b"make deps" in refused.stderr, refused.stderr
 
 
 def test_memory_is_shared_by_the_ranks_of_a_machine(train_fp32, work, tmp_path):

@@ -332,6 +332,57 @@ def with_tokenizer(work, tokenizer, family="llama", **settings):
     return size
 
 
+CHATML = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+
+
+def templates_of(keys):
+    return {key.removeprefix("tokenizer."): value for key, value in keys.items() if key.startswith("tokenizer.chat_template")}
+
+
+@pytest.mark.parametrize("by", ["settings", "files", "chat_template.json"])
+def test_chat_templates(train_fp32, tmp_path, by):
+    """Those that the trainer uses, wherever they are, also after a round trip through a GGUF and a save."""
+    named = {"default": CHATML, "tool_use": "{{ tools }}"} if by != "chat_template.json" else {"default": CHATML}
+    as_list = [{"name": name, "template": text} for name, text in named.items()]
+    in_settings = {"settings": {"chat_template": as_list}, "files": {"chat_template": "old"}}
+    with_tokenizer(tmp_path, known.smollm2(), **in_settings.get(by, {}))
+    if by == "files":
+        (tmp_path / "model/chat_template.jinja").write_text(CHATML)
+        (tmp_path / "model/additional_chat_templates").mkdir()
+        (tmp_path / "model/additional_chat_templates/tool_use.jinja").write_text(named["tool_use"])
+    if by == "chat_template.json":
+        (tmp_path / "model/chat_template.json").write_text(json.dumps({"chat_template": CHATML}))
+    wanted = {"chat_template": CHATML} | ({} if len(named) == 1 else {"chat_template.tool_use": "{{ tools }}", "chat_templates": ["tool_use"]})
+    export(train_fp32, tmp_path, "model.gguf")
+    assert templates_of(keys_of(tmp_path / "model.gguf")) == wanted
+    write_text(tmp_path / "text")
+    train_fp32("--model", "model.gguf", "--train", "lora", "--data", "text", "--batch", 1, "--seq-len", 16, "--steps", 1, "--sample", "tokens=0",
+               "--out", "out", cwd=tmp_path)
+    saved = json.loads((tmp_path / "out/latest/tokenizer_config.json").read_text())["chat_template"]
+    assert saved == (CHATML if len(named) == 1 else as_list)
+    export(train_fp32, tmp_path, "again.gguf", of="model.gguf")
+    assert templates_of(keys_of(tmp_path / "again.gguf")) == wanted
+
+
+@pytest.mark.parametrize("of", ["model", "model.gguf"])
+def test_the_template_that_was_trained(train_fp32, tmp_path, of):
+    """--chat-format replaces the model's own template in what is exported and saved."""
+    with_tokenizer(tmp_path, known.smollm2(), chat_template=[{"name": "default", "template": "old"}, {"name": "more", "template": "older"}])
+    export(train_fp32, tmp_path, "model.gguf")
+    chat = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 4)
+    train_fp32("--model", of, "--data", "chats.jsonl", "--chat-format", "chatml", "--batch", 1, "--seq-len", 64, "--steps", 1, "--sample", "tokens=0",
+               *(("--train", "lora") if of == "model.gguf" else ()), "--out", "out", "--export", "trained.gguf", cwd=tmp_path)
+    exported = templates_of(keys_of(tmp_path / "trained.gguf"))
+    saved = tmp_path / "out/latest"
+    assert list(exported) == ["chat_template"] and "<|im_start|>" in exported["chat_template"]
+    assert exported["chat_template"] == (saved / "chat_template.jinja").read_text()
+    assert "chat_template" not in json.loads((saved / "tokenizer_config.json").read_text())
+    if of == "model":
+        export(train_fp32, tmp_path, "later.gguf", of="out")
+        assert templates_of(keys_of(tmp_path / "later.gguf")) == exported
+
+
 BY_BYTES = {"gpt-2": (known.gpt2, "gpt2"), "smollm": (known.smollm2, "llama"), "llama-bpe": (known.llama3, "llama"),
             "qwen2": (known.qwen, "qwen2"), "bloom": (known.bloom, "bloom")}
 

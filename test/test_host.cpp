@@ -10,6 +10,7 @@
 #include "llmc/metrics.h"
 #include "llmc/model.h"
 #include "llmc/options_parse.h"
+#include "llmc/ranks.h"
 #include "llmc/rates_device.h"
 #include "llmc/sample.h"
 #include "llmc/updates.h"
@@ -189,6 +190,33 @@ TEST(DeviceRates, AGpuIsComputedFromWhatItReports) {
 }
 
 // A user's mistake ends with exit code 2, our own with 1; each prints one line.
+TEST(Ranks, AreKnownByWhatStartedThem) {
+    using Environment = std::vector<std::pair<const char*, const char*>>;
+    const auto in = [](const Environment& environment) {
+        for (const auto& [name, value] : environment) setenv(name, value, 1);
+        const Rank r = rank_of_environment();
+        for (const auto& [name, value] : environment) unsetenv(name);
+        return std::vector{r.number, r.count, r.on_this_machine, r.number_on_this_machine};
+    };
+    const std::vector alone = {0, 1, 1, 0};
+    EXPECT_EQ(in({}), alone);
+    // OpenMPI's mpirun, MPICH's, srun --mpi=pmi2 and srun --mpi=pmix.
+    EXPECT_EQ(in({{"OMPI_COMM_WORLD_RANK", "5"},
+                  {"OMPI_COMM_WORLD_SIZE", "8"},
+                  {"OMPI_COMM_WORLD_LOCAL_SIZE", "4"},
+                  {"OMPI_COMM_WORLD_LOCAL_RANK", "1"}}),
+              (std::vector{5, 8, 4, 1}));
+    EXPECT_EQ(in({{"PMI_RANK", "2"}, {"PMI_SIZE", "4"}, {"MPI_LOCALNRANKS", "2"}, {"MPI_LOCALRANKID", "0"}}),
+              (std::vector{2, 4, 2, 0}));
+    EXPECT_EQ(in({{"PMI_RANK", "3"}, {"PMI_SIZE", "4"}}), (std::vector{3, 4, 4, 3}));
+    EXPECT_EQ(in({{"PMIX_RANK", "6"}, {"SLURM_NTASKS", "8"}, {"SLURM_LOCALID", "2"}}),
+              (std::vector{6, 8, 8, 2}));
+    // A batch job's own shell, srun without MPI, and what is no number.
+    EXPECT_EQ(in({{"SLURM_NTASKS", "8"}, {"SLURM_LOCALID", "0"}}), alone);
+    EXPECT_EQ(in({{"PMI_RANK", "x"}, {"PMI_SIZE", "4"}}), alone);
+    EXPECT_EQ(in({{"PMI_RANK", "-1"}, {"PMI_SIZE", "4"}}), alone);
+}
+
 TEST(Error, ExitCodes) {
     const auto ends_with = [](auto&& action) {
         testing::internal::CaptureStderr();

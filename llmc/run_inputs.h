@@ -591,6 +591,13 @@ inline void RunInputs::choose_sampling() {
     read("top_p", "--sample.top-p", 0, 1, s.top_p);
     read("min_p", "--sample.min-p", 0, 1, s.min_p);
     read("repetition_penalty", "--sample.repetition-penalty", 1e-3, 1e3, s.repetition_penalty);
+    if (!file.has("stop_strings") || o_.has("--sample.stop")) return;
+    const nlohmann::json& stops = file.json()["stop_strings"];
+    for (const nlohmann::json& stop : stops.is_array() ? stops : nlohmann::json::array({stops})) {
+        if (!stop.is_string() || stop.get_ref<const std::string&>().empty())
+            file.refuse("stop_strings", "a text that is not empty, or a list of such texts");
+        o_.stops.push_back(stop.get<std::string>());
+    }
 }
 
 // Makes generation stop at this token as well: a model that learns conversations ends its answers with it.

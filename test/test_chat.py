@@ -209,7 +209,12 @@ def test_settings_of_generation_config(train_fp32, tmp_path, tokenizer):
     set_generation(folder, eos_token_id=ends)
     given = [word for key, value in settings.items() for word in ("--" + key.replace("_", "-"), value)]
     assert said(*given) == by_file != usual
-    for key, value in (("temperature", -1), ("top_p", 2), ("min_p", "x"), ("repetition_penalty", 0)):
+    text = likeliest.decode().strip()
+    stop = text[len(text) // 2:][:2]
+    stopped = said(*GREEDY, "--stop", stop)
+    set_generation(folder, eos_token_id=ends, do_sample=False, stop_strings=[stop, "never said"])
+    assert said() == stopped != likeliest and said("--stop", "never said") == likeliest
+    for key, value in (("temperature", -1), ("top_p", 2), ("min_p", "x"), ("repetition_penalty", 0), ("stop_strings", ""), ("stop_strings", [1])):
         set_generation(folder, eos_token_id=ends, do_sample=True, **{key: value})
         assert f"generation_config.json: '{key}' is" in error_line(train_fp32, "--model", "model", "--prompt", "x", cwd=tmp_path)
 

@@ -121,7 +121,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 define install
 	@missing=$$(for p in $(1); do dpkg-query -W -f='$${Status}' $$p 2>/dev/null | grep -q 'ok installed' || echo $$p; done); \
 	missing=$$(echo $$missing); [ -n "$$missing" ] || exit 0; \
-	stop() { echo "make $(@:_test_packages=test-deps): $$1: ask for these packages of Debian, or what your system calls them: $$missing" >&2; exit 1; }; \
+	stop() { echo "make $@: $$1: ask for these packages of Debian, or what your system calls them: $$missing" >&2; exit 1; }; \
 	command -v apt-get >/dev/null || stop "there is no apt-get here"; \
 	[ -z "$(SUDO)" ] || command -v sudo >/dev/null || stop "you are not root, and there is no sudo"; \
 	echo "installing $$missing"; \

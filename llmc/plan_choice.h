@@ -257,6 +257,24 @@ inline bool needs_no_second_search(const Options& o) {
            o.resume.empty() && o.timeline.empty() && o.loss_by_position.empty();
 }
 
+// The longest sequences that the model and the data allow, and which of them is the limit.
+struct LengthLimit {
+    int tokens;
+    const char* why;
+};
+
+// `tried` are options_without_data() of `o`.
+inline LengthLimit length_limit(const Options& o, Options tried, const DataKinds& data) {
+    tried.seq_len = 1;
+    const auto by_model = static_cast<uint64_t>(
+        std::min<int64_t>(RunInputs(tried, std::nullopt).most_tokens(), kMostTokens / o.batch));
+    uint64_t by_data = data.most;
+    if (data.trains_examples)
+        by_data = most_tokens_of_examples(o, static_cast<int>(std::min(by_model, by_data)));
+    return {static_cast<int>(std::clamp<uint64_t>(by_data, 1, by_model)),
+            by_data < by_model ? "as many as the data have" : "all of the model's positions"};
+}
+
 // The options with the longest sequences that fit, for --seq-len auto; the reason for the length goes to
 // `choices`.
 template <class Trial>
@@ -285,46 +303,33 @@ Options with_longest_length(const Options& given, Choices& choices) {
         const size_t more = given.loss_by_position.empty() ? 0 : static_cast<size_t>(tokens) * sizeof(float);
         return Planned{r.total() + more, r.seconds, options, of};
     };
-    const auto fits = [&](const Options& o, int tokens, Choices& of) {
+    const auto planned_if_it_fits = [&](const Options& o, int tokens, Choices& of) -> std::optional<Planned> {
         try {
-            return planned(o, tokens, of).bytes <= space.bytes;
+            if (Planned plan = planned(o, tokens, of); plan.bytes <= space.bytes) return plan;
         } catch (const UserError&) {  // nothing that --memory may choose fits
-            return false;
         }
+        return std::nullopt;
     };
-    tried.seq_len = 1;
-    const int by_model = static_cast<int>(
-        std::min<int64_t>(RunInputs(tried, std::nullopt).most_tokens(), kMostTokens / chosen.batch));
-    uint64_t by_data = data.most;
-    if (data.trains_examples)
-        by_data = most_tokens_of_examples(chosen, static_cast<int>(std::min<uint64_t>(by_model, by_data)));
-    const int most = static_cast<int>(std::clamp<uint64_t>(by_data, 1, static_cast<uint64_t>(by_model)));
-    const int fewest = std::min(kLengthStep, most);
-    Choices of_longest;
-    // The plans of lengths that fit with what --memory chooses; nothing of those that do not.
+    // The plans with all that --memory may choose, by length; nothing for lengths that do not fit.
     std::map<int, std::optional<Planned>> known;
-    const auto fits_with_all = [&](int tokens) {
+    const auto fits_with_all = [&](int tokens, Choices& of) {
         const auto [it, is_new] = known.try_emplace(tokens, std::nullopt);
-        try {
-            Choices of;
-            if (is_new) it->second = planned(tried, tokens, of);
-        } catch (const UserError&) {  // nothing that --memory may choose fits
-        }
-        if (it->second && it->second->bytes > space.bytes) it->second.reset();
+        if (is_new) it->second = planned_if_it_fits(tried, tokens, of);
         return it->second.has_value();
     };
-    if (fits(tried, most, of_longest))
+    const LengthLimit limit = length_limit(chosen, tried, data);
+    const int most = limit.tokens, fewest = std::min(kLengthStep, most);
+    Choices of_longest, of_fewest;
+    if (fits_with_all(most, of_longest))
         chosen.seq_len = most;
     else
         chosen.seq_len =
             longest_of_smallest(most, fewest, of_longest.smallest, [&](const Options* o, int tokens) {
                 Choices of;
-                return o ? fits(*o, tokens, of) : fits_with_all(tokens);
+                return o ? planned_if_it_fits(*o, tokens, of).has_value() : fits_with_all(tokens, of);
             });
-    const auto found = known.find(chosen.seq_len);
-    Choices of_chosen;
-    const Planned plan =
-        found != known.end() && found->second ? *found->second : planned(tried, chosen.seq_len, of_chosen);
+    const auto& found = known[chosen.seq_len];
+    const Planned plan = found ? *found : planned(tried, chosen.seq_len, of_fewest);  // or fails, saying why
     if (plan.bytes > space.bytes)
         fail("--seq-len auto: sequences of %d tokens take %.1f MiB and there are %.1f (%s)", fewest,
              mebibytes(plan.bytes), mebibytes(space.bytes), space.limit.c_str());
@@ -334,8 +339,7 @@ Options with_longest_length(const Options& given, Choices& choices) {
     }
     const std::string why = chosen.seq_len < most ? format("the most that fit %.1f MiB (%s)",
                                                            mebibytes(space.bytes), space.limit.c_str())
-                            : by_data < static_cast<uint64_t>(by_model) ? "as many as the data have"
-                                                                        : "all of the model's positions";
+                                                  : limit.why;
     choices.length =
         format("%d tokens, %s; a step takes %.3g s by estimate", chosen.seq_len, why.c_str(), plan.seconds);
     chosen.given["--seq-len"] = {std::to_string(chosen.seq_len)};

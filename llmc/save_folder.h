@@ -348,23 +348,13 @@ inline void copy_file(const std::string& from, const std::string& to) {
     out.finish();
 }
 
-// Copies a tokenizer_config.json without its chat templates; `from` may be `to`.
-inline void copy_without_templates(const std::string& from, const std::string& to) {
-    auto settings = parse_json<nlohmann::ordered_json>(read_text(from), from);
-    if (settings.is_object()) settings.erase("chat_template");
-    write_text(to, settings.dump(2) + "\n");
-}
-
 // Copies the tokenizer's files from its folder, with its chat templates unless another replaces them.
 inline void copy_tokenizer(const TokenizerSource& from, const std::string& to) {
     const bool keeps_templates = from.chat_template.empty();
     for (const std::string name : kTokenizerFiles) {
-        const std::string file = from.folder + "/" + name, copy = to + "/" + name;
-        if (!file_exists(file) || (!keeps_templates && name.starts_with("chat_template"))) continue;
-        if (!keeps_templates && name == "tokenizer_config.json")
-            copy_without_templates(file, copy);
-        else
-            copy_file(file, copy);
+        const std::string file = from.folder + "/" + name;
+        if (file_exists(file) && (keeps_templates || !name.starts_with("chat_template")))
+            copy_file(file, to + "/" + name);
     }
     const std::string templates = from.folder + "/" + kTemplateFolder, copies = to + "/" + kTemplateFolder;
     struct stat info;
@@ -376,6 +366,14 @@ inline void copy_tokenizer(const TokenizerSource& from, const std::string& to) {
     sync_directory(copies);
 }
 
+// Removes the chat templates from a tokenizer_config.json, if it is there.
+inline void remove_templates(const std::string& path) {
+    if (!file_exists(path)) return;
+    auto settings = parse_json<nlohmann::ordered_json>(read_text(path), path);
+    if (settings.is_object() && settings.erase("chat_template") > 0)
+        write_text(path, settings.dump(2) + "\n");
+}
+
 // Writes the tokenizer's files into a folder.
 inline void write_tokenizer(const TokenizerSource& from, const std::string& to) {
     if (from.write)
@@ -383,11 +381,8 @@ inline void write_tokenizer(const TokenizerSource& from, const std::string& to) 
     else if (!from.folder.empty())
         copy_tokenizer(from, to);
     if (from.chat_template.empty()) return;
-    const std::string settings = to + "/tokenizer_config.json";
-    if (from.write && file_exists(settings)) copy_without_templates(settings, settings);
-    FileWriter file(to + "/chat_template.jinja");
-    file.write(from.chat_template.data(), from.chat_template.size());
-    file.finish();
+    remove_templates(to + "/tokenizer_config.json");
+    write_text(to + "/chat_template.jinja", from.chat_template);
 }
 
 // ---- space on the disk

@@ -54,8 +54,8 @@ class Tokenizer {
     // the vocabulary has none for it. Added tokens ("<s>") in the text are found if the tokenizer comes from
     // a tokenizer.json; otherwise their spelling is plain text.
     std::vector<int> encode(std::string_view text, Ends ends = Ends::None) const;
-    // For a text that arrives in parts. A text with a piece that is longer than kLongestPiece is refused,
-    // naming the byte.
+    // For a text that arrives in parts. A text with a piece that is longer than kLongestPiece
+    // (tokenizer_encoder.h) is refused, naming the byte.
     std::unique_ptr<TextEncoder> encoder(Spellings spellings = Spellings::Special) const;
     // The token that goes before each document of the data: the usual one, else the one that begins a text,
     // else the one that ends a text; -1 if there is none of them.

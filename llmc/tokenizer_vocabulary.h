@@ -205,8 +205,8 @@ class AddedTokens {
 
     // Finds the first match in text[from..]. The caller knows already that none starts before `search`. With
     // `more`, further text will follow, and find() reports nothing that this text could still change.
-    // `after_word`: a letter stood before the text. In spellings of special tokens that are plain text
-    // nothing is matched.
+    // `after_word`: a letter stood before the text. Inside the spelling of a special token that is
+    // plain text, nothing is matched.
     Found find(std::string_view text, size_t from, size_t search, bool more, bool after_word,
                Spellings spellings = Spellings::Special) const {
         const auto undecided = [&](size_t at) {

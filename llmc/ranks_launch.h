@@ -9,6 +9,7 @@
 #pragma once
 
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/types.h>
@@ -39,6 +40,7 @@
 struct RunPage {
     char where[1024];
     std::atomic<pid_t> ranks[4096];  // 0: not begun, or at its end
+    std::atomic<bool> any_has_begun;
     // Signals that the starter was asked to send to all ranks, for ranks that begin after that.
     std::atomic<bool> stop, save;
     // How many files the ranks have noted that they share in /dev/shm, and their paths. Ranks that note at
@@ -85,6 +87,7 @@ inline void tell_starter_of(const Rank& rank) {
     before_exit = clear_own_entry;
     atexit(clear_own_entry);
     *own_entry = getpid();
+    run_page->any_has_begun = true;
     if (run_page->save) raise(SIGUSR1);
     if (run_page->stop) raise(kStopRanks);
 }
@@ -291,6 +294,93 @@ inline void handle_starter_signals() {
     for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGUSR1}) handle_signal(signal, action);
 }
 
+// True if this process runs. One that has ended, and whose parent has not asked how, does not.
+inline bool is_running(pid_t process) {
+    std::ifstream file(format("/proc/%d/stat", process));
+    std::string stat;
+    std::getline(file, stat);
+    const size_t name_ends = stat.rfind(')');  // "PID (NAME) STATE ..."
+    return name_ends != stat.npos && name_ends + 2 < stat.size() && !strchr("ZX", stat[name_ends + 2]);
+}
+
+// What the page says of the ranks that have begun: whether any runs, and one that has ended without clearing
+// its entry, which one that ends by itself does.
+struct RanksNow {
+    bool any_runs = false;
+    std::optional<int> lost = {};
+};
+inline RanksNow ranks_now() {
+    RanksNow now;
+    if (!run_page) return now;
+    for (size_t r = 0; r < std::size(run_page->ranks); r++)
+        if (const pid_t rank = run_page->ranks[r]; rank > 0) {
+            if (is_running(rank))
+                now.any_runs = true;
+            else if (!now.lost)
+                now.lost = static_cast<int>(r);
+        }
+    return now;
+}
+
+// How MPI's launcher has ended.
+struct MpirunEnd {
+    std::string said;              // what it printed
+    int status = 0;                // as waitpid() gives it
+    bool was_stuck = false;        // the starter had to end it
+    std::optional<int> lost = {};  // a rank that was lost by then
+};
+
+// Waits until MPI's launcher has ended. When a rank is lost or all have ended it must end too, within 15
+// seconds. OpenMPI 4.1's sometimes waits for ever for a lock of its own if a rank is killed while it starts,
+// so the starter ends it then, and the ranks that are left.
+inline MpirunEnd wait_for_mpirun(int output) {
+    MpirunEnd end;
+    char buffer[4096];
+    for (int seconds_over = 0; !end.was_stuck;) {
+        pollfd readable{output, POLLIN, 0};
+        if (const int ready = poll(&readable, 1, 1000); ready > 0) {
+            const ssize_t n = read(output, buffer, sizeof buffer);
+            if (n == 0) break;
+            if (n > 0 && end.said.size() < 65536) end.said.append(buffer, static_cast<size_t>(n));
+        } else if (ready == 0) {
+            const RanksNow now = ranks_now();
+            const bool have_all_ended = run_page && run_page->any_has_begun && !now.any_runs;
+            const bool is_over = now.lost || have_all_ended || ended_rank(end.said);
+            seconds_over = is_over ? seconds_over + 1 : 0;
+            end.was_stuck = seconds_over == 15;
+            end.lost = now.lost;
+        }
+    }
+    if (end.was_stuck) {
+        if (run_page)
+            for (const std::atomic<pid_t>& entry : run_page->ranks)
+                if (const pid_t rank = entry; rank > 0) kill(rank, SIGKILL);
+        kill(mpirun_pid, SIGKILL);
+    }
+    while (waitpid(mpirun_pid, &end.status, 0) < 0 && errno == EINTR) continue;
+    return end;
+}
+
+// The exit code of a run whose launcher has ended like this. Fails if a rank ended without a message.
+inline int exit_code_of_ranks(const MpirunEnd& end, int count, const std::string& mpirun) {
+    // A second signal decides; then the error of a rank; then the first signal; then how mpirun ended.
+    if (stopped_again_by) return 128 + stopped_again_by;
+    if (rank_exit_code && !(stopped_by && rank_exit_code > 128)) return rank_exit_code;
+    const bool is_known = !end.was_stuck || ended_rank(end.said);
+    if (!is_known && end.lost)
+        fail("--devices %d: rank %d (host %s) ended without a word%s", count, *end.lost, host_name().c_str(),
+             where_it_was().c_str());
+    if (!is_known) return stopped_by ? 128 + stopped_by : 0;
+    const int code = WIFSIGNALED(end.status) ? 128 + WTERMSIG(end.status) : WEXITSTATUS(end.status);
+    if (stopped_by && code) return 128 + stopped_by;
+    if (WIFSIGNALED(end.status) && !end.was_stuck)
+        fail("--devices %d: MPI's launcher %s", count, ended_by(WTERMSIG(end.status)).c_str());
+    if (code == 127 && end.said.empty())
+        fail("--devices %d: there is no %s: make deps installs it (openmpi-bin)", count, mpirun.c_str());
+    if (code) fail("--devices %d: %s", count, why_ranks_ended(end.said, code).c_str());
+    return 0;
+}
+
 // Starts `count` ranks of this program with the same arguments, and returns its exit code when all have
 // ended. Fails if they cannot be started, or if one of them ended without a message.
 inline int launch_ranks(int count, char** argv) {
@@ -305,27 +395,11 @@ inline int launch_ranks(int count, char** argv) {
     if (child == 0) become_mpirun(command, output[1], argv);
     close(output[1]);
     mpirun_pid = child;
-    std::string said;
-    char buffer[4096];
-    for (ssize_t n; (n = read(output[0], buffer, sizeof buffer)) > 0 || (n < 0 && errno == EINTR);)
-        if (n > 0 && said.size() < 65536) said.append(buffer, static_cast<size_t>(n));
-    int status = 0;
-    while (waitpid(child, &status, 0) < 0 && errno == EINTR) continue;
+    const MpirunEnd end = wait_for_mpirun(output[0]);
     remove_shared_files();
     // The ranks wrote to the same files, so this process must go on at their end.
     for (const int fd : {STDOUT_FILENO, STDERR_FILENO}) lseek(fd, 0, SEEK_END);
-    // A second signal decides; then the error of a rank; then the first signal; then how mpirun ended.
-    if (stopped_again_by) return 128 + stopped_again_by;
-    if (rank_exit_code && !(stopped_by && rank_exit_code > 128)) return rank_exit_code;
-    const int code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
-    if (stopped_by && code) return 128 + stopped_by;
-    if (WIFSIGNALED(status))
-        fail("--devices %d: MPI's launcher %s", count, ended_by(WTERMSIG(status)).c_str());
-    if (code == 127 && said.empty())
-        fail("--devices %d: there is no %s: make deps installs it (openmpi-bin)", count,
-             command.names.back().c_str());
-    if (code) fail("--devices %d: %s", count, why_ranks_ended(said, code).c_str());
-    return 0;
+    return exit_code_of_ranks(end, count, command.names.back());
 }
 
 // In a rank: connects it to the others. If some are lost later, the first that notices prints a line on

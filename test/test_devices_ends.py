@@ -123,6 +123,18 @@ def test_mpis_launcher_is_killed(train_fp32, folder):
     assert re.fullmatch(r"train: --devices 3: MPI's launcher was ended by signal 9 \(Killed\) in step \d+; the last save: \S+\n", error), error
 
 
+def test_mpis_launcher_is_stuck(train_fp32, folder):
+    """OpenMPI's sometimes is if a rank is killed while it starts. Here it is stopped before a rank is killed."""
+    with ranks_running(train_fp32, cwd=folder) as process:
+        wait_for_line(process, r"^step +7/")
+        ranks = process.find_ranks()
+        launcher, = map(int, pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+        os.kill(launcher, signal.SIGSTOP)
+        os.kill(ranks[1], signal.SIGKILL)
+        error = ends(process, 2)[1]
+    assert re.fullmatch(r"train: --devices 3: rank 1 \(host \S+\) ended without a word in step \d+; the last save: \S+\n", error), error
+
+
 @pytest.mark.parametrize("stopped, who", [(0, r"rank [12] \(host \S+\): "), (2, r"(rank 1 \(host \S+\): )?")], ids=["0", "2"])
 def test_a_rank_that_does_not_answer(train_fp32, folder, stopped, who):
     """As if its machine hung, or its network were cut. One of the others says so after that time."""

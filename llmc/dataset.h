@@ -624,10 +624,15 @@ class SequenceLoader {
     uint64_t tokens_with_loss(uint64_t first_sequence, uint64_t count) const {
         if (!data_.is_examples()) return count * seq_len_;
         const PackedExamples& packed = data_.packed();
-        const uint64_t epochs = count / sequences_per_epoch_;  // each of them has all sequences
-        uint64_t sum = epochs * packed.with_loss();
-        for (uint64_t i = epochs * sequences_per_epoch_; i < count; i++)
-            sum += packed.with_loss(packed_sequence(first_sequence + i));
+        const uint64_t end = first_sequence + count;
+        uint64_t sum = 0;
+        for (uint64_t i = first_sequence; i < end;)
+            if (i % sequences_per_epoch_ == 0 && end - i >= sequences_per_epoch_) {  // a whole epoch
+                sum += packed.with_loss();
+                i += sequences_per_epoch_;
+            } else {
+                sum += packed.with_loss(packed_sequence(i++));
+            }
         return sum;
     }
     // padding: the share of an epoch's positions that hold no example. attended: the length of a token's

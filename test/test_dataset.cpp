@@ -576,6 +576,13 @@ void expect_all(const Dataset& data, int seq_len, const Examples& all, bool shuf
         EXPECT_NEAR(loader.padding(), static_cast<double>(padding) / static_cast<double>(inputs.size()),
                     1e-9);
     }
+    // Steps need not begin where epochs do.
+    for (const uint64_t first : {uint64_t{1}, sequences - 1, sequences})
+        for (const uint64_t count : {uint64_t{1}, sequences, sequences + 1, 3 * sequences - 1}) {
+            uint64_t learnt = 0;
+            for (uint64_t i = 0; i < count; i++) learnt += loader.tokens_with_loss(first + i, 1);
+            EXPECT_EQ(loader.tokens_with_loss(first, count), learnt) << first << " " << count;
+        }
 }
 
 TEST(SequenceLoader, PacksExamples) {

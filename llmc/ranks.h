@@ -61,12 +61,13 @@ inline Rank rank_of_environment() {
     for (const Names& names : {Names{"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
                                      "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},
                                Names{"PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"},
-                               Names{"PMIX_RANK", "SLURM_NTASKS", "", "SLURM_LOCALID"}}) {
+                               Names{"PMIX_RANK", "SLURM_NTASKS", "", ""}}) {
         const auto number = number_in_environment(names.number), count = number_in_environment(names.count);
         if (!number || !count || *number < 0 || *count < 1) continue;
-        const int here = number_in_environment(names.on_this_machine).value_or(*count);
-        return {*number, *count, here,
-                number_in_environment(names.number_on_this_machine).value_or(*number % here)};
+        const int here = std::max(1, number_in_environment(names.on_this_machine).value_or(*count));
+        for (const char* local : {names.number_on_this_machine, "SLURM_LOCALID"})
+            if (const auto known = number_in_environment(local)) return {*number, *count, here, *known};
+        return {*number, *count, here, *number % here};
     }
     return {};
 }
@@ -129,10 +130,11 @@ using OnLost = std::function<void(RankEngine& engine, const std::string& line)>;
 
 // Connects this process to the other ranks. Fails with the reason if this build, or this machine, has no MPI.
 std::unique_ptr<RankEngine> connect_ranks(const Rank& rank, OnLost on_lost);
-// A command that starts ranks on this machine: the names that mpirun may have, and its arguments, which stand
-// before the program's.
+// A command that starts ranks on this machine: the names that mpirun may have, its arguments, which stand
+// before the program's, and the bytes that it needs for files in TMPDIR, or else in /tmp.
 struct MpirunCommand {
     std::vector<std::string> names, arguments;
+    size_t file_bytes = 0;
 };
 // Fails as connect_ranks() does.
 MpirunCommand mpirun_command(int count);

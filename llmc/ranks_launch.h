@@ -12,6 +12,7 @@
 #include <poll.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/statvfs.h>
 #include <sys/types.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -28,6 +29,7 @@
 #include <iterator>
 #include <memory>
 #include <optional>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -64,6 +66,7 @@ inline void make_run_page() {
     if (fd < 0 || ftruncate(fd, sizeof(RunPage)) != 0) return;
     map_run_page(fd);
     if (!run_page) return;
+    snprintf(run_page->where, sizeof run_page->where, "before the first step");
     setenv(kPageVariable, format("/proc/%d/fd/%d", getpid(), fd).c_str(), 1);
 }
 
@@ -242,17 +245,29 @@ inline std::string ended_by(int signal) {
     return format("was ended by signal %d (%s)%s", signal, strsignal(signal), where_it_was().c_str());
 }
 
+// The first paragraph of what MPI's launcher said, in one line. Rules of dashes, and lines about errors
+// inside OpenMPI ("ORTE_ERROR_LOG: ...", "PMIX ERROR: ..."), are no paragraphs unless there is nothing else.
+inline std::string first_paragraph(const std::string& said) {
+    std::string paragraph, internal, line;
+    for (std::istringstream lines(said); std::getline(lines, line);) {
+        const bool is_blank = line.find_first_not_of("- \t") == line.npos;
+        const bool is_internal = line.find("ERROR") != line.npos;
+        if (is_internal && internal.empty()) internal = line;
+        if ((is_blank || is_internal) && !paragraph.empty()) break;
+        if (is_blank || is_internal) continue;
+        if (!paragraph.empty()) paragraph += " ";
+        paragraph += line.substr(line.find_first_not_of(" \t"));
+    }
+    return paragraph.empty() ? internal : paragraph;
+}
+
 // What MPI's launcher, which ended with this exit code, said about a rank that ended without a message of its
 // own, in one line.
 inline std::string why_ranks_ended(const std::string& said, int code) {
     const std::optional<EndedRank> ended = ended_rank(said);
     if (!ended) {
-        for (size_t begin = 0; begin < said.size();) {
-            const size_t end = std::min(said.find('\n', begin), said.size());
-            const std::string line = said.substr(begin, end - begin);
-            if (line.find_first_not_of("- \t") != line.npos) return "MPI's launcher: " + line;
-            begin = end + 1;
-        }
+        const std::string paragraph = first_paragraph(said);
+        if (!paragraph.empty()) return "MPI's launcher: " + paragraph;
         return format("the ranks ended with exit code %d and without saying why", code);
     }
     const std::string who = ended->rank < 0 ? "a rank" : format("rank %d", ended->rank);
@@ -381,10 +396,25 @@ inline int exit_code_of_ranks(const MpirunEnd& end, int count, const std::string
     return 0;
 }
 
+// Fails if MPI's launcher has no room for its files, which it would not say in one line.
+inline void check_room_of_mpirun(const MpirunCommand& command, int count) {
+    const char* const named = getenv("TMPDIR");
+    const std::string folder = named && *named ? named : "/tmp";
+    struct statvfs disk;
+    if (statvfs(folder.c_str(), &disk) != 0)
+        fail("--devices %d: MPI's launcher has no folder for its files: %s: %s (TMPDIR names another one)",
+             count, folder.c_str(), strerror(errno));
+    const size_t free = static_cast<size_t>(disk.f_bavail) * disk.f_frsize;
+    if (free < command.file_bytes)
+        fail("--devices %d: MPI's launcher needs %s in %s, and %s are free (TMPDIR names another folder)",
+             count, size_text(command.file_bytes).c_str(), folder.c_str(), size_text(free).c_str());
+}
+
 // Starts `count` ranks of this program with the same arguments, and returns its exit code when all have
 // ended. Fails if they cannot be started, or if one of them ended without a message.
 inline int launch_ranks(int count, char** argv) {
     const MpirunCommand command = mpirun_command(count);
+    if (command.file_bytes > 0) check_room_of_mpirun(command, count);
     setenv(kStarterVariable, std::to_string(getpid()).c_str(), 1);
     make_run_page();
     int output[2];

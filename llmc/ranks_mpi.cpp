@@ -478,8 +478,10 @@ MpirunCommand mpirun_command(int count) {
     // share.
     setenv("OMPI_ALLOW_RUN_AS_ROOT", "1", 1);
     setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", 1);
+    constexpr size_t kFiles = size_t{16} << 20;  // PMIx's take 4 MiB for a few ranks
     return {{"mpirun.openmpi", "mpirun"},
-            {"-n", std::to_string(count), "--oversubscribe", "--bind-to", "none"}};
+            {"-n", std::to_string(count), "--oversubscribe", "--bind-to", "none"},
+            getenv("OMPI_MCA_orte_tmpdir_base") ? 0 : kFiles};
 #else
     return {{"mpiexec.hydra", "mpiexec"}, {"-n", std::to_string(count)}};
 #endif

@@ -96,6 +96,7 @@ inline size_t nccl_bytes(int ranks) {
 
 #include <dlfcn.h>
 #include <glob.h>
+#include <sys/statvfs.h>
 
 // NCCL's functions that are used here, declared so that the build does not need its header (NCCL 2.7 to 2.28
 // have them in this form).
@@ -151,10 +152,21 @@ struct Nccl {
     }
     void check(int result, const char* what) const {
         if (result == kSuccess || result == kInProgress) return;
-        fail("NCCL: %s: %s (NCCL_DEBUG=INFO prints more)", what, error_text(result));
+        fail("NCCL: %s: %s (NCCL_DEBUG=INFO prints more)%s", what, error_text(result),
+             remark_on_shared_memory().c_str());
     }
 
   private:
+    // GPUs that do not reach each other directly exchange through /dev/shm, of which NCCL takes some 10 MB
+    // for each pair. Containers have 64 MiB of it, and its error does not say that this is too little.
+    static std::string remark_on_shared_memory() {
+        struct statvfs disk;
+        if (statvfs("/dev/shm", &disk)) return "";
+        const size_t free = static_cast<size_t>(disk.f_bavail) * disk.f_frsize;
+        if (free > size_t{256} << 20) return "";
+        return format("; /dev/shm has %s free, which may be too little: docker run --shm-size=1g gives more",
+                      size_text(free).c_str());
+    }
     static std::vector<std::string> places() {
         if (const char* named = getenv("NCCL_LIBRARY")) return {named};
         std::vector<std::string> all = {"libnccl.so.2", "/usr/local/cuda/lib64/libnccl.so.2"};

@@ -4,6 +4,7 @@ rounding."""
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 
@@ -147,6 +148,16 @@ def test_gpus_of_two_machines(model, tmp_path):
 def test_gpus_that_are_not_there(model, tmp_path, environment, devices, said):
     ran = played("bf16", **environment)(*STEPS, "--devices", devices, cwd=model, code=2)
     assert said in ran.stderr.decode() and ran.stderr.count(b"\n") == 1
+
+
+@pytest.mark.skipif(bool(subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode), reason="not allowed to mount")
+def test_a_container_with_little_shared_memory(model, tmp_path):
+    train = played("bf16", GPU_COUNT="2")
+    line = shlex.join(map(str, train.command(*STEPS, "--devices", 2)))
+    ran = subprocess.run(["unshare", "-m", "sh", "-c", f"mount -t tmpfs -o size=4m tmpfs /dev/shm && {line}"], cwd=model, env=train.environment,
+                         capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 2 and ran.stderr.count("\n") == 1, ran.stderr
+    assert re.search(r"NCCL: .*: unhandled system error .*; /dev/shm has \S+ MiB free, .* --shm-size=1g", ran.stderr), ran.stderr
 
 
 def test_ranks_that_share_a_gpu(model, tmp_path):

@@ -209,6 +209,9 @@ TEST(Ranks, AreKnownByWhatStartedThem) {
     EXPECT_EQ(in({{"PMI_RANK", "2"}, {"PMI_SIZE", "4"}, {"MPI_LOCALNRANKS", "2"}, {"MPI_LOCALRANKID", "0"}}),
               (std::vector{2, 4, 2, 0}));
     EXPECT_EQ(in({{"PMI_RANK", "3"}, {"PMI_SIZE", "4"}}), (std::vector{3, 4, 4, 3}));
+    EXPECT_EQ(in({{"PMI_RANK", "5"}, {"PMI_SIZE", "8"}, {"SLURM_LOCALID", "1"}}), (std::vector{5, 8, 8, 1}));
+    EXPECT_EQ(in({{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"MPI_LOCALNRANKS", "0"}}),
+              (std::vector{1, 2, 1, 0}));
     EXPECT_EQ(in({{"PMIX_RANK", "6"}, {"SLURM_NTASKS", "8"}, {"SLURM_LOCALID", "2"}}),
               (std::vector{6, 8, 8, 2}));
     // A batch job's own shell, srun without MPI, and what is no number.

@@ -14,6 +14,7 @@
 #include <fcntl.h>
 #include <nccl.h>
 #include <sys/mman.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -256,6 +257,14 @@ ncclResult_t answered(F&& f, bool locked = true) {
     }
 }
 
+// False if /dev/shm is too small for what NCCL takes there for each of the other ranks: a rank's buffers of
+// 9,637,888 bytes, as its log says.
+bool has_room_for_connections(int ranks) {
+    struct statvfs disk;
+    return statvfs("/dev/shm", &disk) == 0 &&
+           disk.f_bavail * disk.f_frsize >= static_cast<size_t>(ranks - 1) * 9637888;
+}
+
 void add(Operation operation, ncclComm* communicator, cudaStream_t s) {
     if (!group.depth)
         throw Fault("NCCL: a part outside of a group, which may wait for the one behind it for ever");
@@ -272,7 +281,9 @@ void add(Operation operation, ncclComm* communicator, cudaStream_t s) {
 extern "C" {
 
 ncclResult_t ncclGetVersion(int* version) { return *version = NCCL_VERSION_CODE, ncclSuccess; }
-const char* ncclGetErrorString(ncclResult_t) { return "an error that the emulator does not name"; }
+const char* ncclGetErrorString(ncclResult_t error) {
+    return error == ncclSystemError ? "unhandled system error" : "an error that the emulator does not name";
+}
 ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
     timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
@@ -282,6 +293,7 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
     return ncclSuccess;
 }
 ncclResult_t ncclCommInitRank(ncclComm_t* communicator, int ranks, ncclUniqueId id, int rank) {
+    if (!has_room_for_connections(ranks)) return ncclSystemError;
     return answered([&] { *communicator = new ncclComm(id.internal, rank, ranks); }, false);
 }
 ncclResult_t ncclCommDestroy(ncclComm_t communicator) {

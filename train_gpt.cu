@@ -577,6 +577,7 @@ void Trainer::validate_and_log() {
     report_validation(step_, *loss, is_time(o_.eval_every), o_, batches_, metrics_, model_);
     loss_by_position_.end(step_, *loss, stream_);
     validated_step_ = step_;
+    saves_.validated(step_);
 }
 
 // The validation and the sample that are due before the next step.
@@ -623,16 +624,16 @@ void Trainer::finish() {
     evaluated_ = true;
     if (saves_.wanted() && !is_saved_already) save();
     if (batches_.validation() && validated_step_ != step_) validate_and_log();
-    if (!is_saved_already && validated_step_ == step_) saves_.end_with_validation();
     saves_.remove_fallback();
     if (may_sample()) sample();
     if (export_.wanted() && !stopping()) {
         metrics_.finish();
         export_.save(plans_.exported, saves_.reader(), step_ > first_step_, saves_.latest());
     }
-    if (!o_.rank.is_first() || o_.merge.empty() || interrupted) return;
-    metrics_.finish();
-    merge_.save(plans_.merge, step_ > first_step_, saves_.latest());
+    if (!o_.merge.empty() && !stopping()) {
+        metrics_.finish();
+        merge_.save(plans_.merge, step_ > first_step_, saves_.latest());
+    }
 }
 
 // The end of a run that was interrupted.

@@ -215,7 +215,7 @@ class ModelExport {
     void write(Plan& plan, const ReadBuffer& read_state) {
         const std::vector<ExportTensor> all = tensors();
         if (!o_.rank.is_first()) {
-            if (!uses_arena()) append_all(all, nullptr, plan, read_state);
+            if (!uses_arena() || model_.is_divided()) append_all(all, nullptr, plan, read_state);
             return;
         }
         const std::string temporary = o_.export_file + ".tmp";

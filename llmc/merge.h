@@ -132,9 +132,11 @@ class AdapterMerge {
     Plan rehearse() {
         return arena_.rehearse([&] { for_each([](int, Field, const TensorX&) {}); });
     }
-    // Saves the merged model in the new folder that --merge names. If that fails, the adapter is not lost:
-    // `trained` says that this run has trained it, and `latest` is the save that has it.
+    // Saves the merged model in the new folder that --merge names. All ranks must call it; the first writes.
+    // If that fails, the adapter is not lost: `trained` says that this run has trained it, and `latest` is
+    // the save that has it.
     void save(Plan& plan, bool trained, const std::string& latest) {
+        if (!o_.rank.is_first()) return help_first_rank(plan);
         try {
             write_folder(o_.merge, [&](const std::string& temporary) { write(temporary, plan); });
         } catch (const UserError& error) {
@@ -147,6 +149,10 @@ class AdapterMerge {
     template <class Visit>
     void for_each(Visit&& visit) {
         for_each_merged(arena_, stream_, in_.config, weights_, ends_, visit);
+    }
+    // If the ranks divide the model, the first one needs the others' slices of each block.
+    void help_first_rank(Plan& plan) {
+        if (model_.is_divided()) arena_.run(plan, [&] { for_each([](int, Field, const TensorX&) {}); });
     }
     void write(const std::string& folder, Plan& plan) {
         write_settings<floatX>(folder, in_.config, in_.saved_tokenizer());

@@ -204,18 +204,6 @@ inline void check_divided_base(const Options& o) {
     if (!o.save_base.empty())
         fail("--zero 3: no device has all of the base that --save-base %s would save: give --zero 1",
              o.save_base.c_str());
-    if (!o.export_file.empty() && o.export_part == "model")
-        fail(
-            "--zero 3: no device has all of the model that --export %s would write: give --zero 1, or leave "
-            "it "
-            "out and export on one device, with --resume DIR --steps 0 --export %s",
-            o.export_file.c_str(), o.export_file.c_str());
-    if (!o.merge.empty())
-        fail(
-            "--zero 3: no device has all of the model that --merge %s would merge: give --zero 1, or leave "
-            "it "
-            "out and merge on one device, with --resume DIR --steps 0 --merge %s",
-            o.merge.c_str(), o.merge.c_str());
 }
 
 // Fails if several devices cannot share this run.

@@ -283,8 +283,9 @@ inline void RunInputs::check_resumed_data() {
     if (!o_.val_data.empty()) check("--val-data", *val_data, val_chosen);
 }
 
-// Fails if an output cannot be written, or would overwrite an input.
+// Fails if an output cannot be written, or would overwrite an input. Only the first of several ranks writes.
 inline void RunInputs::check_output_files() const {
+    if (!o_.rank.is_first()) return;
     std::vector<Output> files = {{"--timeline", o_.timeline, "{\"model\":"},
                                  {"--log", o_.log, "{\"step\":"},
                                  {"--loss-by-position", o_.loss_by_position, "{\"step\":"},

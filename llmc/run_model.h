@@ -97,6 +97,8 @@ class RunModel {
     OutsideState outside() const {
         return {pointer_to(quantized), pointer_to(quantized_head), pointer_to(embeddings)};
     }
+    // True if each of several ranks has only a slice of a frozen model's matrices.
+    bool is_divided() const { return quantized && quantized->is_divided(); }
     // The embeddings and the head that `state` does not have.
     std::vector<Field> fields_outside() const { return fields_outside(in_.config); }
     // True if a new soft prompt starts as rows of an embedding that `state` does not have.

@@ -44,13 +44,13 @@ class RunOptions {
         });
     }
     // Sets what only the engine knows of this rank. Only the first rank writes files, so on the others the
-    // names of files are cleared: but for the folder of saves, to which they contribute, and that of
-    // --export, as all ranks must know whether there is one.
+    // names of files are cleared: but for those of --out, --merge and --export, to which they contribute, and
+    // that of --advanced algorithms, which each reads and completes.
     void complete_rank(const RankEngine* engine) {
         if (engine) options.rank = engine->rank();
         if (options.rank.is_first()) return;
         for (std::string* path :
-             {&options.log, &options.loss_by_position, &options.merge, &options.save_base, &options.timeline})
+             {&options.log, &options.loss_by_position, &options.save_base, &options.timeline})
             path->clear();
     }
 

@@ -127,14 +127,14 @@ class RunSaves {
                     shows_good ? format(", which %s shows", o_.out.c_str()).c_str() : "");
     }
 
-    // The state that was saved last was validated after that: it may be the best one.
-    void end_with_validation() {
-        if (!wanted() || !o_.rank.is_first()) return;
-        rewrite_progress(o_.out + "/" + step_name(saved_step_), "best", best_to_json(metrics_.best));
-        if (!is_best(saved_step_)) return;
-        folder_.best = saved_step_;
-        replace_link(step_name(saved_step_), o_.out + "/best");
-        remove_old_saves(folder_, saved_step_);
+    // The state after `step` steps was validated. If it was saved before that, its save may be the best one.
+    void validated(int64_t step) {
+        if (!wanted() || !o_.rank.is_first() || (step != saved_step_ && step != resumed_step_)) return;
+        rewrite_progress(o_.out + "/" + step_name(step), "best", best_to_json(metrics_.best));
+        if (!is_best(step)) return;
+        folder_.best = step;
+        replace_link(step_name(step), o_.out + "/best");
+        if (step == saved_step_) remove_old_saves(folder_, step);
     }
 
     // Removes the good save that stayed in case that the weights of the last one are bad: a step has shown
@@ -156,6 +156,8 @@ class RunSaves {
             progress.last_good ? folder_above(in_.resumed) + "/" + step_name(*progress.last_good) : "none";
         metrics_.last_save = good ? in_.resumed : last_good;
         metrics_.began_good = good;
+        if (same_file(folder_above(in_.resumed), o_.out) && progress.step < o_.steps)
+            resumed_step_ = progress.step;
         printf("resuming %s at step %lld\n", o_.resume.c_str(), static_cast<long long>(progress.step));
         if (!good)
             fprintf(stderr, "%s: step %lld was not good when it was saved; the last good save: %s\n",
@@ -228,6 +230,7 @@ class RunSaves {
     Metrics& metrics_;
     Exchange& exchange_;
     SaveFolder folder_;
-    int64_t saved_step_ = -1;
+    int64_t saved_step_ = -1;    // of the save that this run made last
+    int64_t resumed_step_ = -1;  // of the save in --out from which this run goes on
     std::string latest_;
 };

@@ -46,7 +46,7 @@ std::optional<double> validation_loss(const Options& o, Exchange& exchange, Tens
 }
 
 // Prints and logs the validation loss after `step`. `is_due` says that --eval-every asked for it there, so
-// that it counts for --early-stopping and --keep-best. Fails if it is not finite.
+// that it counts for --early-stopping. Fails if it is not finite.
 inline void report_validation(int64_t step, double loss, bool is_due, const Options& o,
                               const Batches& batches, Metrics& metrics, RunModel& model) {
     if (!std::isfinite(loss)) {

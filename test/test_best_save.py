@@ -63,6 +63,21 @@ def test_the_last_validation_may_be_the_best(train_fp32, work, tmp_path):
     assert progress(out / "best")["best"]["step"] == 5
 
 
+def test_a_save_that_is_validated_later_may_be_the_best(train_fp32, work, tmp_path):
+    """A run that is interrupted in a validation saves before it is done, and validates when it is resumed."""
+    out, log = tmp_path / "out", tmp_path / "log"
+    options = ("--keep-best", "--keep", 1, "--save-every", 2, "--log", log, "--out", out)
+    run(train_fp32, work, *options, "--steps", 2)
+    state = progress(out / "latest")
+    (out / "latest" / "trainer_state.json").write_text(json.dumps(state | {"evaluated": False, "best": None}))
+    (out / "best").unlink()
+    train_fp32("--resume", out, "--steps", 8, "--lr", 0.3)
+    losses = validations(log)
+    assert min(losses, key=losses.get) == 2, losses
+    assert os.readlink(out / "best") == "step-00000002" and progress(out / "best")["best"]["step"] == 2
+    assert sorted(path.name for path in out.glob("step-*")) == ["step-00000002", "step-00000008"]
+
+
 @pytest.mark.parametrize("patience", [1, 3])
 def test_a_run_ends_early(train_fp32, work, tmp_path, patience):
     out, log = tmp_path / "out", tmp_path / "log"

@@ -78,6 +78,8 @@ void Trainer::train() {
             save();
         check_logs();
         say_where();
+        if (!exchange_.is_alone())
+            metrics_.compare_ranks(exchange_.gather(std::vector{metrics_.waited_for_ranks()}));
         if (!train_step()) break;
         if (step_ == std::min(o_.steps, first_step_ + steps_until_all_is_taken) - 1) {
             metrics_.finish();

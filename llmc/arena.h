@@ -65,7 +65,9 @@ inline void check_open([[maybe_unused]] const void* p, [[maybe_unused]] size_t b
 // dies).
 struct Take {
     std::string name;
-    const char* kind = "activation";  // or "gradient" (of an activation), "parameter_gradient", "input"
+    // What it holds, for the report: "activation", "gradient" (of an activation), "parameter_gradient",
+    // "input", "weights", "optimizer_state", "exchange" (between ranks).
+    const char* kind = "activation";
     Shape shape;
     const char* dtype = "";
     size_t bytes = 0;   // as requested

@@ -32,8 +32,19 @@
 struct StepFigures {
     int64_t step;  // from 0
     double loss, norm, rate, seconds;
-    double waited = -1;  // of these, seconds waiting for streamed weights; negative: none are streamed
+    double waited = -1;  // of these, seconds waiting for streamed data or other ranks; negative: no such
+    std::optional<int> slow_rank = {};
 };
+
+// The rank that the others wait for, given which share of a step each rank waited for others: at least half
+// of the ranks waited a fifth of the step or more, and this one a quarter of that or less.
+inline std::optional<int> slow_rank(const std::vector<double>& waited) {
+    std::vector<double> sorted = waited;
+    std::sort(sorted.begin(), sorted.end());
+    const double usual = sorted[sorted.size() / 2];
+    if (usual < 0.2 || sorted[0] > usual / 4) return std::nullopt;
+    return static_cast<int>(std::min_element(waited.begin(), waited.end()) - waited.begin());
+}
 
 // Prints a line for each of the first steps, then one line per second or, if `every` is not 0, one for every
 // `every`-th step. Printed steps are counted from 1, up to `steps`.
@@ -67,8 +78,9 @@ class StepLines {
         const auto left = static_cast<int64_t>(seconds_per_step_ * static_cast<double>(steps_ - done));
         // The device's clock measures the waiting, the host's the step; in very short steps the first may be
         // longer.
-        const std::string waited =
+        std::string waited =
             f.waited < 0 ? "" : format(" | waited %.1f%%", 100 * std::min(f.waited / f.seconds, 1.0));
+        if (f.slow_rank) waited += format(" | rank %d is slow", *f.slow_rank);
         fprintf(to_,
                 "step %5lld/%lld %5.1f%% | loss %.6f | norm %.4f | lr %.3e | %8.2f ms | %8.0f tok/s | MFU "
                 "%4.1f%%%s | %lld:%02lld left\n",
@@ -162,10 +174,16 @@ class Metrics {
     void print_to(const StepLines& lines) { lines_ = lines; }
     LogFile& log() { return log_; }
     const LogFile& log() const { return log_; }
-    // From here on, the lines say how long steps wait for data that is streamed from host or disk.
+    // From here on, the lines say how long steps wait for data that is streamed from host or disk, and for
+    // other ranks.
     void count_waiting(Stream stream) {
         for (auto& waits : waits_) waits.emplace(stream);
     }
+    // Which share of the latest step this rank waited for others; 0 if that is not counted.
+    double waited_for_ranks() const { return waited_for_ranks_; }
+    // The next lines name the rank that the others wait for, if there is one. `waited` has that share of
+    // every rank.
+    void compare_ranks(const std::vector<double>& waited) { slow_rank_ = slow_rank(waited); }
     // The last good save, for the message about a loss that is not finite.
     std::string last_save = "none";
     // The loss of the run's first step with a loss. A resumed run takes it from the save.
@@ -252,7 +270,9 @@ class Metrics {
                 judge(why_bad());
             }
             const std::optional<StepWaits>& waits = waits_[step % 2];
-            if (lines_) record({step, loss, norm, rate, completed_ - before, waits ? waits->seconds() : -1});
+            const double seconds = completed_ - before;
+            if (waits) waited_for_ranks_ = waits->seconds_for_ranks() / seconds;
+            if (lines_) record({step, loss, norm, rate, seconds, waits ? waits->seconds() : -1, slow_rank_});
         }
     }
     void judge(const std::string& why_bad) {
@@ -286,6 +306,8 @@ class Metrics {
     std::optional<StepWaits> waits_[2];                // for even and odd steps
     std::optional<std::pair<double, double>> latest_;  // loss and norm of the latest step that had a loss
     double completed_ = 0;  // when the latest processed step was done, on the clock
+    double waited_for_ranks_ = 0;
+    std::optional<int> slow_rank_;
     std::optional<StepLines> lines_;
     LogFile log_;
 };

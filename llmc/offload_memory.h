@@ -21,8 +21,8 @@
 // One such memory.
 struct Place {
     const char* option;      // the option that asks for it
-    Placement placement;     // Placement::Device if there is none
-    size_t bytes;            // 0: there is none
+    Placement placement;     // counts only if bytes are not 0
+    size_t bytes;            // 0: there is no such memory
     size_t buffer_bytes;     // the bytes of a transfer,
     size_t buffers;          // and how many transfers are under way at a time
     bool with_host = false;  // the host works on the data itself: none of it is fetched to the device

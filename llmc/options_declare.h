@@ -267,7 +267,8 @@ inline void declare_training_options(CLI::App& app, Options& o) {
         ->check(between(0.0, 1e3))
         ->default_str(format("%g for a new model, %g for a trained one, %g for LoRA, %g for a soft prompt",
                              kNewRate, kFineTuningRate, kLoraRate, kPromptRate));
-    group.add("--min-lr", o.min_lr, "RATE", "The learning rate of the last step.")->check(between(0.0, 1e3));
+    group.add("--min-lr", o.min_lr, "RATE", "The learning rate to which the schedule falls.")
+        ->check(between(0.0, 1e3));
     group
         .add("--warmup", o.warmup, "N",
              "Steps in which the learning rate rises. With --bench, steps before those that are measured.")

@@ -55,7 +55,8 @@ struct FilePrompt {
 class RunInputs {
   public:
     // `resumed_save` is the save of --resume, held until it is loaded. Options that follow from the inputs
-    // are filled in if they were not given: --data, --seq-len. The options must outlive the inputs.
+    // are filled in if they were not given: --data, --seq-len, and those of sampling. The options must
+    // outlive the inputs.
     RunInputs(Options& o, std::optional<HeldSave> resumed_save);
     RunInputs(const RunInputs&) = delete;
 
@@ -641,14 +642,15 @@ inline std::optional<Tokenizer> RunInputs::open_tokenizer() {
     return std::nullopt;
 }
 
-// If the run was given a folder of saves, returns that folder and not the save in it, which may be removed
-// later. If the folder itself is gone, the run's own saves have the tokenizer.
+// The tokenizer of saves, with the chat template that the run uses.
 inline TokenizerSource RunInputs::saved_tokenizer() const {
     TokenizerSource source = tokenizer_source();
     source.chat_template = chat_used.own_source;
     return source;
 }
 
+// If the run was given a folder of saves, returns that folder and not the save in it, which may be removed
+// later. If the folder itself is gone, the run's own saves have the tokenizer.
 inline TokenizerSource RunInputs::tokenizer_source() const {
     if (gguf && tokenizer_folder == model)
         return TokenizerSource([this](const std::string& to) {

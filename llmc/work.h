@@ -277,8 +277,8 @@ class Marks {
     size_t count_ = 0;
 };
 
-// Measures how long the device waits in a step for data that is streamed from host or disk. Measures nothing
-// while another listener does.
+// Measures how long the device waits in a step for data that is streamed from host or disk, and for other
+// ranks. Measures nothing while another listener does.
 class StepWaits final : WaitListener {
   public:
     explicit StepWaits(Stream stream) : marks_(stream) {}
@@ -293,17 +293,29 @@ class StepWaits final : WaitListener {
     void stop() {
         if (wait_listener == this) wait_listener = nullptr;
     }
-    // The counted waits in seconds. The stream must have passed them.
+    // The counted waits in seconds: all, and those for other ranks. The stream must have passed them.
     double seconds() const {
-        double sum = 0;
-        for (const auto& [from, to] : waits_) sum += marks_.seconds(from, to);
-        return sum;
+        return sum([](Transfer::Of) { return true; });
+    }
+    double seconds_for_ranks() const {
+        return sum([](Transfer::Of of) { return of == Transfer::Ranks; });
     }
 
   private:
-    void wait_begins(Transfer::Of) override { waits_.push_back({marks_.set(), 0}); }
-    void wait_ends() override { waits_.back().second = marks_.set(); }
+    struct Wait {
+        Transfer::Of of;
+        int from, to;
+    };
+    template <class Counts>
+    double sum(Counts&& counts) const {
+        double seconds = 0;
+        for (const Wait& w : waits_)
+            if (counts(w.of)) seconds += marks_.seconds(w.from, w.to);
+        return seconds;
+    }
+    void wait_begins(Transfer::Of of) override { waits_.push_back({of, marks_.set(), 0}); }
+    void wait_ends() override { waits_.back().to = marks_.set(); }
 
     Marks marks_;
-    std::vector<std::pair<int, int>> waits_;
+    std::vector<Wait> waits_;
 };

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 
 import compare_devices
@@ -40,6 +41,9 @@ CASES = {
     "soft prompt": ("--train", "prompt", "--soft-prompt", 5),
     "examples": ("--data", "examples.jsonl", "--val-data", "examples.jsonl"),
     "dropout": ("--model", "gpt2", "--train", "lora", "--dropout", 0.1),
+    "qwen2": ("--recompute", "ffn"),
+    "packed examples": ("--data", "examples.jsonl", "--val-data", "examples.jsonl", "--train", "lora", "--recompute", "attention"),
+    "gguf on disk": ("--model", "model.gguf", "--train", "lora", "--offload", "weights=disk"),
 }
 
 
@@ -49,7 +53,7 @@ def work(tmp_path_factory):
     sizes = ("--layers", 2, "--heads", 4, "--channels", 64, "--positions", 64, "--vocab", 256)
     for name, family, options in (("model", "llama", ("--kv-heads", 2)), ("qwen3", "qwen3", ("--head-size", 32)),
                                   ("mistral", "mistral", ("--window", 10)), ("gpt2", "gpt2", ("--tied",)),
-                                  ("bloom", "bloom", ("--tied",))):
+                                  ("qwen2", "qwen2", ()), ("bloom", "bloom", ("--tied",))):
         make(work / name, "--family", family, *sizes, *options)
     write_gguf(work / "model.gguf", transformers.AutoModelForCausalLM.from_pretrained(work / "model"), "llama")
     for name in ("data", "val"):
@@ -87,7 +91,7 @@ def in_folder(work, folder):
 
 
 def case_options(name):
-    model = {"qwen3": ("--model", "qwen3"), "mistral": ("--model", "mistral")}.get(name, ())
+    model = ("--model", name) if name in ("qwen2", "qwen3", "mistral") else ()
     return (*model, *CASES[name])
 
 
@@ -112,8 +116,8 @@ def sample_of(printed):
 @pytest.mark.parametrize("zero", [pytest.param("0", marks=pytest.mark.more), "1", "2", "3"])
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_have_the_bits_of_one_device(train_fp32, work, one_device, tmp_path, name, zero):
-    if zero in "23" and name == "all on disk":
-        pytest.skip("gradients are on the device or in slices")
+    if (zero in "23" and name == "all on disk") or (zero == "3" and name == "gguf on disk"):
+        pytest.skip("gradients are on the device or in slices, and so are divided weights")
     ranks = (2, 3, 4, 8)[(list(CASES).index(name) + int(zero)) % 4]
     folder = in_folder(work, tmp_path / "run")
     printed = train_fp32(*BASE, *case_options(name), "--devices", ranks, "--zero", zero, cwd=folder).stdout
@@ -134,6 +138,17 @@ def test_a_base_that_is_saved_in_nf4_is_divided(train_fp32, work, one_device, tm
         assert mine == pytest.approx(one, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["lora", "nf4", "gguf"])
+def test_a_divided_base_is_merged_and_exported(train_fp32, work, tmp_path, name):
+    """The first rank writes, and needs the others' slices."""
+    folder = in_folder(work, tmp_path / "run")
+    for run, ranks in (("one", ("--grad-accum", 3, "--threads", 1)), ("all", ("--devices", 3, "--zero", "3"))):
+        train_fp32(*BASE, *CASES[name], *ranks, "--out", f"{run}/run", "--merge", f"{run}/merged", "--export", f"{run}/model.gguf", cwd=folder)
+    merged = [{file.name: file.read_bytes() for file in (folder / run / "merged").iterdir()} for run in ("one", "all")]
+    assert merged[0] == merged[1] and "model.safetensors" in merged[0]
+    assert (folder / "one/model.gguf").read_bytes() == (folder / "all/model.gguf").read_bytes()
+
+
 @pytest.mark.quick
 def test_two_ranks_and_one(train_fp32, work, one_device, tmp_path):
     folder = in_folder(work, tmp_path / "run")
@@ -141,17 +156,18 @@ def test_two_ranks_and_one(train_fp32, work, one_device, tmp_path):
     assert figures(folder / "log") == one_device(train_fp32, (), 2)[0]
 
 
-@pytest.mark.parametrize("model", ["gpt2", "bloom"])
-def test_a_tied_head_adds_in_another_order(train_fp32, work, one_device, tmp_path, model):
+@pytest.mark.parametrize("options", [("gpt2",), ("gpt2", "--dropout", 0.1, "--recompute", "none"), ("bloom",)], ids=str)
+def test_a_tied_head_adds_in_another_order(train_fp32, work, one_device, tmp_path, options):
     """One device adds the head's and the embedding's gradients by turns; ranks add sums of both."""
     folder = in_folder(work, tmp_path / "run")
-    train_fp32(*BASE, "--model", model, "--devices", 3, cwd=folder)
-    for mine, one in zip(figures(folder / "log"), one_device(train_fp32, ("--model", model), 3)[0], strict=True):
+    train_fp32(*BASE, "--model", *options, "--devices", 3, cwd=folder)
+    for mine, one in zip(figures(folder / "log"), one_device(train_fp32, ("--model", *options), 3)[0], strict=True):
         assert mine == pytest.approx(one, rel=1e-6)
 
 
 @pytest.mark.parametrize("options", [("--zero", "0"), ("--zero", "1"), ("--zero", "2", "--by-block"), ("--offload", "gradients=disk"), ("--by-block",),
-                                     ("--advanced", "clip=block")], ids=" ".join)
+                                     ("--advanced", "clip=block"), ("--zero", "3", "--by-block", "--recompute", "block", "--chunk-rows",
+                                                                    "head=16,mlp=24")], ids=" ".join)
 def test_several_micro_batches_a_rank(train_fp32, work, one_device, tmp_path, options):
     """Only the last one exchanges gradients, although the others share its plan."""
     folder = in_folder(work, tmp_path / "run")
@@ -352,7 +368,6 @@ def test_ranks_of_two_precisions(train_fp32, work, tmp_path):
     (("--zero", "3", "--devices", 2, "--offload", "weights=disk"), "--zero 1"),
     (("--zero", "3", "--devices", 2, "--train", "lora", "--offload", "weights=disk"), "--zero 1"),
     (("--zero", "3", "--devices", 2, "--train", "lora", "--base", "nf4", "--save-base", "base"), "--save-base base"),
-    (("--zero", "3", "--devices", 2, "--train", "lora", "--merge", "merged"), "merge on one device"),
     (("--advanced", "patience=5"), "add --devices N"),
     (("--devices", 2, "--steps", 0), "--steps is 0"),
     (("--devices", 0), "0 is not"),
@@ -371,6 +386,30 @@ def test_without_mpi(train_fp32, work, tmp_path):
     run = subprocess.run([train_fp32.path, *map(str, BASE), "--devices", "2"], cwd=folder, capture_output=True, timeout=60,
                          env=train_fp32.environment | {"PATH": str(folder)})
     assert run.returncode == 2 and b"make deps installs it" in run.stderr and run.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize("network, mount, said", [
+    (True, "size=64k tmpfs /dev/shm", ""),
+    (False, "size=64k tmpfs /dev/shm", "not enough space for /dev/shm|unable to reach each other"),
+    (False, "size=64m tmpfs /dev/shm", "no usable network|network interfaces"),
+    (True, "size=1m tmpfs small", r"MPI's launcher needs 16\S* MiB in small, and \S+ MiB are free"),
+    (True, "size=20m tmpfs small", r"--offload state=disk: 8\S* MiB cannot be had in small"),
+], ids=["little shared memory", "nor a network", "no network", "no room for MPI", "no room for all ranks"])
+def test_what_a_machine_may_lack(train_fp32, work, tmp_path, network, mount, said):
+    """Without shared memory, OpenMPI's ranks on one machine use its network, and without any network it does not start. The
+    files of each rank take 8 MiB."""
+    flags = "-m" if network else "-mn"
+    if subprocess.run(["unshare", flags, "true"], capture_output=True).returncode:
+        pytest.skip("not allowed to unshare namespaces")
+    folder = in_folder(work, tmp_path / "run")
+    (folder / "small").mkdir()
+    line = shlex.join(map(str, train_fp32.command(*BASE, "--devices", 3, "--offload", "state=disk")))
+    loopback = "ip link set lo up; " if "shm" in said else ""
+    temporary = {"TMPDIR": "small"} if "small" in mount else {}
+    run = subprocess.run(["unshare", flags, "sh", "-c", f"{loopback}mount -t tmpfs -o {mount} && {line}"], cwd=folder,
+                         env=train_fp32.environment | temporary, capture_output=True, timeout=60)
+    error = run.stderr.decode()
+    assert run.returncode == (2 if said else 0) and error.count("\n") == (1 if said else 0) and re.search(said, error), error
 
 
 def test_a_build_without_mpi(train_fp32, work, tmp_path):

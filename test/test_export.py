@@ -589,8 +589,21 @@ def test_names(train_fp32, tmp_path, name):
 # ---- llama.cpp
 
 
+def expect_same_tokens(ours, theirs):
+    """That two greedy texts have the same tokens, up to a token that is almost as likely as ours: llama.cpp takes either of two
+    such tokens, from run to run, as it rounds keys and values to 16 bits."""
+    text = ""
+    for token in theirs["logprobs"]["content"]:
+        if not ours.startswith(text + token["token"]):
+            gaps = [token["logprob"] - other["logprob"] for other in token["top_logprobs"] if ours.startswith(text + other["token"])]
+            assert gaps and min(gaps) < 0.03, (ours, theirs)
+            return
+        text += token["token"]
+    assert text == ours
+
+
 def test_llama_cpp_generates_the_same(train_fp32, tmp_path):
-    """A small model of bytes, trained a little, and SmolLM2's tokens by its own tokenizer."""
+    """Small models of bytes, trained a little, and an adapter."""
     xllamacpp = pytest.importorskip("xllamacpp")
 
     def theirs(path, prompt, count, lora=None):
@@ -601,22 +614,22 @@ def test_llama_cpp_generates_the_same(train_fp32, tmp_path):
             adapter.path, adapter.scale = str(lora), 1.0
             params.lora_adapters = [adapter]
         answer = xllamacpp.Server(params).handle_completions(
-            {"prompt": prompt, "n_predict": count, "temperature": 0, "top_k": 1})
+            {"prompt": prompt, "n_predict": count, "temperature": 0, "top_k": 1, "logprobs": 5})
         answer = json.loads(answer) if isinstance(answer, str) else answer
-        return answer["choices"][0]["text"]
+        return answer["choices"][0]
 
     def ours(prompt, count, *options):
         text = train_fp32(*options, "--steps", 0, "--prompt", prompt, "--sample", f"tokens={count},temperature=0", cwd=tmp_path).stdout
-        return text.decode()
+        return text.decode().removeprefix(prompt).removesuffix("\n")
 
     write_text(tmp_path / "text", 20000)
     for family in ("gpt2", "llama", "qwen2", "qwen3", "bloom"):
         train_fp32("--model", f"{family}:d4", "--data", "text", "--steps", 40, "--batch", 4, "--seq-len", 64, "--sample", "tokens=0", "--out",
                    family, "--export", f"{family}.gguf", cwd=tmp_path)
-        assert ours("def ", 40, "--model", family) == "def " + theirs(tmp_path / f"{family}.gguf", "def ", 40) + "\n", family
+        expect_same_tokens(ours("def ", 40, "--model", family), theirs(tmp_path / f"{family}.gguf", "def ", 40))
         export(train_fp32, tmp_path, "q.gguf", of=family, type_="q4_k_m")
-        assert ours("def ", 16, "--model", "q.gguf") == "def " + theirs(tmp_path / "q.gguf", "def ", 16) + "\n", family
+        expect_same_tokens(ours("def ", 16, "--model", "q.gguf"), theirs(tmp_path / "q.gguf", "def ", 16))
     train_fp32("--model", "llama", "--data", "text", "--train", "lora", "--steps", 20, "--batch", 4, "--seq-len", 64, "--sample", "tokens=0",
                "--out", "lora", "--export", "lora.gguf,part=adapter", cwd=tmp_path)
-    assert ours("def ", 40, "--model", "llama", "--adapter", "lora") == "def " + theirs(
-        tmp_path / "llama.gguf", "def ", 40, tmp_path / "lora.gguf") + "\n"
+    expect_same_tokens(ours("def ", 40, "--model", "llama", "--adapter", "lora"),
+                       theirs(tmp_path / "llama.gguf", "def ", 40, tmp_path / "lora.gguf"))

@@ -173,7 +173,7 @@ void Trainer::say_where() {
 void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const MicroBatchOptions& options,
                            float loss_scale, TensorF& loss) {
     std::vector<MicroBatch> micro_batches = begin(batches, options);
-    std::optional<Range> range(std::in_place, "forward");
+    std::optional<Range> range(std::in_place, "forward");  // emplace() ends it and begins the next
     weights_.wait_for(trained_.layout.embeddings_unit());
     for (MicroBatch& m : micro_batches) m.residual = embedding_and_head_.embed(m.batch.inputs, m.rows, 0);
     inputs_.take(micro_batches[0].residual.shape());
@@ -230,7 +230,7 @@ void Gpt::forward_blocks(std::vector<MicroBatch>& micro_batches, const std::vect
     for (int l = 0; l < config_.layers; l++) {
         Range range("block", l);
         weights_.wait_for(Layout::block_unit(l));
-        weights_.block(l);
+        weights_.fetch(l);
         for (MicroBatch& m : micro_batches) {
             BlockActivations& a = m.blocks[static_cast<size_t>(l)];
             a.input = std::move(m.residual);
@@ -247,7 +247,7 @@ void Gpt::backward_blocks(std::vector<MicroBatch>& micro_batches, bool continues
     for (int l = config_.layers - 1; l >= 0; l--) {
         Range range("block", l);
         Gradients::OfUnit gradients = gradients_.take(Layout::block_unit(l), continues_step);
-        weights_.block(l);
+        weights_.fetch(l);
         for (MicroBatch& m : micro_batches) {
             BlockActivations& a = m.blocks[static_cast<size_t>(l)];
             // An offloaded input is fetched by chunks of attention only if the block is recomputed.
@@ -532,7 +532,7 @@ TensorX Gpt::forward_only(const Tensor<int>& tokens, const Rows& rows, KvCache* 
     weights_.expect_blocks();
     for (int l = 0; l < config_.layers; l++) {
         Range range("block", l);
-        weights_.block(l);
+        weights_.fetch(l);
         BlockActivations a;
         a.input = std::move(residual);
         KvRows kv;

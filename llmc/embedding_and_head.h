@@ -120,7 +120,7 @@ class EmbeddingAndHead {
         if (!comes_in_slices())
             return linear_forward(arena_, stream_, "logits", x, weights_.head.logits, rows);
         TensorX logits = arena_.take<floatX>("logits", {x.rows(), config_.padded_vocabulary()});
-        if (const int64_t few = rows.few(x.rows()); few > 0) {
+        if (const int64_t few = rows.rows_from_codes(x.rows()); few > 0) {
             const auto multiply = [&](int64_t first, const QuantizedView& slice) {
                 const floatX* const no_bias = nullptr;
                 multiply_few_rows({logits.at(first), logits.columns(), x.data(), few}, slice, no_bias,

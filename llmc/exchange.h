@@ -55,11 +55,11 @@ class Exchange {
         assert(!summed_.parts);
         const Slices s = slices_.for_steps();
         const int64_t columns = std::min(slices_.length(size), most_elements());
-        const auto take = [&]<class T>(int64_t rows, T) {
-            return arena_.take<T>("ranks_gradients", {rows, columns}, "exchange");
-        };
-        summed_.parts = take(s.ranks_of_a_machine(), floatX{});
-        if (s.machines() > 1) summed_.sent = take(1, 0.f), summed_.received = take(s.machines(), 0.f);
+        summed_.parts = take_rows<floatX>(s.ranks_of_a_machine(), columns);
+        if (s.machines() > 1) {
+            summed_.sent = take_rows<float>(1, columns);
+            summed_.received = take_rows<float>(s.machines(), columns);
+        }
         if (!to) to = x + slices_.own(size).first;
         std::vector<ExchangeStep> steps;
         for (int64_t first = 0; first < slices_.length(size); first += columns)
@@ -149,6 +149,10 @@ class Exchange {
     }
 
   private:
+    template <class T>
+    Tensor<T> take_rows(int64_t rows, int64_t columns) {
+        return arena_.take<T>("ranks_gradients", {rows, columns}, "exchange");
+    }
     // The most elements of a rank that are exchanged at a time.
     int64_t most_elements() const {
         return std::max<int64_t>(

@@ -41,9 +41,9 @@ inline TensorX linear_forward(Arena& arena, Stream stream, const char* name, con
     Shape shape = x.shape();
     shape.dims[shape.count - 1] = w.outputs();
     TensorX out = arena.take<floatX>(name, shape);
-    const int64_t few = rows.few(x.rows());
-    const bool reads_codes = !w.quantized.empty() && !w.floats && few > 0,
-               finishes = w.adapter || reads_codes;
+    const int64_t few = rows.rows_from_codes(x.rows());
+    const bool reads_codes = !w.quantized.empty() && !w.floats && few > 0;
+    const bool gelu_comes_last = w.adapter || reads_codes;  // else the product applies it
     if (reads_codes) {
         for (const auto& [matrix, first] : w.quantized)
             multiply_few_rows({out.at(first), out.columns(), x.data(), few}, matrix,
@@ -52,11 +52,11 @@ inline TensorX linear_forward(Arena& arena, Stream stream, const char* name, con
         matmul(arena, stream, out, x, weight_of(arena, stream, w),
                {.transpose_b = w.by_outputs,
                 .bias = w.bias ? &w.bias : nullptr,
-                .gelu = gelu && !finishes,
-                .rows_alone = rows.alone});
+                .gelu = gelu && !gelu_comes_last,
+                .rows_alone = rows.of_texts});
     }
     if (w.adapter) add_lora(arena, stream, out, x, w.adapter, rows);
-    if (gelu && finishes) gelu_forward(out, out, stream);
+    if (gelu && gelu_comes_last) gelu_forward(out, out, stream);
     return out;
 }
 

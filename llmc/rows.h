@@ -42,17 +42,17 @@ struct Rows {
     int64_t first = 0;  // the number of the first row in the micro-batch
     const Documents* documents = &kWholeSequences;
     DropoutOptions dropout = {};
-    // If not 0, each row is of another text (decoding.h), and the first `alone` of them count: see
+    // If not 0, each row is of another text (decoding.h), and the first `of_texts` of them count: see
     // MatmulOptions::rows_alone.
-    int64_t alone = 0;
+    int64_t of_texts = 0;
 
     // How many of `all` rows a product with a quantized matrix computes from its codes, without dequantizing
     // it: the single row, or the rows of texts that are continued. 0: the matrix is dequantized first, as for
     // more than 16 rows on a GPU, because the kernel for few rows does not use tensor cores.
-    int64_t few(int64_t all) const {
+    int64_t rows_from_codes(int64_t all) const {
         constexpr int64_t kMostOnGpu = 16;
         if (all == 1) return 1;
-        return kFastCpu || all <= kMostOnGpu ? alone : 0;
+        return kFastCpu || all <= kMostOnGpu ? of_texts : 0;
     }
 
     // These rows without the first `row` of them.

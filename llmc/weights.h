@@ -89,6 +89,8 @@ class Weights {
     // and prefetches the first of the sweep.
     void expect_blocks() { begin_sweep(false); }
     void expect_blocks_for_backward() { begin_sweep(true); }
+    // Waits for a block's weights, if they are streamed, and lets the next ones of the sweep be prefetched.
+    void fetch(int layer) { block(layer); }
     // A block's weights, on the device until another block is asked for. Call it in the order of the sweep.
     Block<floatX>& block(int layer) {
         Block<floatX>& block = blocks_[static_cast<size_t>(layer)];

@@ -30,6 +30,12 @@ struct ChatTemplates {
     std::string place;                           // the file that they come from
     jinja::Variables special_tokens;             // bos_token and so on, which templates read
 
+    // True if a template may write the date.
+    bool read_the_date() const {
+        return std::any_of(sources.begin(), sources.end(), [](const auto& source) {
+            return source.second.find("strftime_now") != std::string::npos;
+        });
+    }
     // The template of a conversation with or without tools, as in transformers; empty if there is none.
     std::string source(bool has_tools) const {
         for (const char* name : {"tool_use", "default"})

@@ -22,20 +22,19 @@ struct Defaults {
 constexpr double kTiny = 1e-30, kHuge = 1e30;  // fp32 has no powers outside this range
 
 // The number of positions that the model was trained with. It may be in `p`, the rotary parameters, or in
-// `r`, the whole config.json, which `transformers` looks at first.
-inline int read_original_positions(const ConfigReader& r, const ConfigReader& p, int otherwise) {
+// `r`, the whole config.json, which `transformers` looks at first; without it, it is the model's.
+inline int read_original_positions(const ConfigReader& r, const ConfigReader& p, int positions) {
     const char* const key = "original_max_position_embeddings";
-    const int original =
-        otherwise > 0 && !p.has(key) ? r.size(key, otherwise, INT32_MAX) : p.size(key, INT32_MAX);
+    const int original = p.has(key) ? p.size(key, INT32_MAX) : r.size(key, positions, INT32_MAX);
     r.must_be(key, {original});
     return original;
 }
 
-inline void read_llama3(const ConfigReader& r, const ConfigReader& p, RopeScaling& rope) {
+inline void read_llama3(const ConfigReader& r, const ConfigReader& p, int positions, RopeScaling& rope) {
     rope.factor = p.number("factor", 0, kHuge);
     rope.low_freq_factor = p.number("low_freq_factor", 0, kHuge);
     rope.high_freq_factor = p.number("high_freq_factor", 0, kHuge);
-    rope.original_max_position_embeddings = read_original_positions(r, p, 0);
+    rope.original_max_position_embeddings = read_original_positions(r, p, positions);
     if (rope.high_freq_factor <= rope.low_freq_factor)
         fail("%s: 'high_freq_factor' %g must be above 'low_freq_factor' %g", p.file().c_str(),
              rope.high_freq_factor, rope.low_freq_factor);
@@ -80,7 +79,7 @@ inline RopeScaling read_rope(const ConfigReader& r, double theta, int positions,
              p.file().c_str(), printable(type).c_str());
     rope.type = static_cast<RopeType>(known - std::begin(kRopeNames));
     if (rope.type == RopeType::kLinear) rope.factor = p.number("factor", 0, kHuge);
-    if (rope.type == RopeType::kLlama3) read_llama3(r, p, rope);
+    if (rope.type == RopeType::kLlama3) read_llama3(r, p, positions, rope);
     if (rope.type == RopeType::kYarn) read_yarn(r, p, positions, rope);
     if (rope.type == RopeType::kDynamic) {
         rope.factor = p.number("factor", 0, kHuge);

@@ -87,7 +87,8 @@ inline void norm_of_sums(Tensor<float>& norm, const Tensor<float>& sums, Stream 
     launch<norm_kernel>(1, kBlockThreads, 0, stream, norm.data(), sums.data(), static_cast<int>(sums.size()));
 }
 
-// norm (1) = the square root of the sum of squares of x (n, aligned to a vector). scratch: (kNormBlocks).
+// norm (1) = the square root of the sum of squares of x (n <= 2^28, aligned to a vector). scratch:
+// (kNormBlocks).
 template <class T>
 void global_norm(Tensor<float>& norm, Tensor<float>& scratch, const T* x, int64_t n, Stream stream) {
     assert(scratch.size() == kNormBlocks);

@@ -83,6 +83,7 @@ inline constexpr KnownModel kKnownModels[] = {
     qwen3_of("qwen3-0.6b", 28, 1024, 16, 3072, true),
     qwen3_of("qwen3-1.7b", 28, 2048, 16, 6144, true),
     qwen3_of("qwen3-4b", 36, 2560, 32, 9728, true),
+    {"qwen3-4b-2507", &kQwen3, 36, 2560, 32, 8, 128, 9728, 151936, 262144, 5e6, true},
     qwen3_of("qwen3-8b", 36, 4096, 32, 12288, false),
     qwen3_of("qwen3-14b", 40, 5120, 40, 17408, false),
     qwen3_of("qwen3-32b", 64, 5120, 64, 25600, false),
@@ -107,7 +108,7 @@ inline std::string plain_model_name(std::string name) {
     if (name == "bloom") return "bloom-176b";
     // Versions of one shape: "mistral-nemo-base-2407" has that of Mistral Nemo.
     const std::vector<std::string> kVersions = {"instruct", "chat", "base", "hf",  "it",
-                                                "2407",     "2501", "2507", "v1.0"};
+                                                "thinking", "2407", "2501", "v1.0"};
     std::vector<std::string> words;
     for (size_t begin = 0; begin <= name.size();) {
         const size_t end = std::min(name.find('-', begin), name.size());

@@ -140,6 +140,7 @@ class LineReader {
         std::string line;
         for (int byte; (byte = read_byte()) != '\n'; line += static_cast<char>(byte))
             if (byte == kEndOfInput) return line.empty() || interrupted ? std::nullopt : std::optional(line);
+        if (line.ends_with('\r')) line.pop_back();  // as files of Windows have
         return line;
     }
     int read_byte() {

@@ -66,7 +66,7 @@ class OffloadedMemory {
     bool streams_trained() const { return model_.options.streams_blocks(); }
     // True if the host's cores do the updates.
     bool updates_on_host() const {
-        return o_.updates == "host" && host_can_update(o_) && !trained_.chunks().empty();
+        return o_.updates == "host" && host_can_update(o_) && trained_.in_chunks();
     }
     // The bytes of each streamed block, and of the gradients of each.
     std::vector<size_t> streamed_block_bytes() const {

@@ -35,21 +35,25 @@ class StateRing {
     // The most buffers that there can be if `wanted` are asked for; negative: as many as a block has chunks.
     template <class T>
     static size_t most_buffers(const State<T>& state, int wanted) {
-        if (wanted < 0)
-            return std::max<size_t>(1, state.chunks_of(1).count());  // a soft prompt's block has 0
-        return std::min(static_cast<size_t>(wanted), state.chunks().size());
+        if (wanted < 0) return std::max<size_t>(1, state.most_chunks_of(1));  // a soft prompt's block has 0
+        size_t all = 0;
+        for (size_t unit = 0; unit < state.layout.units().size(); unit++)
+            all += state.most_chunks_of(static_cast<int>(unit));
+        return std::min(static_cast<size_t>(wanted), all);
     }
     // Takes the buffers, until release(), for an update of these units of a state in this order, and starts
     // fetching the first chunks.
     template <class T>
     void take(const State<T>& state, const std::vector<int>& units, int wanted) {
         const auto pass = std::make_shared<Pass>(Pass{state.chunk_bytes()});
+        size_t most = 0;
         for (const int unit : units) {
+            most += state.most_chunks_of(unit);
             const auto of_unit = state.chunks_of(unit);
             for (size_t c = of_unit.first; c < of_unit.end; c++) pass->order.push_back(c);
         }
         const Pieces pieces = {Transfer::State, route_from(state.options.updated), chunks_};
-        for (size_t i = 0; i < std::min(most_buffers(state, wanted), pass->order.size()); i++)
+        for (size_t i = 0; i < std::min(most_buffers(state, wanted), most); i++)
             pass->buffers.emplace_back(arena_, stream_)
                 .take("streamed_state", StoredPieces::buffer_bytes(pass->bytes), "optimizer_state", pieces);
         pass_ = pass;

@@ -55,6 +55,8 @@ inline void check_calibration(const Options& o) {
 
 // A conversation, and a file of prompts, only need a model: fails on options for more than that.
 inline void check_answers(const Options& o) {
+    if (o.has("--prompt") && o.prompt.empty())
+        fail("--prompt: the text is empty; without --prompt, samples of a training begin a new text");
     if (o.raw_prompt && !o.has("--prompt") && o.prompts.empty())
         fail("--raw-prompt: is for a prompt: add --prompt TEXT, or --prompts FILE");
     if (!o.only_answers()) return;

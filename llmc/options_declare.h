@@ -462,7 +462,7 @@ inline void declare_memory_options(CLI::App& app, Options& o) {
         .add("--prefetch", o.prefetch, "N",
              "Offloaded blocks that are fetched while another one is used; each takes its own buffer. With 0 "
              "the device waits for each block.")
-        ->check(whole(0, kMostLayers));
+        ->transform(whole(0, kMostLayers));
 }
 
 inline void declare_logging_options(CLI::App& app, Options& o) {

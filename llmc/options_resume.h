@@ -86,7 +86,9 @@ inline void check_saved_adapter(const SavedOptions& before, const Options& o) {
     };
     const Options standard;
     check("--train", {standard.train});
-    if (saved("--train", {standard.train})[0] != "lora") return;
+    const std::string trained = saved("--train", {standard.train})[0];
+    if (trained == "prompt") check("--soft-prompt", {std::to_string(standard.soft_prompt)});
+    if (trained != "lora") return;
     check("--lora-rank", {std::to_string(standard.lora_rank)});
     check("--lora-alpha", {format("%g", standard.lora_alpha)});
     check("--lora-targets", standard.lora_targets);

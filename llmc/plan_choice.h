@@ -116,8 +116,8 @@ Options with_setting_for_memory(const Options& given, RunInputs& inputs, Choices
             Trial trial(o, inputs);
             return rehearsals_of(trial, o, inputs, most).with_rows(open);
         };
-        // All devices have equally many sequences of a step.
-        if (epoch) *epoch /= static_cast<uint64_t>(given.devices);
+        // A step has as many sequences of each micro-batch.
+        if (epoch) *epoch /= static_cast<uint64_t>(given.grad_accum);
         const auto choose_batch = [&](const Options& way) {
             Trial trial(way, inputs);
             std::string why;

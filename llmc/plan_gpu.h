@@ -89,8 +89,10 @@ inline std::string what_takes_less(const Options& o) {
         others.empty() ? "" : format(" GPUs that have room: %s.", others.c_str()).c_str());
 }
 
-// What is paid for fitting, in words.
-inline std::string costs_of_fitting(const MemoryReport& r) {
+// What is paid for fitting, in words. A machine has the host memory, files and disk of all its ranks; each
+// GPU has a link of its own.
+inline std::string costs_of_fitting(const MemoryReport& r, int ranks_on_a_machine) {
+    const auto ranks = static_cast<size_t>(ranks_on_a_machine);
     std::string costs;
     const auto add = [&](const std::string& cost) { costs += (costs.empty() ? "" : "; ") + cost; };
     const auto moved = [&](Route route) { return r.moved[static_cast<size_t>(route)]; };
@@ -102,13 +104,17 @@ inline std::string costs_of_fitting(const MemoryReport& r) {
                 : format("a step takes %.1f times as long as if the GPU could keep everything", 1 + slower));
     }
     if (r.all_pinned() >= 1 << 20)
-        add(format("%.1f GiB of the host's memory, pinned", gibibytes(r.all_pinned())));
-    if (r.in_files() > 0) add(format("%.1f GiB of files", gibibytes(r.in_files())));
+        add(format("%.1f GiB of %s memory, pinned", gibibytes(ranks * r.all_pinned()),
+                   ranks > 1 ? "each host's" : "the host's"));
+    if (r.in_files() > 0)
+        add(format("%.1f GiB of files%s", gibibytes(ranks * r.in_files()), ranks > 1 ? " on each host" : ""));
     if (const double link = moved(Route::FromHost) + moved(Route::ToHost); link > 0)
-        add(gigabytes(link) + " over the link to the host in each step");
+        add(gigabytes(link) + (ranks > 1 ? " over each GPU's link" : " over the link") +
+            " to the host in each step");
+    const auto all_ranks = [&](Route route) { return static_cast<double>(ranks) * moved(route); };
     if (moved(Route::DiskRead) > 0)
-        add(gigabytes(moved(Route::DiskRead)) + " read from the disk in each step");
-    if (moved(Route::DiskWrite) > 0) add(gigabytes(moved(Route::DiskWrite)) + " written to it");
+        add(gigabytes(all_ranks(Route::DiskRead)) + " read from the disk in each step");
+    if (moved(Route::DiskWrite) > 0) add(gigabytes(all_ranks(Route::DiskWrite)) + " written to it");
     return costs;
 }
 
@@ -134,7 +140,7 @@ inline void print_gpu_answer(FILE* to, const Options& o, const MemoryReport& r) 
     if (r.seconds > 0)
         fprintf(to, "about %.*f tokens/s, %.3g s for a step of %.0f tokens, by the GPU's nominal rates\n",
                 r.tokens() / r.seconds < 10 ? 2 : 0, r.tokens() / r.seconds, r.seconds, r.tokens());
-    if (const std::string costs = costs_of_fitting(r); !costs.empty())
+    if (const std::string costs = costs_of_fitting(r, o.devices / o.machines); !costs.empty())
         fprintf(to, "cost of fitting: %s\n", costs.c_str());
     fprintf(to, "\n");
 }

@@ -519,7 +519,15 @@ inline InputBytes RunInputs::bytes() const {
 inline void RunInputs::tokenize_lines(Dataset& lines) {
     if (!tokenizer) check_bytes(lines, config.vocabulary);
     if (adapter.prompt_tokens > 0) lines.keep_apart();  // a soft prompt comes before each sequence
-    const ExampleOptions options = example_options();
+    ExampleOptions options = example_options();
+    if (o_.steps > 0 && o_.chat_date.empty() && options.templates.read_the_date()) {
+        // The run keeps its date, so that a resumed one reads the same text on another day.
+        char today[16] = "";
+        const std::tm date = chat_date("");
+        strftime(today, sizeof today, "%Y-%m-%d", &date);
+        options.chat.date = o_.chat_date = today;
+        o_.given["--chat-date"] = {today};
+    }
     const ChatUsed used = tokenize_examples(lines, *tokenizer, options, o_.seq_len);
     if (used.description.empty()) return;
     chat_used = used;

@@ -156,8 +156,10 @@ class RunSaves {
             progress.last_good ? folder_above(in_.resumed) + "/" + step_name(*progress.last_good) : "none";
         metrics_.last_save = good ? in_.resumed : last_good;
         metrics_.began_good = good;
-        if (same_file(folder_above(in_.resumed), o_.out) && progress.step < o_.steps)
+        if (wanted() && same_file(folder_above(in_.resumed), o_.out) && progress.step < o_.steps) {
             resumed_step_ = progress.step;
+            if (o_.keep_best && o_.rank.is_first()) show_best();
+        }
         printf("resuming %s at step %lld\n", o_.resume.c_str(), static_cast<long long>(progress.step));
         if (!good)
             fprintf(stderr, "%s: step %lld was not good when it was saved; the last good save: %s\n",
@@ -165,6 +167,15 @@ class RunSaves {
     }
 
   private:
+    // Makes `best` lead to the best save that the resumed one knows. Later ones, which it does not know, are
+    // those of another way to go on.
+    void show_best() const {
+        const std::string link = o_.out + "/best";
+        if (folder_.best && file_exists(o_.out + "/" + step_name(*folder_.best)))
+            replace_link(step_name(*folder_.best), link);
+        else
+            unlink(link.c_str());
+    }
     // The first step after the last save was bad: that save is not good, and the folder shows the good one
     // before it again.
     void doubt_save(const std::string& why_bad) {

@@ -171,8 +171,10 @@ inline void check_same_data(const char* option, const std::string& name, const s
     if (before == saved.data.end() || before->second == now) return;
     const std::string then = printable(before->second);
     if (!chosen)
-        fail("%s %s has changed since %s was saved: %s now, %s then; to go on with what there is, give %s",
-             option, name.c_str(), save.c_str(), now.c_str(), then.c_str(), option);
+        fail(
+            "%s %s has changed since %s was saved: %s now, %s then (if its files have not, an option like "
+            "--seq-len or --loss-on has); to go on with what there is, give %s",
+            option, name.c_str(), save.c_str(), now.c_str(), then.c_str(), option);
     fprintf(stderr, "%s %s: other data than those of %s: %s now, %s then\n", option, name.c_str(),
             save.c_str(), now.c_str(), then.c_str());
 }

@@ -12,12 +12,18 @@
 #include "llmc/ranks.h"
 #include "llmc/state_formats.h"
 
-constexpr int kNormBlocks = 1024;  // partial sums of the global norm
+// The most partial sums of the global norm: of up to 2^28 elements, and of more.
+constexpr int kNormBlocks = 1024, kMostNormBlocks = 65536;
 
-// Elements in a stretch when n elements are cut into kNormBlocks stretches, or fewer.
+// Elements in a stretch when n elements are cut into so many stretches, or fewer. A large model has more of
+// them, so that a block has many and its slices are nearly equal.
 inline int64_t norm_stretch(int64_t n) {
-    constexpr int64_t kAll = int64_t{kQuantizedBlock} * kNormBlocks;
-    return (std::max<int64_t>(n, 1) + kAll - 1) / kAll * kQuantizedBlock;
+    constexpr int64_t kLongest = int64_t{1} << 18;
+    const auto cut_into = [&](int64_t count) {
+        const int64_t all = int64_t{kQuantizedBlock} * count;
+        return (std::max<int64_t>(n, 1) + all - 1) / all * kQuantizedBlock;
+    };
+    return std::min(cut_into(kNormBlocks), std::max(kLongest, cut_into(kMostNormBlocks)));
 }
 
 // Elements [first, first + count) of a unit.

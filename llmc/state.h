@@ -244,6 +244,14 @@ class State {
         return {first_chunks_[u], first_chunks_[u + 1]};
     }
     size_t chunk_bytes() const { return chunk_bytes_; }
+    // True if what only updates need is in chunks, and not on the device. A rank with empty slices has none.
+    bool in_chunks() const { return chunk_bytes_ > 0; }
+    // How many chunks a unit has on the rank that has the most, the first one. All ranks plan for these.
+    size_t most_chunks_of(int unit) const {
+        if (!in_chunks()) return 0;
+        const Slice longest = options.slices.of(layout.units()[static_cast<size_t>(unit)].size, 0);
+        return static_cast<size_t>(ceil_div(longest.count, kStateChunk));
+    }
     // Where a part begins in a chunk; null in a rehearsal, or if the state has no such part.
     template <class E>
     E* in_chunk(StatePart part, char* chunk) const {

@@ -51,8 +51,8 @@ class Tokenizer {
     static Tokenizer bytes();
 
     // The tokens of a text, which may have any bytes. A byte that is not UTF-8 becomes one token, or none if
-    // the vocabulary has none for it. Added tokens ("<s>") in the text are found if the tokenizer comes from
-    // a tokenizer.json; otherwise their spelling is plain text.
+    // the vocabulary has none for it. Special tokens ("<s>") in the text are found, unless the tokenizer
+    // comes from a vocab.json; there their spelling is plain text.
     std::vector<int> encode(std::string_view text, Ends ends = Ends::None) const;
     // For a text that arrives in parts. A text with a piece that is longer than kLongestPiece
     // (tokenizer_encoder.h) is refused, naming the byte.

@@ -251,12 +251,21 @@ inline std::string sentencepiece_model(const TokenizerKeys& keys) {
     // Tokens at the end that nothing uses: a model may have more rows than its tokenizer has tokens.
     size_t used = keys.size();
     while (used > 0 && keys.type(used - 1) == kUnused) used--;
+    // The library needs an unknown token. llama.cpp's converter calls it a control token if the model's files
+    // list it among the special ones.
+    size_t unknown = used;
+    for (size_t i = 0; i < used; i++)
+        if (keys.type(i) == kUnknown) unknown = i;
+    if (const int named = keys.mark("unknown_token_id"); unknown == used && named >= 0)
+        unknown = static_cast<size_t>(named);
+    for (size_t i = 0; i < used && unknown == used; i++)
+        if (keys.token(i) == "<unk>") unknown = i;
     for (size_t i = 0; i < used; i++) {
         if (!scores[i].is_number()) fail("%s: score %zu is not a number", keys.path(), i);
         ProtoMessage piece;
         piece.add(1, std::string_view(keys.token(i)));
         piece.add(2, scores[i].get<float>());
-        piece.add(3, static_cast<uint64_t>(keys.type(i)));
+        piece.add(3, static_cast<uint64_t>(i == unknown ? kUnknown : keys.type(i)));
         model.add(1, std::string_view(piece.bytes()));
         bytes |= keys.type(i) == kByte;
     }

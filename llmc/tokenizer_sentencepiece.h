@@ -193,6 +193,7 @@ inline TokenizerParts read_sentencepiece(const std::string& file, const std::str
             fail("%s: \"%s\" is a piece too many", path.c_str(), printable(piece).c_str());
         steps.vocabulary->add(token, piece);
         parts.special.push_back(library.IsControl(token) || library.IsUnknown(token));
+        if (library.IsControl(token)) steps.added[0].add(piece, {.token = token, .special = true});
         if (parts.special.back()) continue;
         if (library.IsByte(token)) {
             if (const int byte = read_byte_spelling(piece); byte >= 0)

@@ -305,7 +305,7 @@ class Updates {
         if (own.count == 0) return;
         // What is updated are elements of the slice, counted from the unit's first.
         if (const floatX* const kept = kept_slice(unit)) gradients = kept - own.first;
-        if (trained_.chunks().empty())
+        if (!trained_.in_chunks())
             return optimizer_update(factors_, arrays_of_unit(trained_, u, weights, gradients), norm, stream_);
         ring_.update(trained_, unit,
                      [=, this, &u, norm = norm.view()](const StateChunk& chunk, char* buffer) {

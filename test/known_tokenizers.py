@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import json
 import pathlib
+import re
 import subprocess
 import unicodedata
 
@@ -204,6 +205,19 @@ def bloom():
 
 def sentencepiece_file(name):
     return package_folder("mistral_common") / "data" / name
+
+
+def sentencepiece_tokens(library, text):
+    """What SentencePiece's library makes of a text in which control tokens stand for themselves, as in transformers. It puts a space
+    before the text, but not after such a token."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    without_prefix = sentencepiece.SentencePieceProcessor(model_proto=library.serialized_model_proto() + b"\x1a\x02\x18\x00")
+    controls = [re.escape(library.id_to_piece(token)) for token in range(library.get_piece_size()) if library.is_control(token)]
+    first, *rest = re.split(f"({'|'.join(controls)})", text)
+    tokens = library.encode(first)
+    for control, part in zip(rest[::2], rest[1::2], strict=True):
+        tokens += [library.piece_to_id(control), *without_prefix.encode(part)]
+    return tokens
 
 
 def from_sentencepiece(name, split=None, byte_fallback=True, special=True, normalized=False):

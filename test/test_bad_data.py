@@ -33,6 +33,10 @@ def test_no_data(train, work):
     assert ran.stderr.count(b"\n") == 1
 
 
+def test_an_empty_prompt(train, work):
+    refused(train, work, {"--prompt": ""}, "--prompt: the text is empty")
+
+
 def test_too_little_data(train, work):
     (work / "short").write_bytes(b"x" * 20)
     refused(train, work, {"--data": "short"}, "short", "24")

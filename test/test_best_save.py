@@ -78,6 +78,27 @@ def test_a_save_that_is_validated_later_may_be_the_best(train_fp32, work, tmp_pa
     assert sorted(path.name for path in out.glob("step-*")) == ["step-00000002", "step-00000008"]
 
 
+def test_going_on_from_an_earlier_save(train_fp32, work, tmp_path):
+    """The best save is again the one that was the best by then, and not a later one, which is written anew."""
+    out, log = tmp_path / "out", tmp_path / "log"
+    run(train_fp32, work, "--keep-best", "--keep", 0, "--save-every", 2, "--steps", 6, "--out", out)
+    later = os.readlink(out / "best")
+    train_fp32("--resume", out / "step-00000002", "--lr", 0.3, "--steps", 12, "--keep", 1, "--log", log)
+    best = os.readlink(out / "best")
+    assert later == "step-00000006" and best == "step-00000002" and (out / best).is_dir()
+
+
+def test_a_validation_without_a_loss(train_fp32, work, tmp_path):
+    """Its loss would be 0, the best of all."""
+    something = {"prompt": "what", "completion": "this"}
+    lines = [{"prompt": "what is it, after all, that they learn", "completion": "this"}] * 3 + [something] * 9
+    for name, examples in ("nothing", lines), ("something", [something] * 9):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in examples))
+    error = train_fp32("--model", work / "model", "--data", "something.jsonl", "--val-data", "nothing.jsonl", "--seq-len", 16, "--batch", 1,
+                       "--eval-batches", 1, "--steps", 2, cwd=tmp_path, code=2).stderr.decode()
+    assert re.search(r"train: --val-data: the \d+ sequences that a validation reads have no token with a loss; .*\n", error), error
+
+
 @pytest.mark.parametrize("patience", [1, 3])
 def test_a_run_ends_early(train_fp32, work, tmp_path, patience):
     out, log = tmp_path / "out", tmp_path / "log"

@@ -515,6 +515,18 @@ def test_a_run_says_what_writes_chats(train_fp32, work):
     assert "'2024-02-30' is no date like 2025-01-31" in error and error.count("\n") == 1
 
 
+def test_a_resumed_run_writes_the_date_of_the_first(train_fp32, work):
+    """A day later it reads the same text."""
+    settings = work / "model" / "tokenizer_config.json"
+    config = json.loads(settings.read_text())
+    settings.write_text(json.dumps(config | {"chat_template": "{{ strftime_now('%d %B') }} " + config["chat_template"]}))
+    days = [{"TZ": zone} for zone in ("Pacific/Kiritimati", "Etc/GMT+12")]  # whose clocks are 26 hours apart
+    for environment, options in zip(days, ((*RUN, "--data", "data.jsonl"), ("--resume", "out", "--steps", 4)), strict=True):
+        subprocess.run([train_fp32.path, *map(str, options), *(["--out", "out"] if "--data" in options else [])], cwd=work, check=True,
+                       env=train_fp32.environment | environment, capture_output=True, timeout=60)
+    assert (work / "out" / "step-00000004").is_dir()
+
+
 def test_the_format_is_saved(train_fp32, work):
     """A format of our own is saved as a template, with which transformers writes the same."""
     config = json.loads((work / "model" / "tokenizer_config.json").read_text())

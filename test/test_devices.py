@@ -13,7 +13,7 @@ import compare_devices
 import pytest
 import transformers
 from gguf_files import write_gguf
-from trainer_runs import ROOT, make, random_tokens, write_shard
+from trainer_runs import ROOT, make, random_tokens, write_shard, write_text
 
 USUALLY = "fp32"
 BASE = ("--model", "model", "--data", "data.bin", "--val-data", "val.bin", "--batch", 2, "--seq-len", 24, "--steps", 4,
@@ -147,6 +147,13 @@ def test_a_divided_base_is_merged_and_exported(train_fp32, work, tmp_path, name)
     merged = [{file.name: file.read_bytes() for file in (folder / run / "merged").iterdir()} for run in ("one", "all")]
     assert merged[0] == merged[1] and "model.safetensors" in merged[0]
     assert (folder / "one/model.gguf").read_bytes() == (folder / "all/model.gguf").read_bytes()
+
+
+def test_ranks_with_unequal_chunks_of_state(train_fp32, work, tmp_path):
+    """The first rank's slices have more chunks than the last one's. All plan for its buffers, which are the most."""
+    write_text(tmp_path / "text", 6000)
+    train_fp32("--model", "d6", "--data", "text", "--batch", 1, "--seq-len", 16, "--steps", 1, "--sample", "tokens=0", "--offload",
+               "state=disk", "--devices", 2, cwd=tmp_path)
 
 
 @pytest.mark.quick

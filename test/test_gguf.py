@@ -145,10 +145,15 @@ def test_sentencepieces_tokenizers(tmp_path, name):
     write_vocabulary(path, "llama", [library.id_to_piece(token) for token in tokens], types,
                      scores=[library.get_score(token) for token in tokens], bos_token_id=1, eos_token_id=2,
                      unknown_token_id=0)
-    check_texts(path, lambda text: [1] + library.encode(text), known.TEXTS)
+    check_texts(path, lambda text: [1] + known.sentencepiece_tokens(library, text), known.TEXTS)
+    # llama.cpp's converter makes a control token of the unknown one, if the model's files call it special.
+    controlled = tmp_path / "controlled.gguf"
+    write_vocabulary(controlled, "llama", [library.id_to_piece(token) for token in tokens], [3, *types[1:]],
+                     scores=[library.get_score(token) for token in tokens], bos_token_id=1, eos_token_id=2)
+    check_texts(controlled, lambda text: [1] + known.sentencepiece_tokens(library, text), known.TEXTS)
     ids = np.asarray(library.encode(known.SCRIPTS), np.int32)
     assert probe("text", path, data=ids.tobytes()).decode() == known.SCRIPTS
-    theirs = check_written_tokenizer(path, tmp_path / "folder", lambda text: [1] + library.encode(text))
+    theirs = check_written_tokenizer(path, tmp_path / "folder", lambda text: [1] + known.sentencepiece_tokens(library, text))
     assert theirs is None or (theirs.bos_token_id, theirs.eos_token_id, theirs.unk_token_id) == (1, 2, 0)
     settings = json.loads((tmp_path / "folder/tokenizer_config.json").read_text())
     assert [settings[name] for name in ("tokenizer_class", "bos_token", "eos_token", "unk_token", "add_bos_token")] == [

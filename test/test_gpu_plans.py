@@ -24,7 +24,8 @@ PARAMETERS = {
     "mistral-small-24b": 23572403200, "qwen2-0.5b": 494032768, "qwen2-1.5b": 1543714304,
     "qwen2-7b": 7615616512, "qwen2-72b": 72706203648, "qwen2.5-0.5b": 494032768, "qwen2.5-1.5b": 1543714304, "qwen2.5-3b": 3085938688,
     "qwen2.5-7b": 7615616512, "qwen2.5-14b": 14770033664, "qwen2.5-32b": 32763876352, "qwen2.5-72b": 72706203648,
-    "qwen3-0.6b": 596049920, "qwen3-1.7b": 1720574976, "qwen3-4b": 4022468096, "qwen3-8b": 8190735360,
+    "qwen3-0.6b": 596049920, "qwen3-1.7b": 1720574976, "qwen3-4b": 4022468096, "qwen3-4b-2507": 4022468096,
+    "qwen3-8b": 8190735360,
     "qwen3-14b": 14768307200, "qwen3-32b": 32762123264, "distilgpt2": 81912576, "gpt2": 124439808, "gpt2-medium": 354823168,
     "gpt2-large": 774030080, "gpt2-xl": 1557611200, "bloom-560m": 559214592, "bloom-1b1": 1065314304, "bloom-1b7": 1722408960,
     "bloom-3b": 3002557440, "bloom-7b1": 7069016064, "bloom-176b": 176247271424}
@@ -202,6 +203,15 @@ def test_it_fits_with_the_hosts_memory(program):
     assert f"{plan['host']['pinned'] / 2**30:.1f} GiB of the host's memory, pinned" in costs
     moved = plan["moved"]["from_host"] + plan["moved"]["to_host"]
     assert f"{moved / 1e9:.0f} GB over the link to the host in each step" in costs and moved > 1e11, costs
+
+
+def test_the_host_has_the_memory_of_all_its_gpus(program):
+    options = ["--gpu", "RTX 3060", "--model", "llama-3.2-3b", "--batch", "1", "--seq-len", "2048", "--devices", "4"]
+    for machines in (1, 2):
+        costs = answer(program, *options, "--machines", machines)[2]
+        plan = json.loads(run(program, "json", *options, "--machines", machines).stdout)
+        assert f"{4 // machines * plan['host']['pinned'] / 2**30:.1f} GiB of each host's memory, pinned" in costs, costs
+        assert plan["host"]["pinned"] > 1 << 30 and "over each GPU's link" in costs
 
 
 def test_it_does_not_fit_as_asked(program):

@@ -537,6 +537,14 @@ def test_batch_auto(train):
     assert train.plan(*options, "--batch", "auto")["batch"] > plan["batch"]
 
 
+def test_batch_auto_leaves_steps(train, folder):
+    """An epoch has ten of them, however many micro-batches a step has."""
+    for accumulated in (1, 2, 5):
+        plan = train.plan("--model", folder / "model", "--data", folder / "text", "--seq-len", 20, "--sample", "tokens=0", "--batch", "auto",
+                          "--grad-accum", accumulated)
+        assert plan["batch"] == 179 // accumulated // 10  # of 4000 bytes a tenth is held out
+
+
 def test_batch_auto_with_memory_resumes(train, folder, tmp_path):
     """The save has the batch that was found, and the given options; the budget does not apply again."""
     budget = 40 + of_a_gpu(train) // MIB  # with the program and its libraries

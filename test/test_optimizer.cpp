@@ -750,12 +750,24 @@ TYPED_TEST(OptimizerUpdate, SumOfRanks) {
         }
 }
 
+// Of the blocks of large models, each rank has nearly 1/N: Llama 3.1 8B, 70B and 405B.
+TEST(Slices, OfLargeModelsAreNearlyEqual) {
+    for (const auto& [all, block] : {std::pair<int64_t, int64_t>{8030261248, 218112000},
+                                     {70553706496, 855654400},
+                                     {405853388800, 3189178368}})
+        for (const int ranks : {2, 4, 8, 16, 64})
+            EXPECT_LE(static_cast<double>(Slices{0, ranks, norm_stretch(all)}.own(block).count),
+                      1.15 * static_cast<double>(block) / ranks)
+                << all << " " << ranks;
+}
+
 // Slices cover a unit once, begin with whole stretches, and a stretch has whole blocks of 8-bit state.
 TEST(Slices, CoverAUnit) {
-    for (const int64_t all : {int64_t{1}, int64_t{300}, int64_t{100000}, int64_t{124439808}}) {
+    for (const int64_t all :
+         {int64_t{1}, int64_t{300}, int64_t{100000}, int64_t{124439808}, int64_t{405853388800}}) {
         const int64_t stretch = norm_stretch(all);
         EXPECT_EQ(stretch % kQuantizedBlock, 0);
-        EXPECT_LE(ceil_div(all, stretch), kNormBlocks);
+        EXPECT_LE(ceil_div(all, stretch), all <= 1 << 28 ? kNormBlocks : kMostNormBlocks);
         for (const int ranks : {1, 2, 3, 8, 64})
             for (const int64_t size : {int64_t{0}, int64_t{1}, all / 3, all}) {
                 int64_t next = 0;

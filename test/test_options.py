@@ -277,6 +277,14 @@ def test_a_resumed_adapter_keeps_what_it_was_made_with(train, folder, tmp_path):
     train("--resume", "out", "--steps", 2, "--lora-rank", 4, "--lora-alpha", "32.0", "--lora-dropout", 0.1, cwd=tmp_path)
 
 
+def test_a_resumed_soft_prompt_keeps_its_length(train, folder, tmp_path):
+    train("--model", folder / "model", "--train", "prompt", "--soft-prompt", 4, "--data", folder / "text", "--batch", 1, "--seq-len", 8,
+          "--sample", "tokens=0", "--steps", 1, "--out", "out", cwd=tmp_path)
+    said = "--soft-prompt 9: --resume out goes on with --soft-prompt 4: leave --soft-prompt out"
+    assert refused(train, "--resume", "out", "--steps", 2, "--soft-prompt", 9, cwd=tmp_path) == said
+    train("--resume", "out", "--steps", 2, "--soft-prompt", 4, cwd=tmp_path)
+
+
 def test_a_save_with_an_option_of_another_version_is_refused(train, folder, tmp_path):
     options = ("--model", folder / "model", "--data", folder / "text", "--batch", 1, "--seq-len", 16, "--steps", 1, "--sample", "tokens=0")
     train(*options, "--out", tmp_path / "out")

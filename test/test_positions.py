@@ -31,6 +31,8 @@ SCALINGS = {
     "factor of positions": (YARN | {"factor": None}, 56, "llama", "--heads", 2, "--channels", 32),
     "no original": ({key: YARN[key] for key in ("rope_type", "factor", "rope_theta")}, 16, "llama", "--heads", 2,
                     "--channels", 32),
+    "llama3 with no original": ({"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 1e4}, 64,
+                                "llama", "--heads", 2, "--channels", 32),
     "dynamic": (DYNAMIC, 19, "llama", "--heads", 4, "--kv-heads", 1, "--channels", 56),
     "dynamic of qwen": (DYNAMIC | {"factor": 7.3}, 24, "qwen3", "--heads", 3, "--channels", 60),
     "dynamic within the positions": (DYNAMIC, 64, "mistral", "--heads", 3, "--channels", 60),
@@ -76,6 +78,16 @@ def test_the_older_spelling(train_fp32, tmp_path, name):
     train_fp32("--model", "model", "--out", "out", "--steps", 0, cwd=tmp_path)
     again = open_with_transformers(tmp_path / "out")
     assert np.array_equal(expected_logits(again, contexts_of(), list(range(0, VOCAB, 17))), expected)
+
+
+def test_the_original_positions_beside_the_scaling(train_fp32, tmp_path):
+    """In config.json itself, where transformers looks first."""
+    rope = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 1e4}
+    path = model_of(tmp_path, "llama", 64, "--heads", 2, "--channels", 32, rope=rope) / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_parameters"].pop("original_max_position_embeddings", None)
+    path.write_text(json.dumps(config | {"original_max_position_embeddings": 16}))
+    check_logits(train_fp32, tmp_path / "model")
 
 
 @pytest.fixture(params=["attention factor", "betas", "dynamic"])

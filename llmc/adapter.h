@@ -293,9 +293,11 @@ struct LoraOptions {
     std::vector<std::string> targets = {"all"};  // names as in the model's files, "attention", "mlp" or "all"
 };
 
-// Fails unless the rank is from 1 to the smaller dimension of the layer's matrix.
+// Fails unless the rank is from 1 to the larger dimension of the layer's matrix. From the smaller one on, a
+// LoRA has no fewer directions than the matrix, but keys and values of few heads get such ranks beside wider
+// layers.
 inline void check_rank(const LinearModule& m, int64_t rank, const std::string& where) {
-    const int64_t most = std::min(m.inputs, m.outputs);
+    const int64_t most = std::max(m.inputs, m.outputs);
     if (rank < 1 || rank > most)
         fail("%s: rank %lld at %s, whose matrix is %lld x %lld: 1 to %lld", where.c_str(),
              static_cast<long long>(rank), m.name.c_str(), static_cast<long long>(m.outputs),

@@ -691,17 +691,18 @@ class Chat {
     // format.
     std::string usual_system(const ChatFormat& format) const {
         constexpr std::string_view kBegin = "<|im_start|>system", kEnd = "<|im_end|>";
-        const std::string own = templates_.source(false);
-        for (size_t at = 0;
-             std::string_view(format.name) == "chatml" && (at = own.find(kBegin, at)) != own.npos;) {
+        if (std::string_view(format.name) != "chatml") return "";
+        const std::string own = templates_.source(false), ours = "{%- set usual_system = '";
+        if (own.starts_with(ours))
+            return own.substr(0, own.find('\n') + 1);  // a save has this format already
+        for (size_t at = 0; (at = own.find(kBegin, at)) != own.npos;) {
             at += kBegin.size();
             const std::string_view rest = std::string_view(own).substr(at);
             const size_t skip = rest.starts_with("\\n") ? 2 : rest.starts_with("\n") ? 1 : 0;
             const size_t end = rest.find(kEnd);
             if (skip == 0 || end == rest.npos) continue;
             const std::string text(rest.substr(skip, end - skip));
-            if (text.find_first_of("'\"{}\\") == text.npos && !text.empty())
-                return "{%- set usual_system = '" + text + "' %}\n";
+            if (text.find_first_of("'\"{}\\") == text.npos && !text.empty()) return ours + text + "' %}\n";
         }
         return "";
     }

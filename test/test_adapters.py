@@ -21,7 +21,7 @@ LORA = {
     "llama": ("all-linear", {"rank_pattern": {"v_proj": 5}, "alpha_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 9}}),
     "llama-tied": (["q_proj", "v_proj", "up_proj"], {"use_rslora": True}),
     "mistral": (["k_proj", "down_proj"], {"rank_pattern": {"layers.0.self_attn.k_proj": 1}}),
-    "qwen2": ("all-linear", {}),
+    "qwen2": ("all-linear", {"rank_pattern": {"k_proj": 30}}),  # more than its outputs
     "qwen3": (["o_proj", "gate_proj"], {}),
     "bloom": ("all-linear", {"use_rslora": True}),
 }

@@ -527,6 +527,20 @@ def test_a_resumed_run_writes_the_date_of_the_first(train_fp32, work):
     assert (work / "out" / "step-00000004").is_dir()
 
 
+def test_the_usual_system_message_stays(train_fp32, work):
+    """That of the model's own template, which --chat-format chatml keeps, and which is then in the save."""
+    settings = work / "model" / "tokenizer_config.json"
+    usual = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+    config = json.loads(settings.read_text())
+    settings.write_text(json.dumps(config | {"chat_template": usual + config["chat_template"]}))
+    run = ("--data", "data.jsonl", "--chat-format", "chatml")
+    shown = train_fp32(*RUN, *run, "--show-example", 3, cwd=work).stdout
+    assert b"Be kind." in shown
+    train_fp32(*RUN, *run, "--out", "out", cwd=work)
+    train_fp32("--resume", "out", "--steps", 4, cwd=work)
+    assert train_fp32("--model", "out", *RUN[2:], *run, "--show-example", 3, cwd=work).stdout == shown
+
+
 def test_the_format_is_saved(train_fp32, work):
     """A format of our own is saved as a template, with which transformers writes the same."""
     config = json.loads((work / "model" / "tokenizer_config.json").read_text())

@@ -579,12 +579,12 @@ void Trainer::validate_and_log() {
     report_validation(step_, *loss, is_time(o_.eval_every), o_, batches_, metrics_, model_);
     loss_by_position_.end(step_, *loss, stream_);
     validated_step_ = step_;
-    saves_.validated(step_);
+    saves_.note_validation(step_);
 }
 
 // The validation and the sample that are due before the next step.
 void Trainer::validate_and_sample_if_due() {
-    if (batches_.validation() && is_time(o_.eval_every)) validate_and_log();
+    if (batches_.validation() && is_time(o_.eval_every) && validated_step_ != step_) validate_and_log();
     if (is_time(o_.sample_every) && may_sample()) sample();
     evaluated_ = !interrupted;  // of this rank; all agree at the next stopping()
 }
@@ -822,6 +822,7 @@ void Trainer::load() {
         saves_.resume();
         step_ = first_step_ = in_.progress->step;
         evaluated_ = in_.progress->evaluated;
+        if (!evaluated_ && in_.progress->validated) validated_step_ = step_;
     } else if (model_.adapter) {
         model_.begin_adapter(arena_, plans_.first_prompt, stream_,
                              [this] { return gpt_.ends().token_rows(in_.first_prompt); });

@@ -50,7 +50,8 @@ CUDA_LIB := $(patsubst %/libcublasLt.so,%,$(firstword $(wildcard $(CUDA_HOME)/li
 OLDEST_NVCC := 12.0
 nvcc_release = $(shell $(NVCC) --version 2>/dev/null | sed -n 's/^.*release \([0-9.]*\),.*/\1/p')
 nvcc_archs = $(patsubst compute_%,%,$(shell $(NVCC) --list-gpu-arch 2>/dev/null))
-gpu_capabilities = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null)
+# Without a driver nvidia-smi writes a sentence instead, which may have quotes.
+gpu_capabilities = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -xE '[0-9]+[.][0-9]+|\[N/A\]')
 number_of = $(subst f,,$(subst a,,$(1)))
 # $(call able,ARCHITECTURES): those of them that the kernels support.
 able = $(strip $(foreach a,$(1),$(shell [ "$(call number_of,$(a))" -ge 80 ] 2>/dev/null && echo "$(a)")))

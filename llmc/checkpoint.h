@@ -417,6 +417,7 @@ void write_save(const std::string& folder, const State<T>& state, const Progress
             {{"step", progress.step},
              {"sequences", progress.sequences},
              {"evaluated", progress.evaluated},
+             {"validated", progress.validated},
              {"others", progress.others},
              {"first_loss", progress.first_loss ? nlohmann::json(*progress.first_loss) : nlohmann::json()},
              {"best", best_to_json(progress.best)},

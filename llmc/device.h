@@ -99,8 +99,13 @@ void copy_rows_on_device(T* to, int64_t to_row, const T* from, int64_t from_row,
                          int64_t rows, [[maybe_unused]] Stream stream) {
     if (simt::launches_off) return;
 #if defined(SIMT_GPU)
+    constexpr int64_t kLongestPitch = INT32_MAX;  // in bytes: cudaDevAttrMaxPitch
     if (to_row == columns && from_row == columns)
         CUDA_CHECK(cudaMemcpyAsync(to, from, rows * columns * sizeof(T), cudaMemcpyDeviceToDevice, stream));
+    else if (std::max(to_row, from_row) > kLongestPitch / static_cast<int64_t>(sizeof(T)))
+        for (int64_t i = 0; i < rows; i++)
+            CUDA_CHECK(cudaMemcpyAsync(to + i * to_row, from + i * from_row, columns * sizeof(T),
+                                       cudaMemcpyDeviceToDevice, stream));
     else
         CUDA_CHECK(cudaMemcpy2DAsync(to, to_row * sizeof(T), from, from_row * sizeof(T), columns * sizeof(T),
                                      rows, cudaMemcpyDeviceToDevice, stream));

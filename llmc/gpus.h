@@ -181,11 +181,13 @@ constexpr KnownGpu kKnownGpus[] = {
 
 // The known GPU that a driver's name refers to; null if there is none. The known name must occur in it as
 // whole words: an "RTX A1000" is no A100. A suffix makes an RTX another GPU ("Ti", "D", "Laptop GPU"); for
-// others it says how the GPU is built in.
+// others it says how the GPU is built in, or which part of it this is ("MIG 1g.5gb"), which is none of the
+// table's.
 inline const KnownGpu* gpu_named(const std::string& name) {
     const auto in_word = [&](size_t i) {
         return i < name.size() && isalnum(static_cast<unsigned char>(name[i]));
     };
+    if (name.find(" MIG ") != std::string::npos) return nullptr;
     for (const KnownGpu& gpu : kKnownGpus) {
         if (gpu.for_plans_only) continue;
         const std::string known = gpu.name;

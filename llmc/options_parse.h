@@ -111,6 +111,10 @@ inline void set_saved(CLI::App& app, Options& o, const SavedOptions& before, boo
         const CLI::Option* const option = app.get_option_no_throw(name);
         if (!option) fail("--resume %s: its option %s is unknown", o.resume.c_str(), printable(name).c_str());
         if (!holds_in_a_resume(name, values, o)) continue;
+        // --memory may have divided the sequences of a step in another way than the command: it does so anew.
+        const bool divides = name == "--batch" || name == "--grad-accum";
+        if (automatic && divides && o.has("--memory") && (o.has("--batch") || o.has("--grad-accum")))
+            continue;
         if (o.has(name) && !(automatic && was_chosen_before(name, o))) continue;
         taken.push_back(name);
     }
@@ -172,7 +176,8 @@ inline void complete_devices(Options& o) {
     } else if (o.plan) {  // of the first rank
         o.rank = {0, o.devices, std::max(1, o.devices / o.machines)};
     }
-    if (o.devices == 1 || o.has("--grad-accum")) return;
+    // A save without --grad-accum is of one device and one micro-batch a step, which cannot be shared.
+    if (o.devices == 1 || o.has("--grad-accum") || !o.resume.empty()) return;
     o.grad_accum = o.devices;
     o.given["--grad-accum"] = {std::to_string(o.grad_accum)};  // so that a resume on other devices keeps it
 }

@@ -12,8 +12,10 @@
 #include <poll.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/socket.h>
 #include <sys/statvfs.h>
 #include <sys/types.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -22,9 +24,11 @@
 #include <atomic>
 #include <cerrno>
 #include <csignal>
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <fstream>
 #include <iterator>
 #include <memory>
@@ -137,17 +141,78 @@ inline void tell_starter_where(const std::string& where) {
 // The signal by which a rank tells the starter its exit code. It is kStopRanks too, which goes the other way.
 constexpr int kRankEnds = SIGUSR2;
 
+// The starter gives its stdout and stderr to ranks that connect to this socket, which has an abstract name.
+// Their files could not be opened again if they are sockets, or of another user.
+constexpr const char* kStreamsVariable = "LLMC_STREAMS";
+inline sockaddr_un streams_address(const std::string& name, socklen_t& length) {
+    sockaddr_un address = {};
+    address.sun_family = AF_UNIX;
+    name.copy(address.sun_path + 1, sizeof address.sun_path - 1);
+    length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+    return address;
+}
+// A message with two descriptors.
+struct StreamsMessage {
+    char byte = 0;
+    alignas(cmsghdr) char control[CMSG_SPACE(2 * sizeof(int))] = {};
+    iovec data = {&byte, 1};
+    msghdr header = {};
+    StreamsMessage() {
+        header.msg_iov = &data, header.msg_iovlen = 1;
+        header.msg_control = control, header.msg_controllen = sizeof control;
+    }
+};
+inline int listen_for_streams() {
+    const int listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    socklen_t length = 0;
+    timespec now = {};  // containers may have processes of the same number on one network
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    const std::string name = format("llmc-%d-%ld", getpid(), now.tv_nsec);
+    setenv(kStreamsVariable, name.c_str(), 1);
+    const sockaddr_un address = streams_address(name, length);
+    if (listener < 0 || bind(listener, reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
+        listen(listener, 4096) != 0)
+        fail("--devices: no socket for the ranks: %s", strerror(errno));
+    return listener;
+}
+// In the starter: answers a rank that has connected.
+inline void give_streams(int listener) {
+    const int rank = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
+    if (rank < 0) return;
+    ucred peer = {};
+    socklen_t size = sizeof peer;
+    if (getsockopt(rank, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && peer.uid == geteuid()) {
+        StreamsMessage message;
+        cmsghdr* const control = CMSG_FIRSTHDR(&message.header);
+        control->cmsg_level = SOL_SOCKET, control->cmsg_type = SCM_RIGHTS;
+        control->cmsg_len = CMSG_LEN(2 * sizeof(int));
+        const int streams[2] = {STDOUT_FILENO, STDERR_FILENO};
+        memcpy(CMSG_DATA(control), streams, sizeof streams);
+        sendmsg(rank, &message.header, MSG_NOSIGNAL);
+    }
+    close(rank);
+}
+// In a rank: takes them. If that fails, they stay connected to MPI's launcher.
+inline void take_streams(const char* name) {
+    socklen_t length = 0;
+    const sockaddr_un address = streams_address(name, length);
+    const int from = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    StreamsMessage message;
+    if (from >= 0 && connect(from, reinterpret_cast<const sockaddr*>(&address), length) == 0 &&
+        recvmsg(from, &message.header, MSG_CMSG_CLOEXEC) == 1)
+        if (const cmsghdr* const control = CMSG_FIRSTHDR(&message.header);
+            control && control->cmsg_type == SCM_RIGHTS) {
+            int streams[2];
+            memcpy(streams, CMSG_DATA(control), sizeof streams);
+            for (int i = 0; i < 2; i++) dup2(streams[i], STDOUT_FILENO + i), close(streams[i]);
+        }
+    close(from);
+}
+
 // In a rank: connects stdout and stderr to those of the starter, if there is one. Only the first rank prints;
 // of the others only errors are shown, which go to the stream that this returns.
 inline FILE* open_rank_streams(const Rank& rank) {
-    if (const char* const starter = getenv(kStarterVariable))
-        for (const int fd : {STDOUT_FILENO, STDERR_FILENO}) {
-            const std::string path = format("/proc/%s/fd/%d", starter, fd);
-            const int opened = open(path.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC);
-            if (opened < 0) continue;  // it stays connected to MPI's launcher, which passes it on
-            dup2(opened, fd);
-            close(opened);
-        }
+    if (const char* const name = getenv(kStreamsVariable)) take_streams(name);
     if (rank.is_first()) return stderr;
     FILE* const errors = fdopen(dup(STDERR_FILENO), "w");
     const int nowhere = open("/dev/null", O_WRONLY | O_CLOEXEC);
@@ -348,12 +413,14 @@ struct MpirunEnd {
 // Waits until MPI's launcher has ended. When a rank is lost or all have ended it must end too, within 15
 // seconds. OpenMPI 4.1's sometimes waits for ever for a lock of its own if a rank is killed while it starts,
 // so the starter ends it then, and the ranks that are left.
-inline MpirunEnd wait_for_mpirun(int output) {
+inline MpirunEnd wait_for_mpirun(int output, int listener) {
     MpirunEnd end;
     char buffer[4096];
     for (int seconds_over = 0; !end.was_stuck;) {
-        pollfd readable{output, POLLIN, 0};
-        if (const int ready = poll(&readable, 1, 1000); ready > 0) {
+        pollfd readable[] = {{output, POLLIN, 0}, {listener, POLLIN, 0}};
+        if (const int ready = poll(readable, 2, 1000); ready > 0) {
+            if (readable[1].revents) give_streams(listener);
+            if (!readable[0].revents) continue;
             const ssize_t n = read(output, buffer, sizeof buffer);
             if (n == 0) break;
             if (n > 0 && end.said.size() < 65536) end.said.append(buffer, static_cast<size_t>(n));
@@ -419,16 +486,15 @@ inline int launch_ranks(int count, char** argv) {
     make_run_page();
     int output[2];
     if (pipe2(output, O_CLOEXEC) != 0) fail("--devices: no pipe: %s", strerror(errno));
+    const int listener = listen_for_streams();
     handle_starter_signals();
     const pid_t child = fork();
     if (child < 0) fail("--devices: no process: %s", strerror(errno));
     if (child == 0) become_mpirun(command, output[1], argv);
     close(output[1]);
     mpirun_pid = child;
-    const MpirunEnd end = wait_for_mpirun(output[0]);
+    const MpirunEnd end = wait_for_mpirun(output[0], listener);
     remove_shared_files();
-    // The ranks wrote to the same files, so this process must go on at their end.
-    for (const int fd : {STDOUT_FILENO, STDERR_FILENO}) lseek(fd, 0, SEEK_END);
     return exit_code_of_ranks(end, count, command.names.back());
 }
 

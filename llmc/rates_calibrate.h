@@ -340,7 +340,8 @@ class Calibration {
                                      .q_row = row,
                                      .kv_row = row,
                                      .q_batch = length * row,
-                                     .kv_batch = length * row};
+                                     .kv_batch = length * row,
+                                     .hopper = true};
         };
         b.time([&](int64_t) { attention_forward(kept(shape).data(), lse.data(), of(qkv), stream_); });
         b.time([&](int64_t) {

@@ -188,6 +188,8 @@ class RunInputs {
     AdapterConfig adapter;                     // the adapter that is trained or used, if any
     GgufKeys exported_tokenizer;               // for --export
     std::map<std::string, std::string> facts;  // by option: data_facts() of its data, for saves
+    // True if a resumed run's validations read other data than those before, although the name is the same.
+    bool validates_on_other_data = false;
 
   private:
     std::unique_ptr<Dataset> open_training_data();

@@ -275,7 +275,12 @@ inline void RunInputs::check_data() const {
 inline void RunInputs::check_resumed_data() {
     const auto check = [&](const char* option, const Dataset& d, bool chosen) {
         const std::string& now = facts[option] = data_facts(d);
-        if (progress) check_same_data(option, d.stream_name(0), now, *progress, o_.resume, chosen);
+        if (!progress) return;
+        const auto then = progress->data.find(option);
+        const bool is_validated = &d == val_data.get() || o_.val_data.empty();
+        if (is_validated && then != progress->data.end() && then->second != now)
+            validates_on_other_data = true;
+        check_same_data(option, d.stream_name(0), now, *progress, o_.resume, chosen);
     };
     const bool chosen = !o_.saved.contains("--data");
     const bool val_chosen = o_.has("--val-data") && !o_.saved.contains("--val-data");

@@ -79,9 +79,9 @@ class RunSaves {
         };
     }
     // Saves the state after `step` steps, which have read `sequences` sequences. `evaluated`: the validation
-    // and the sample that are due at this step are done. All ranks must call it: the first one writes, and
-    // the others send it their slices.
-    void save(int64_t step, int64_t sequences, bool evaluated) {
+    // and the sample that are due at this step are done; `validated`: the validation is. All ranks must call
+    // it: the first one writes, and the others send it their slices.
+    void save(int64_t step, int64_t sequences, bool evaluated, bool validated) {
         metrics_.finish();
         const ReadBuffer read = reader();
         if (!o_.rank.is_first()) {
@@ -101,6 +101,7 @@ class RunSaves {
         Progress progress{.step = step,
                           .sequences = sequences,
                           .evaluated = evaluated,
+                          .validated = validated,
                           .others = folder_.others,
                           .first_loss = metrics_.first_loss,
                           .last_good = folder_.good,
@@ -112,7 +113,7 @@ class RunSaves {
                         read);
         if (good) metrics_.last_save = o_.out + "/" + step_name(step);
         metrics_.judge_save = nullptr;
-        if (folder_.fallback)
+        if (good && goes_on)
             metrics_.judge_save = [this](const std::string& why_bad) {
                 why_bad.empty() ? remove_fallback() : doubt_save(why_bad);
             };
@@ -128,9 +129,10 @@ class RunSaves {
     }
 
     // The state after `step` steps was validated. If it was saved before that, its save may be the best one.
-    void validated(int64_t step) {
+    void note_validation(int64_t step) {
         if (!wanted() || !o_.rank.is_first() || (step != saved_step_ && step != resumed_step_)) return;
         rewrite_progress(o_.out + "/" + step_name(step), "best", best_to_json(metrics_.best));
+        rewrite_progress(o_.out + "/" + step_name(step), "validated", true);
         if (!is_best(step)) return;
         folder_.best = step;
         replace_link(step_name(step), o_.out + "/best");
@@ -150,7 +152,7 @@ class RunSaves {
         load_training_state(model_.trained(), in_.resumed, in_.adapter);
         const Progress& progress = *in_.progress;
         metrics_.first_loss = progress.first_loss;
-        if (!o_.validates_otherwise()) metrics_.best = progress.best;
+        if (!o_.validates_otherwise() && !in_.validates_on_other_data) metrics_.best = progress.best;
         const bool good = !progress.first_loss || progress.last_good == progress.step;
         const std::string last_good =
             progress.last_good ? folder_above(in_.resumed) + "/" + step_name(*progress.last_good) : "none";
@@ -177,10 +179,17 @@ class RunSaves {
             unlink(link.c_str());
     }
     // The first step after the last save was bad: that save is not good, and the folder shows the good one
-    // before it again.
+    // before it again, if there is one.
     void doubt_save(const std::string& why_bad) {
         const std::string save = o_.out + "/" + step_name(saved_step_);
         folder_.good = std::exchange(folder_.fallback, std::nullopt);
+        if (!folder_.good) {
+            rewrite_progress(save, "last_good", nullptr);
+            metrics_.last_save = "none";
+            fprintf(stderr, "%s is not good, as the step after it has %s; the last good save: none\n",
+                    save.c_str(), why_bad.c_str());
+            return;
+        }
         publish(o_.out, folder_.shown(saved_step_));
         rewrite_progress(save, "last_good", nlohmann::json(*folder_.good));
         metrics_.last_save = o_.out + "/" + step_name(*folder_.good);

@@ -24,6 +24,7 @@ struct Progress {
     int64_t sequences = 0;       // sequences of the training data read
     std::string precision = {};  // "fp32" or "bf16", of the build that saved; write_save() sets it
     bool evaluated = true;       // the validation and the sample due at this step are done
+    bool validated = false;      // the validation is done, whose sample was interrupted
     nlohmann::json options = nlohmann::json::object();  // the run's options; a resumed run takes them over
     std::string formats = {};       // StateOptions::text() of the saved state; write_save() sets it
     std::set<int64_t> others = {};  // steps of another run's saves in the same folder
@@ -140,6 +141,7 @@ inline Progress read_progress(const std::string& folder) {
                   .options = convert_options(get("options", is_object, "an object"), unescape_bytes),
                   .formats = StateOptions().text()};
     if (json.contains("evaluated")) p.evaluated = get("evaluated", is_truth, "true or false").get<bool>();
+    if (json.contains("validated")) p.validated = get("validated", is_truth, "true or false").get<bool>();
     if (json.contains("formats")) p.formats = get("formats", is_text, "a text").get<std::string>();
     if (json.contains("others")) p.others = get("others", are_counts, "counts").get<std::set<int64_t>>();
     if (json.contains("directory")) p.directory = unescape_bytes(get("directory", is_name, "a text"));

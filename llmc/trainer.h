@@ -69,7 +69,7 @@ class Trainer {
     void sample();
     void save() {
         updates_.wait_for_all_weights();
-        saves_.save(step_, batches_.sequences_after(step_), evaluated_);
+        saves_.save(step_, batches_.sequences_after(step_), evaluated_, validated_step_ == step_);
     }
     void save_if_asked();
     void finish();
@@ -141,6 +141,6 @@ class Trainer {
     size_t used_before_ = 0;       // device memory in use before this run
     int64_t step_ = 0;             // the number of the next step, from 0
     int64_t first_step_ = 0;       // that of this run's first one: not 0 after a resume
-    int64_t validated_step_ = -1;  // the last one of this run that was validated
+    int64_t validated_step_ = -1;  // the last one that was validated
     bool evaluated_ = false;       // the validation and sample due at this step are done
 };

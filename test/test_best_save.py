@@ -69,13 +69,30 @@ def test_a_save_that_is_validated_later_may_be_the_best(train_fp32, work, tmp_pa
     options = ("--keep-best", "--keep", 1, "--save-every", 2, "--log", log, "--out", out)
     run(train_fp32, work, *options, "--steps", 2)
     state = progress(out / "latest")
-    (out / "latest" / "trainer_state.json").write_text(json.dumps(state | {"evaluated": False, "best": None}))
+    (out / "latest" / "trainer_state.json").write_text(json.dumps(state | {"evaluated": False, "validated": False, "best": None}))
     (out / "best").unlink()
     train_fp32("--resume", out, "--steps", 8, "--lr", 0.3)
     losses = validations(log)
     assert min(losses, key=losses.get) == 2, losses
     assert os.readlink(out / "best") == "step-00000002" and progress(out / "best")["best"]["step"] == 2
     assert sorted(path.name for path in out.glob("step-*")) == ["step-00000002", "step-00000008"]
+
+
+def test_a_validation_counts_once(train_fp32, work, tmp_path):
+    """Although the sample after it was interrupted, and made again by the resumed run. Other data of the same name are compared anew."""
+    out, log, data = tmp_path / "out", tmp_path / "log", tmp_path / "val"
+    write_text(data, 2000)
+    options = ("--val-data", data, "--eval-batches", 1, "--early-stopping", 9, "--save-every", 2, "--lr", 0.3, "--log", log, "--out", out)
+    run(train_fp32, work, *options, "--steps", 6)
+    state = progress(out / "latest")
+    assert state["best"]["worse_since"] > 0 and state["validated"]
+    (out / "latest" / "trainer_state.json").write_text(json.dumps(state | {"evaluated": False}))
+    train_fp32("--resume", out, "--steps", 7)
+    assert [line["step"] for line in read_log(log) if "val_loss" in line] == [2, 4, 6, 7]
+    assert progress(out / "latest")["best"]["worse_since"] <= state["best"]["worse_since"] + 1
+    write_text(data, 1500)
+    train_fp32("--resume", out, "--val-data", data, "--steps", 8)
+    assert progress(out / "latest")["best"]["step"] == 8
 
 
 def test_going_on_from_an_earlier_save(train_fp32, work, tmp_path):

@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import shlex
+import socket
 import subprocess
 
 import compare_devices
@@ -235,6 +236,20 @@ def test_it_is_one_program_to_a_shell(train_fp32, work, tmp_path):
     assert (folder / "cut" / "latest").exists()  # a reader that is gone stops the run, which saves
 
 
+def test_its_output_may_be_sockets(train_fp32, work, tmp_path):
+    """As those of a service are. Files of /proc cannot open these again."""
+    folder = in_folder(work, tmp_path / "run")
+    for options, code, printed in ((BASE, 0, (b"step     4/4", b"")), ((*BASE, "--log", "nowhere/log"), 2, (b"", b"train: --log nowhere/log"))):
+        pairs = [socket.socketpair() for _ in printed]
+        line = list(map(str, train_fp32.command(*options, "--devices", 2)))
+        run = subprocess.run(line, stdout=pairs[0][1], stderr=pairs[1][1], cwd=folder, env=train_fp32.environment, timeout=60)
+        for (ours, theirs), expected in zip(pairs, printed, strict=True):
+            theirs.close()
+            assert expected in b"".join(iter(lambda ours=ours: ours.recv(1 << 16), b""))
+            ours.close()
+        assert run.returncode == code
+
+
 def plan(train, work, *options):
     return json.loads(train(*BASE, *options, "--plan", "json", cwd=work).stdout)
 
@@ -377,13 +392,16 @@ def test_ranks_of_two_precisions(train_fp32, work, tmp_path):
     (("--zero", "3", "--devices", 2, "--train", "lora", "--base", "nf4", "--save-base", "base"), "--save-base base"),
     (("--advanced", "patience=5"), "add --devices N"),
     (("--devices", 2, "--steps", 0), "--steps is 0"),
+    (("--resume", "saved", "--devices", 2), "give 2"),
     (("--devices", 0), "0 is not"),
     (("--devices", 2, "--data", "none.bin"), "none.bin"),
     (("--devices", 2, "--model", "none"), "none"),
 ], ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "")
 def test_mistakes_are_one_line(train, work, tmp_path, options, said):
     folder = in_folder(work, tmp_path / "run")
-    error = train(*BASE, *options, cwd=folder, code=2).stderr.decode()
+    if "--resume" in options:
+        train(*BASE, "--steps", 2, "--out", "saved", cwd=folder)
+    error = train(*(BASE if "--resume" not in options else ()), *options, cwd=folder, code=2).stderr.decode()
     assert said in error and error.count("\n") == 1, error
 
 

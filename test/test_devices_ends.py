@@ -168,7 +168,7 @@ def test_a_slow_rank_is_named(train_fp32, folder, slow):
         process.send_signal(signal.SIGINT)
         ends(process, 130)
     named = re.findall(r"\| waited +\S+% \| rank (\d) is slow \|", "".join(lines))
-    assert named.count(str(slow)) > 10, lines
+    assert named.count(str(slow)) >= 4 and 2 * named.count(str(slow)) > len(named), lines
 
 
 def test_a_slow_rank_is_waited_for(train_fp32, folder):

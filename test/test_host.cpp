@@ -88,6 +88,7 @@ TEST(DeviceRates, GpusAreKnownByWholeNames) {
     EXPECT_EQ(known("NVIDIA H100 80GB HBM3"), "H100");
     EXPECT_EQ(known("NVIDIA H100 PCIe"), "H100 PCIe");
     EXPECT_EQ(known("NVIDIA H200 NVL"), "H200 NVL");
+    EXPECT_EQ(known("NVIDIA A100-SXM4-40GB MIG 1g.5gb"), "");
     EXPECT_EQ(known("NVIDIA GH200 480GB"), "GH200 480GB");
     EXPECT_EQ(known("NVIDIA GB200"), "GB200");
     EXPECT_EQ(known("NVIDIA GB10"), "GB10");

@@ -537,6 +537,17 @@ def test_batch_auto(train):
     assert train.plan(*options, "--batch", "auto")["batch"] > plan["batch"]
 
 
+def test_resume_auto_keeps_the_sequences_of_a_step(train, folder, tmp_path):
+    """The same command, as a requeued job gives it, however --memory divided them."""
+    step = ("--model", folder / "model", "--data", folder / "text", "--seq-len", 60, "--sample", "tokens=0")
+    budget = total(train.plan(*step, "--batch", 8, "--recompute", "block"))
+    run = (*step, "--batch", 32, "--out", tmp_path / "out", "--memory", f"{budget}B", "--resume", "auto")
+    for steps in (1, 2, 3):
+        train(*run, "--steps", steps)
+        saved = json.loads((tmp_path / "out" / "latest" / "trainer_state.json").read_text())["options"]
+        assert int(saved["--batch"][0]) * int(saved.get("--grad-accum", ["1"])[0]) == 32
+
+
 def test_batch_auto_leaves_steps(train, folder):
     """An epoch has ten of them, however many micro-batches a step has."""
     for accumulated in (1, 2, 5):

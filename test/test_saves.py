@@ -151,7 +151,7 @@ def test_what_is_due_at_an_interrupted_step_is_made_once(train, work):
     options = ("--eval-every", 2, "--eval-batches", 1, "--log", "log")
     with running(train, *RUN, *options, "--steps", 2, "--out", "out", cwd=work) as process:
         process.wait()
-    change_state(work / "out", lambda saved: saved.update(evaluated=False))
+    change_state(work / "out", lambda saved: saved.update(evaluated=False, validated=False))
     (work / "log").unlink()
     with running(train, "--resume", "out", "--steps", 4, "--grad-accum", 10**8, cwd=work) as process:
         wait_for_line(process, rb"validation loss")

@@ -583,6 +583,7 @@ cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_
                               size_t rows, cudaMemcpyKind, cudaStream_t s) {
     return call([&] {
         if (bytes > to_pitch || bytes > from_pitch) return cudaErrorInvalidValue;
+        if (std::max(to_pitch, from_pitch) > INT32_MAX) return cudaErrorInvalidPitchValue;
         copy(to, to_pitch, from, from_pitch, bytes, rows, stream_of(s), "cudaMemcpy2DAsync");
         return cudaSuccess;
     });

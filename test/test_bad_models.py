@@ -168,12 +168,13 @@ def test_weights_that_are_no_numbers(train, work):
 
 
 def test_a_loss_that_is_no_number(train, work):
-    """The run stops at once; the save from before is named and complete."""
+    """The run stops at once. The first update has ruined the weights, so even the first save is not good; it is complete."""
     options = {"--lr": 1000, "--weight-decay": 1000, "--schedule": "constant", "--warmup": 0, "--save-every": 1,
                "--keep": 0, "--steps": 100, "--clip": 0}
     *dead, error = train(*command(options), cwd=work, code=2).stderr.decode().splitlines()
-    assert all("far above" in line for line in dead), dead
-    assert error.startswith("train: step ") and error.endswith("; the last good save: out/step-00000001"), error
+    assert dead[0].startswith("out/step-00000001 is not good, as the step after it has ") and dead[0].endswith("; the last good save: none"), dead
+    assert all("far above" in line for line in dead[1:]), dead
+    assert error.startswith("train: step ") and error.endswith("; the last good save: none"), error
     assert (work / "out" / "step-00000001" / "model.safetensors").exists()
     step = int(error.split()[2].rstrip(":")) - 1
     assert [line["step"] for line in read_log(work / "log")] == list(range(step))

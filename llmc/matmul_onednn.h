@@ -85,7 +85,7 @@ class PiecesOfProduct {
     explicit PiecesOfProduct(const OnednnProduct& p)
         : whole_(p),
           piece_(piece_of(p)),
-          beside_(sizeof(Out) < sizeof(float) && piece_.summands < p.k),
+          beside_(sizeof(Out) < sizeof(float) ? piece_.summands < p.k : p.accumulate),
           down_(static_cast<size_t>(ceil_div(p.m, piece_.rows))) {}
 
     size_t count() const { return down_ * static_cast<size_t>(ceil_div(whole_.n, piece_.columns)); }
@@ -104,7 +104,9 @@ class PiecesOfProduct {
     }
 
     // Computes piece number i of c. If it is computed some summands at a time, these are added up in fp32, in
-    // scratch if c is narrower, and rounded once.
+    // scratch if c is narrower, and rounded once. If a product is added to fp32 numbers, its sums are made in
+    // scratch too, and added once: so gradients of several micro-batches are the same bits whether one device
+    // adds them in turn or several devices each compute one.
     void multiply(size_t i, Out* c, const T* a, const T* b, const T* bias, unsigned char* scratch) const {
         const OnednnProduct p = product(i);
         const int64_t row = row_of(i), column = column_of(i);

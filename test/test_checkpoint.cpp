@@ -88,7 +88,9 @@ std::vector<float*> fp32_buffers(const State<float>& state) {
     return {state.weights(), state.data<float>(StatePart::M), state.data<float>(StatePart::V)};
 }
 
-Progress at_step(int64_t step) { return {step, 8 * step, "", true, {{"lr", 0.1}, {"step", step}}}; }
+Progress at_step(int64_t step) {
+    return {.step = step, .sequences = 8 * step, .options = {{"lr", 0.1}, {"step", step}}};
+}
 
 // The step of the save that `folder` shows, after checking that all of its files belong to that step: in the
 // kill test the weights, m and v are all equal to it.

@@ -157,6 +157,19 @@ def test_ranks_with_unequal_chunks_of_state(train_fp32, work, tmp_path):
                "state=disk", "--devices", 2, cwd=tmp_path)
 
 
+@pytest.mark.parametrize("options", [(), ("--train", "lora", "--lora-rank", 1)], ids=str)
+def test_micro_batches_of_many_rows(train_fp32, work, tmp_path, options):
+    """Products with many summands are added to a gradient once, and not in parts."""
+    folder = in_folder(work, tmp_path / "run")
+    step = ("--model", "model", "--data", "data.bin", "--batch", 20, "--seq-len", 50, "--steps", 2, "--warmup", 1, "--lr", "1e-2", "--sample",
+            "tokens=0", "--chunk-rows", "head=all", *options)
+    for run, ranks in (("one", ("--grad-accum", 3, "--threads", 1)), ("all", ("--devices", 3))):
+        train_fp32(*step, *ranks, "--log", f"{run}.log", "--out", run, cwd=folder)
+    assert figures(folder / "one.log") == figures(folder / "all.log")
+    name = "adapter_model.safetensors" if options else "model.safetensors"
+    assert (folder / "one/latest" / name).read_bytes() == (folder / "all/latest" / name).read_bytes()
+
+
 @pytest.mark.quick
 def test_two_ranks_and_one(train_fp32, work, one_device, tmp_path):
     folder = in_folder(work, tmp_path / "run")

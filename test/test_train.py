@@ -418,10 +418,12 @@ def test_kill_leaves_a_usable_save(train, work):
 def test_what_is_not_finite_is_not_saved(train, work):
     """The run ends at the step where it becomes visible; the saves before are finite, and the folder shows the last good
     one, which is named."""
-    error = train(*DATA, "--steps", 50, "--optimizer", "sgd", "--lr", 1000, "--warmup", 0, "--clip", 0,
-                  "--save-every", 1, "--keep", 0, "--out", "out", "--log", "log", cwd=work, code=2).stderr.decode()
+    train(*DATA, "--steps", 3, "--optimizer", "sgd", "--lr", 1e-3, "--warmup", 0, "--clip", 0, "--save-every", 1, "--keep", 0, "--out", "out",
+          "--log", "log", cwd=work)
+    error = train("--resume", "out", "--steps", 50, "--lr", 1000, cwd=work, code=2).stderr.decode()
     step, good = re.search(r"^train: step (\d+): the loss is .*; the last good save: out/(step-\d{8})$", error, re.M).groups()
     step = int(step) - 1
+    assert good == "step-00000003"
     assert list(by_key(read_log(work / "log"), "loss")) == list(range(step))
     saves = sorted((work / "out").glob("step-*"))
     assert saves[-1].name == f"step-{step:08}" and os.readlink(work / "out" / "latest") == good

@@ -7,7 +7,6 @@ import pathlib
 import random
 import re
 import signal
-import threading
 import time
 
 import pytest
@@ -146,29 +145,6 @@ def test_a_rank_that_does_not_answer(train_fp32, folder, stopped, who):
     assert re.fullmatch(rf"train: {who}no sign of life from rank {stopped} \(host \S+\) for 3 s \(--advanced patience\), in step \d+; "
                         r"the last save: out/step-\d+\n", error), error
     train_fp32("--resume", "auto", *LONG, "--steps", 40, cwd=folder)
-
-
-@pytest.mark.parametrize("slow", [0, 2])
-def test_a_slow_rank_is_named(train_fp32, folder, slow):
-    """One that has a core for a fifth of the time."""
-    with ranks_running(train_fp32, "--save-every", 0, "--batch", 32, "--seq-len", 64, cwd=folder) as process:
-        wait_for_line(process, r"^step +4/")
-        rank, ended = process.find_ranks()[slow], threading.Event()
-
-        def slow_down():
-            while not ended.is_set():
-                for sign, seconds in ((signal.SIGSTOP, 0.016), (signal.SIGCONT, 0.004)):
-                    os.kill(rank, sign)
-                    time.sleep(seconds)
-        thread = threading.Thread(target=slow_down)
-        thread.start()
-        lines = [wait_for_line(process, r"^step ") for _ in range(20)]
-        ended.set()
-        thread.join()
-        process.send_signal(signal.SIGINT)
-        ends(process, 130)
-    named = re.findall(r"\| waited +\S+% \| rank (\d) is slow \|", "".join(lines))
-    assert named.count(str(slow)) >= 4 and 2 * named.count(str(slow)) > len(named), lines
 
 
 def test_a_slow_rank_is_waited_for(train_fp32, folder):

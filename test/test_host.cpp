@@ -221,6 +221,16 @@ TEST(Ranks, AreKnownByWhatStartedThem) {
     EXPECT_EQ(in({{"PMI_RANK", "-1"}, {"PMI_SIZE", "4"}}), alone);
 }
 
+// Half of the ranks wait a fifth of the step or more, and this one a quarter of that or less.
+TEST(Ranks, OneThatOthersWaitForIsNamed) {
+    EXPECT_EQ(slow_rank({0.5, 0.05, 0.6, 0.4}), 1);
+    EXPECT_EQ(slow_rank({0.02, 0.45}), 0);
+    EXPECT_EQ(slow_rank({0.2, 0.2, 0.05}), 2);
+    EXPECT_EQ(slow_rank({0.3, 0.28, 0.31, 0.3}), std::nullopt);  // all wait for the network
+    EXPECT_EQ(slow_rank({0.19, 0.19, 0.0}), std::nullopt);       // nobody waits long
+    EXPECT_EQ(slow_rank({0.0, 0.0, 0.0, 0.9}), std::nullopt);    // three compute, and one waits
+}
+
 TEST(Error, ExitCodes) {
     const auto ends_with = [](auto&& action) {
         testing::internal::CaptureStderr();

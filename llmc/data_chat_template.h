@@ -30,8 +30,8 @@ struct ChatTemplates {
     std::string place;                           // the file that they come from
     jinja::Variables special_tokens;             // bos_token and so on, which templates read
 
-    // True if a template may write the date.
-    bool read_the_date() const {
+    // True if a template may write today's date.
+    bool may_write_date() const {
         return std::any_of(sources.begin(), sources.end(), [](const auto& source) {
             return source.second.find("strftime_now") != std::string::npos;
         });

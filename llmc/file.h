@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <filesystem>
+#include <optional>
 #include <set>
 #include <string>
 #include <string_view>
@@ -18,6 +19,7 @@
 #include <fcntl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <nlohmann/json.hpp>
@@ -230,6 +232,13 @@ class FileReader {
 
 // True if a file or anything else has this name.
 inline bool file_exists(const std::string& path) { return access(path.c_str(), F_OK) == 0; }
+
+// The bytes that are free on the disk that has this folder; nothing, with errno, if it does not tell.
+inline std::optional<size_t> free_disk_bytes(const std::string& folder) {
+    struct statvfs disk;
+    if (statvfs(folder.c_str(), &disk) != 0) return std::nullopt;
+    return static_cast<size_t>(disk.f_bavail) * disk.f_frsize;
+}
 
 // The largest file that is read as a whole: several times the size of the largest tokenizers.
 constexpr size_t kLargestText = 128 << 20;

@@ -1,7 +1,6 @@
 // offload_optimizer.h - updates of optimizer state that is not on the device. Either its chunks are streamed
 // to the device, updated there and stored again; or the host's cores update it where it is (--offload
-// updates=host).
-// updates.h decides which; read this when optimizer state is in host memory or on a disk.
+// updates=host). updates.h decides which; read this when optimizer state is in host memory or on a disk.
 #pragma once
 
 #include <algorithm>

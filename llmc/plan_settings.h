@@ -4,7 +4,6 @@
 #pragma once
 
 #include <fcntl.h>
-#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -338,9 +337,7 @@ inline size_t ask_space_on_disk() {
     const int fd = make_nameless_file(folder, O_DIRECT);
     if (fd < 0) return 0;
     close(fd);
-    struct statvfs info;
-    if (statvfs(folder.c_str(), &info) != 0) return 0;
-    return static_cast<size_t>(info.f_bavail) * info.f_frsize;
+    return free_disk_bytes(folder).value_or(0);
 }
 // The same, asked once: a search and the plan that it leads to see the same space, even if other programs
 // write. A machine that is only planned for has as much as a run needs.

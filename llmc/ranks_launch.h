@@ -13,7 +13,6 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
-#include <sys/statvfs.h>
 #include <sys/types.h>
 #include <sys/un.h>
 #include <sys/wait.h>
@@ -38,6 +37,7 @@
 #include <vector>
 
 #include "llmc/error.h"
+#include "llmc/file.h"
 #include "llmc/ranks.h"
 #include "llmc/signals.h"
 
@@ -383,11 +383,10 @@ inline bool is_running(pid_t process) {
     return name_ends != stat.npos && name_ends + 2 < stat.size() && !strchr("ZX", stat[name_ends + 2]);
 }
 
-// What the page says of the ranks that have begun: whether any runs, and one that has ended without clearing
-// its entry, which one that ends by itself does.
+// What the page says of the ranks that have begun.
 struct RanksNow {
     bool any_runs = false;
-    std::optional<int> lost = {};
+    std::optional<int> lost = {};  // a rank that is gone, but has not cleared its entry as at a normal end
 };
 inline RanksNow ranks_now() {
     RanksNow now;
@@ -410,9 +409,9 @@ struct MpirunEnd {
     std::optional<int> lost = {};  // a rank that was lost by then
 };
 
-// Waits until MPI's launcher has ended. When a rank is lost or all have ended it must end too, within 15
-// seconds. OpenMPI 4.1's sometimes waits for ever for a lock of its own if a rank is killed while it starts,
-// so the starter ends it then, and the ranks that are left.
+// Waits until MPI's launcher has ended. If it has not ended 15 seconds after a rank was lost, or after all
+// have ended, the starter kills it and the ranks that are left: OpenMPI 4.1's launcher sometimes deadlocks
+// when a rank is killed while it starts.
 inline MpirunEnd wait_for_mpirun(int output, int listener) {
     MpirunEnd end;
     char buffer[4096];
@@ -448,11 +447,12 @@ inline int exit_code_of_ranks(const MpirunEnd& end, int count, const std::string
     // A second signal decides; then the error of a rank; then the first signal; then how mpirun ended.
     if (stopped_again_by) return 128 + stopped_again_by;
     if (rank_exit_code && !(stopped_by && rank_exit_code > 128)) return rank_exit_code;
-    const bool is_known = !end.was_stuck || ended_rank(end.said);
-    if (!is_known && end.lost)
-        fail("--devices %d: rank %d (host %s) ended without a word%s", count, *end.lost, host_name().c_str(),
-             where_it_was().c_str());
-    if (!is_known) return stopped_by ? 128 + stopped_by : 0;
+    if (end.was_stuck && !ended_rank(end.said)) {  // the starter has ended it, so its status tells nothing
+        if (end.lost)
+            fail("--devices %d: rank %d (host %s) ended without a word%s", count, *end.lost,
+                 host_name().c_str(), where_it_was().c_str());
+        return stopped_by ? 128 + stopped_by : 0;
+    }
     const int code = WIFSIGNALED(end.status) ? 128 + WTERMSIG(end.status) : WEXITSTATUS(end.status);
     if (stopped_by && code) return 128 + stopped_by;
     if (WIFSIGNALED(end.status) && !end.was_stuck)
@@ -467,14 +467,13 @@ inline int exit_code_of_ranks(const MpirunEnd& end, int count, const std::string
 inline void check_room_of_mpirun(const MpirunCommand& command, int count) {
     const char* const named = getenv("TMPDIR");
     const std::string folder = named && *named ? named : "/tmp";
-    struct statvfs disk;
-    if (statvfs(folder.c_str(), &disk) != 0)
+    const std::optional<size_t> free = free_disk_bytes(folder);
+    if (!free)
         fail("--devices %d: MPI's launcher has no folder for its files: %s: %s (TMPDIR names another one)",
              count, folder.c_str(), strerror(errno));
-    const size_t free = static_cast<size_t>(disk.f_bavail) * disk.f_frsize;
-    if (free < command.file_bytes)
+    if (*free < command.file_bytes)
         fail("--devices %d: MPI's launcher needs %s in %s, and %s are free (TMPDIR names another folder)",
-             count, size_text(command.file_bytes).c_str(), folder.c_str(), size_text(free).c_str());
+             count, size_text(command.file_bytes).c_str(), folder.c_str(), size_text(*free).c_str());
 }
 
 // Starts `count` ranks of this program with the same arguments, and returns its exit code when all have

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "llmc/device.h"
+#include "llmc/file.h"
 #include "llmc/ranks.h"
 #include "llmc/slices.h"
 #include "llmc/work.h"
@@ -96,7 +97,6 @@ inline size_t nccl_bytes(int ranks) {
 
 #include <dlfcn.h>
 #include <glob.h>
-#include <sys/statvfs.h>
 
 // NCCL's functions that are used here, declared so that the build does not need its header (NCCL 2.7 to 2.28
 // have them in this form).
@@ -157,15 +157,13 @@ struct Nccl {
     }
 
   private:
-    // GPUs that do not reach each other directly exchange through /dev/shm, of which NCCL takes some 10 MB
-    // for each pair. Containers have 64 MiB of it, and its error does not say that this is too little.
+    // Between GPUs without a direct link, NCCL copies through /dev/shm and needs some 10 MB there for each
+    // pair. Docker gives a container 64 MiB of it. NCCL's error does not say that this was too little.
     static std::string remark_on_shared_memory() {
-        struct statvfs disk;
-        if (statvfs("/dev/shm", &disk)) return "";
-        const size_t free = static_cast<size_t>(disk.f_bavail) * disk.f_frsize;
-        if (free > size_t{256} << 20) return "";
+        const std::optional<size_t> free = free_disk_bytes("/dev/shm");
+        if (!free || *free > size_t{256} << 20) return "";
         return format("; /dev/shm has %s free, which may be too little: docker run --shm-size=1g gives more",
-                      size_text(free).c_str());
+                      size_text(*free).c_str());
     }
     static std::vector<std::string> places() {
         if (const char* named = getenv("NCCL_LIBRARY")) return {named};

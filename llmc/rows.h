@@ -42,7 +42,7 @@ struct Rows {
     int64_t first = 0;  // the number of the first row in the micro-batch
     const Documents* documents = &kWholeSequences;
     DropoutOptions dropout = {};
-    // If not 0, each row is of another text (decoding.h), and the first `of_texts` of them count: see
+    // If not 0, each row is of another text (decoding.h), and only the first `of_texts` rows are in use: see
     // MatmulOptions::rows_alone.
     int64_t of_texts = 0;
 

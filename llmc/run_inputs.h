@@ -522,7 +522,7 @@ inline void RunInputs::tokenize_lines(Dataset& lines) {
     if (!tokenizer) check_bytes(lines, config.vocabulary);
     if (adapter.prompt_tokens > 0) lines.keep_apart();  // a soft prompt comes before each sequence
     ExampleOptions options = example_options();
-    if (o_.steps > 0 && o_.chat_date.empty() && options.templates.read_the_date()) {
+    if (o_.steps > 0 && o_.chat_date.empty() && options.templates.may_write_date()) {
         // The run keeps its date, so that a resumed one reads the same text on another day.
         char today[16] = "";
         const std::tm date = chat_date("");

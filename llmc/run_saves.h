@@ -131,8 +131,8 @@ class RunSaves {
     // The state after `step` steps was validated. If it was saved before that, its save may be the best one.
     void note_validation(int64_t step) {
         if (!wanted() || !o_.rank.is_first() || (step != saved_step_ && step != resumed_step_)) return;
-        rewrite_progress(o_.out + "/" + step_name(step), "best", best_to_json(metrics_.best));
-        rewrite_progress(o_.out + "/" + step_name(step), "validated", true);
+        rewrite_progress(o_.out + "/" + step_name(step),
+                         {{"best", best_to_json(metrics_.best)}, {"validated", true}});
         if (!is_best(step)) return;
         folder_.best = step;
         replace_link(step_name(step), o_.out + "/best");
@@ -183,19 +183,12 @@ class RunSaves {
     void doubt_save(const std::string& why_bad) {
         const std::string save = o_.out + "/" + step_name(saved_step_);
         folder_.good = std::exchange(folder_.fallback, std::nullopt);
-        if (!folder_.good) {
-            rewrite_progress(save, "last_good", nullptr);
-            metrics_.last_save = "none";
-            fprintf(stderr, "%s is not good, as the step after it has %s; the last good save: none\n",
-                    save.c_str(), why_bad.c_str());
-            return;
-        }
-        publish(o_.out, folder_.shown(saved_step_));
-        rewrite_progress(save, "last_good", nlohmann::json(*folder_.good));
-        metrics_.last_save = o_.out + "/" + step_name(*folder_.good);
-        fprintf(stderr,
-                "%s is not good, as the step after it has %s; the last good save: %s, which %s shows\n",
-                save.c_str(), why_bad.c_str(), metrics_.last_save.c_str(), o_.out.c_str());
+        if (folder_.good) publish(o_.out, folder_.shown(saved_step_));
+        rewrite_progress(save, {{"last_good", folder_.good ? nlohmann::json(*folder_.good) : nullptr}});
+        metrics_.last_save = folder_.good ? o_.out + "/" + step_name(*folder_.good) : "none";
+        fprintf(stderr, "%s is not good, as the step after it has %s; the last good save: %s%s\n",
+                save.c_str(), why_bad.c_str(), metrics_.last_save.c_str(),
+                folder_.good ? format(", which %s shows", o_.out.c_str()).c_str() : "");
     }
     // Reads elements of a unit; the first rank gets those of the other ranks' slices from them.
     void read_slices(const StateBuffer& b, int64_t at, int64_t count, void* host) {

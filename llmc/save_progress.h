@@ -157,11 +157,11 @@ inline Progress read_progress(const std::string& folder) {
     return p;
 }
 
-// Changes one field of a complete save's trainer_state.json.
-inline void rewrite_progress(const std::string& save, const char* field, const nlohmann::json& value) {
+// Changes fields of a complete save's trainer_state.json. `fields` is an object.
+inline void rewrite_progress(const std::string& save, const nlohmann::json& fields) {
     const std::string file = save + "/trainer_state.json", temporary = file + ".tmp";
     nlohmann::json json = read_json(file);
-    json[field] = value;
+    json.update(fields);
     write_json(temporary, json);
     replace_file(temporary, file);
 }

@@ -12,11 +12,12 @@
 #include "llmc/ranks.h"
 #include "llmc/state_formats.h"
 
-// The most partial sums of the global norm: of up to 2^28 elements, and of more.
+// The most partial sums of the global norm: of models up to 2^28 elements, and of larger ones.
 constexpr int kNormBlocks = 1024, kMostNormBlocks = 65536;
 
-// Elements in a stretch when n elements are cut into so many stretches, or fewer. A large model has more of
-// them, so that a block has many and its slices are nearly equal.
+// The elements of a stretch in a model of n elements. Up to 2^28 elements there are at most 1024 stretches.
+// Larger models have up to 65536, so that a block has enough of them to be divided nearly equally among
+// ranks.
 inline int64_t norm_stretch(int64_t n) {
     constexpr int64_t kLongest = int64_t{1} << 18;
     const auto cut_into = [&](int64_t count) {

@@ -377,7 +377,7 @@ TEST(Save, ShowsTheLastGood) {
     doubtful.fallback.reset();
     remove_old_saves(doubtful, 11);
     EXPECT_EQ(steps_in(out), (Names{"step-00000011"}));
-    rewrite_progress(out + "/step-00000011", "last_good", 10);
+    rewrite_progress(out + "/step-00000011", {{"last_good", 10}});
     EXPECT_EQ(read_progress(out).last_good, 10);
     EXPECT_EQ(read_progress(out).step, 11);
     fs::remove_all(out);

@@ -750,7 +750,7 @@ TYPED_TEST(OptimizerUpdate, SumOfRanks) {
         }
 }
 
-// Of the blocks of large models, each rank has nearly 1/N: Llama 3.1 8B, 70B and 405B.
+// The longest slice of a block of Llama 3.1 8B, 70B and 405B is at most 15% longer than 1/N of the block.
 TEST(Slices, OfLargeModelsAreNearlyEqual) {
     for (const auto& [all, block] : {std::pair<int64_t, int64_t>{8030261248, 218112000},
                                      {70553706496, 855654400},

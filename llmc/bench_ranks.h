@@ -7,7 +7,6 @@
 #pragma once
 
 #include <algorithm>
-#include <chrono>
 #include <deque>
 #include <utility>
 #include <vector>
@@ -15,13 +14,8 @@
 #include "llmc/exchange.h"
 #include "llmc/ranks.h"
 
-// An exchange on a rank: when the rank started it and from when on it waited for it, by its clock; and the
-// seconds that these took.
-struct ExchangeTime {
-    double began, asked, took, waited;
-};
-
-// Passes everything on to another engine, and measures it.
+// Passes everything on to another engine, and measures it. Exchanges between GPUs, which no engine makes, are
+// measured too.
 class MeasuredEngine : public RankEngine {
   public:
     explicit MeasuredEngine(RankEngine& engine) : engine_(engine) { now_measured = this; }
@@ -29,21 +23,22 @@ class MeasuredEngine : public RankEngine {
     ~MeasuredEngine() override { now_measured = nullptr; }
 
     void exchange(std::span<const Part> send, std::span<const Part> receive) override {
-        const double began = now();
+        const double began = exchange_clock();
         engine_.exchange(send, receive);
-        const double took = now() - began;
+        const double took = exchange_clock() - began;
         times_.push_back({began, began, took, took});
     }
     void set_patience(double seconds) override { engine_.set_patience(seconds); }
     void set_where(const std::string& where) override { engine_.set_where(where); }
+    void watch(std::function<std::string()> fault) override { engine_.watch(std::move(fault)); }
     void start(std::vector<ExchangeStep> steps) override {
-        began_.push_back(now());
+        began_.push_back(exchange_clock());
         engine_.start(std::move(steps));
     }
     void finish(size_t number) override {
-        const double asked = now();
+        const double asked = exchange_clock();
         engine_.finish(number);
-        const double ended = now();
+        const double ended = exchange_clock();
         for (; finished_ <= number; finished_++) {  // the wait is for the last of these
             const double began = began_.front(), took = engine_.seconds_of(finished_);
             began_.pop_front();
@@ -56,17 +51,19 @@ class MeasuredEngine : public RankEngine {
     Rank rank() const override { return engine_.rank(); }
 
     // Returns the exchanges that were measured since the last call, in order.
-    std::vector<ExchangeTime> take() { return std::exchange(times_, {}); }
+    std::vector<ExchangeTime> take() {
+        std::vector<ExchangeTime> times = std::exchange(times_, {});
+        const std::vector<ExchangeTime> of_gpu = timer_.take();
+        times.insert(times.end(), of_gpu.begin(), of_gpu.end());
+        return times;
+    }
 
     static inline MeasuredEngine* now_measured = nullptr;  // the one that there is, if any
-    // This rank's clock.
-    static double now() {
-        return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-    }
 
   private:
     RankEngine& engine_;
     std::vector<ExchangeTime> times_;
+    ExchangeTimer timer_;       // of exchanges between GPUs
     std::deque<double> began_;  // of exchanges that are under way
     size_t finished_ = 0;       // how many are not
 };
@@ -132,7 +129,7 @@ inline std::vector<RankTimes> gather_rank_times(Exchange& exchange, const std::v
     std::vector<size_t> counts;
     for (size_t b = 0; b < kBarriers; b++) {
         exchange.largest(0);
-        own.push_back(MeasuredEngine::now());
+        own.push_back(exchange_clock());
     }
     for (size_t s = 0; s < steps.size(); s++) {
         own.push_back(steps[s]);

@@ -110,6 +110,10 @@ class RankEngine {
     virtual void set_patience(double seconds) = 0;
     // Says where this rank is, for the line that OnLost gets.
     virtual void set_where(const std::string& where) = 0;
+    // Asks `fault` many times a second, from another thread, whether what else connects the ranks has failed:
+    // it returns what happened, or an empty text. If something did, and the main thread does not end the run
+    // because of it, the run ends as when a rank is lost. No `fault` ends this.
+    virtual void watch(std::function<std::string()> fault) = 0;
     // Starts an exchange, which goes on beside the computation, after those that were started before. A
     // thread of the engine calls the steps' `then`. finish(n) waits for the n-th exchange that was started,
     // from 0, and for all before it.
@@ -124,8 +128,8 @@ class RankEngine {
     virtual Rank rank() const = 0;
 };
 
-// Called when ranks are lost, with a line that names them, by another thread than the main one. It must end
-// the process.
+// Called when ranks are lost, with a line that names them, or when they can no longer exchange data, by
+// another thread than the main one. It must end the process.
 using OnLost = std::function<void(RankEngine& engine, const std::string& line)>;
 
 // Connects this process to the other ranks. Fails with the reason if this build, or this machine, has no MPI.

@@ -253,6 +253,9 @@ class MpiEngine : public RankEngine {
         close(nowhere);
         printed_ = -1;
     }
+    void watch(std::function<std::string()> fault) override {
+        change([&] { fault_ = std::move(fault); });
+    }
     double seconds_of(size_t number) const override {
         const Times& t = times_[number % times_.size()];
         return std::chrono::duration<double>(t.ended - t.began).count();
@@ -295,7 +298,7 @@ class MpiEngine : public RankEngine {
         for (T& value : all) receive.push_back({&value, sizeof value});
         std::vector<MPI_Request> requests;
         post(requests, send, receive, 0);
-        while (!are_complete(requests)) watch();
+        while (!are_complete(requests)) look_around();
         return all;
     }
     std::vector<std::string> gather_hosts() {
@@ -344,11 +347,27 @@ class MpiEngine : public RankEngine {
         else
             usleep(20);
     }
-    // What is done between MPI's calls: ends all ranks if the main thread asks for that, and exchanges signs
-    // of life.
-    void watch() {
+    // What is done between MPI's calls: ends all ranks if the main thread asks for that, exchanges signs of
+    // life, and looks for faults.
+    void look_around() {
         abort_if_asked();
         if (signs_.exchange(patience_)) lose();
+        look_for_fault();
+    }
+    // A fault ends all ranks. Several notice it, so one of a higher number speaks later, and all of them
+    // after their main threads, which notice it too unless they wait for the device.
+    void look_for_fault() {
+        const auto now = Clock::now();
+        if (now - looked_for_fault_ < SignsOfLife::kTick) return;
+        looked_for_fault_ = now;
+        const std::lock_guard lock(mutex_);
+        const std::string fault = fault_ ? fault_() : "";
+        if (fault.empty()) {
+            last_without_fault_ = now;
+            return;
+        }
+        if (now - last_without_fault_ > (1 + std::min(rank_.number, 10)) * std::chrono::milliseconds(300))
+            on_lost_(*this, format("%s, %s", fault.c_str(), where_.c_str()));
     }
     void abort_if_asked() {
         if (const int code = end_code_; code != kGoesOn) abort(code);
@@ -388,7 +407,7 @@ class MpiEngine : public RankEngine {
         is_worker_ = true;
         while (!ends_) {
             const Progress of_data = go_on(data_), of_control = go_on(control_);
-            watch();
+            look_around();
             if (of_data == Progress::MovedOn || of_control == Progress::MovedOn) continue;
             if (of_data == Progress::Waits || of_control == Progress::Waits) {
                 pause_between_calls();
@@ -450,6 +469,8 @@ class MpiEngine : public RankEngine {
     std::mutex mutex_;
     std::condition_variable changed_;
     std::string where_ = "before the first step";  // this rank is, for messages
+    std::function<std::string()> fault_;
+    Clock::time_point looked_for_fault_ = Clock::now(), last_without_fault_ = looked_for_fault_;
     // Control messages (exchange()) overtake the exchanges that start() began.
     Lane data_{0}, control_{2};
     size_t started_ = 0, done_ = 0;

@@ -11,7 +11,9 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstdlib>
+#include <deque>
 #include <span>
 #include <sstream>
 #include <string>
@@ -86,6 +88,16 @@ inline int nccl_channels(int ranks) {
     while (channels > 1 && channels * (ranks - 1) > 32) channels /= 2;
     return channels;
 }
+// An exchange on a rank: when the rank started it and from when on it waited for it, by its clock; and the
+// seconds that these took.
+struct ExchangeTime {
+    double began, asked, took, waited;
+};
+// This process's clock, in seconds.
+inline double exchange_clock() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
 // Bytes of a GPU that NCCL's buffers take: 12 MiB for each channel and peer, which is what NCCL 2.26
 // allocates on 8 x H100 (github.com/NVIDIA/nccl, issue 1685). Not measured here.
 inline size_t nccl_bytes(int ranks) {
@@ -151,9 +163,13 @@ struct Nccl {
         load(error_text, "ncclGetErrorString");
     }
     void check(int result, const char* what) const {
-        if (result == kSuccess || result == kInProgress) return;
-        fail("NCCL: %s: %s (NCCL_DEBUG=INFO prints more)%s", what, error_text(result),
-             remark_on_shared_memory().c_str());
+        if (const std::string fault = fault_text(result, what); !fault.empty()) fail("%s", fault.c_str());
+    }
+    // What a result that is an error means, for `what`; an empty text if it is none.
+    std::string fault_text(int result, const char* what) const {
+        if (result == kSuccess || result == kInProgress) return "";
+        return format("NCCL: %s: %s (NCCL_DEBUG=INFO prints more)%s", what, error_text(result),
+                      remark_on_shared_memory().c_str());
     }
 
   private:
@@ -245,10 +261,82 @@ inline void check_gpus_differ(RankEngine& engine, const Rank& rank) {
         }
 }
 
+// Measures exchanges between GPUs by events in their streams. While there is one, RankTransfers tells it of
+// every exchange.
+class ExchangeTimer {
+  public:
+    ExchangeTimer() { now_timing = this; }
+    ExchangeTimer(const ExchangeTimer&) = delete;
+    ~ExchangeTimer() {
+        now_timing = nullptr;
+        for (cudaEvent_t event : unused_) cudaEventDestroy(event);
+        for (const Exchange& e : exchanges_)
+            for (cudaEvent_t event : {e.began, e.complete, e.asked})
+                if (event) cudaEventDestroy(event);
+    }
+
+    // The next exchange begins after the work that this stream has by now.
+    void begins(Stream stream) { exchanges_.push_back({.began = mark(stream)}); }
+    void is_complete_in(Stream stream) { exchanges_.back().complete = mark(stream); }
+    // Later work of this stream waits for the exchange of this number and for all before.
+    void is_asked_for(size_t number, Stream stream) {
+        for (; asked_ <= number; asked_++) exchanges_[asked_ - first_].asked = mark(stream);
+        exchanges_[number - first_].ends_wait = true;
+    }
+    // The times of the exchanges that were waited for since the last call. The device must have passed the
+    // waits.
+    std::vector<ExchangeTime> take() {
+        // When an event that is just recorded happens tells the device's time by the host's clock.
+        const cudaEvent_t now = mark({});
+        CUDA_CHECK(cudaEventSynchronize(now));
+        const double clock = exchange_clock();
+        std::vector<ExchangeTime> times;
+        for (; first_ < asked_; first_++) {
+            const Exchange e = exchanges_.front();
+            exchanges_.pop_front();
+            const double began = clock - seconds(e.began, now), took = seconds(e.began, e.complete),
+                         before_wait = seconds(e.began, e.asked);
+            times.push_back(
+                {began, began + before_wait, took, e.ends_wait ? std::max(0.0, took - before_wait) : 0.0});
+            unused_.insert(unused_.end(), {e.began, e.complete, e.asked});
+        }
+        unused_.push_back(now);
+        return times;
+    }
+
+    static inline ExchangeTimer* now_timing = nullptr;  // the one that there is, if any
+
+  private:
+    struct Exchange {
+        cudaEvent_t began = nullptr, complete = nullptr, asked = nullptr;
+        bool ends_wait = false;  // of those that a wait was for, it is the last
+    };
+    cudaEvent_t mark(Stream stream) {
+        cudaEvent_t event = nullptr;
+        if (unused_.empty()) {
+            CUDA_CHECK(cudaEventCreate(&event));
+        } else {
+            event = unused_.back();
+            unused_.pop_back();
+        }
+        CUDA_CHECK(cudaEventRecord(event, stream));
+        return event;
+    }
+    static double seconds(cudaEvent_t from, cudaEvent_t to) {
+        float ms = 0;
+        CUDA_CHECK(cudaEventElapsedTime(&ms, from, to));
+        return ms * 1e-3;
+    }
+
+    std::deque<Exchange> exchanges_;  // from number first_ on
+    size_t first_ = 0, asked_ = 0;
+    std::vector<cudaEvent_t> unused_;
+};
+
 class RankTransfers {
   public:
     // Connects the GPUs and takes NCCL's buffers. All ranks call it together.
-    RankTransfers(RankEngine& engine, const Rank& rank) : rank_(rank) {
+    RankTransfers(RankEngine& engine, const Rank& rank) : engine_(engine), rank_(rank) {
         check_gpus_differ(engine, rank);
         setenv(kNcclChannels, std::to_string(nccl_channels(rank.count)).c_str(), 0);
         NcclId id{};
@@ -261,10 +349,13 @@ class RankTransfers {
         engine.exchange(send, receive);
         nccl_.check(nccl_.comm_init_rank(&communicator_, rank.count, first, rank.number),
                     "the GPUs cannot be connected");
+        // If a network fails, NCCL's kernels wait for ever, and with them the main thread.
+        engine.watch([this] { return fault(); });
         connect_all();
     }
     RankTransfers(const RankTransfers&) = delete;
     ~RankTransfers() {
+        engine_.watch({});
         if (joined_ < started_)
             nccl_.comm_abort(communicator_);
         else
@@ -278,6 +369,8 @@ class RankTransfers {
     // exchange's number.
     size_t start(const std::vector<ExchangeStep>& steps, Stream stream) {
         if (started_ - joined_ >= kMostUnjoined) finish(joined_, stream);
+        ExchangeTimer* const timer = ExchangeTimer::now_timing;
+        if (timer) timer->begins(stream);
         ready_.record(stream);
         ready_.block(own_.get());
         for (const ExchangeStep& step : steps) {
@@ -285,15 +378,15 @@ class RankTransfers {
             if (step.then) step.then();
         }
         arrived_[started_ % kMostUnjoined].record(own_.get());
+        if (timer) timer->is_complete_in(own_.get());
         return started_++;
     }
     // Makes later work of `stream` wait for this exchange and for all that were started before it. The host
     // does not wait.
     void finish(size_t number, Stream stream) {
-        int status = Nccl::kSuccess;
-        nccl_.check(nccl_.comm_get_async_error(communicator_, &status), "its state is not known");
-        nccl_.check(status, "an exchange failed");
+        if (const std::string text = fault(); !text.empty()) fail("%s", text.c_str());
         if (number < joined_) return;
+        if (ExchangeTimer* const timer = ExchangeTimer::now_timing) timer->is_asked_for(number, stream);
         arrived_[number % kMostUnjoined].block(stream);
         joined_ = number + 1;
     }
@@ -301,6 +394,12 @@ class RankTransfers {
   private:
     static constexpr size_t kMostUnjoined = 64;
 
+    // What has gone wrong in exchanges; an empty text if nothing has.
+    std::string fault() const {
+        int status = Nccl::kSuccess;
+        const int result = nccl_.comm_get_async_error(communicator_, &status);
+        return nccl_.fault_text(result == Nccl::kSuccess ? status : result, "an exchange failed");
+    }
     void move(std::span<const Part> send, std::span<const Part> receive) {
         const auto own = static_cast<size_t>(rank_.number);
         if (send[own].bytes && send[own].at != receive[own].at)
@@ -330,10 +429,11 @@ class RankTransfers {
             receive.push_back({buffer.data() + 16 * (ranks + r), 16});
         }
         const size_t number = start({{send, receive}}, own_.get());
+        finish(number, own_.get());
         arrived_[number].wait();
-        joined_ = number + 1;
     }
 
+    RankEngine& engine_;
     const Rank rank_;
     const Nccl nccl_;
     OwnStream own_;
@@ -344,6 +444,11 @@ class RankTransfers {
 };
 
 #else
+
+// Exchanges between CPUs are measured as they are made (bench_ranks.h).
+struct ExchangeTimer {
+    static std::vector<ExchangeTime> take() { return {}; }
+};
 
 inline void see_own_gpu(const Rank&) {}
 inline void check_gpus_for_ranks(int) {}

@@ -2,6 +2,7 @@
 the same bits whatever each rank keeps and in every order of the devices' work, and they are those of ranks on a CPU within
 rounding."""
 
+import json
 import os
 import re
 import shlex
@@ -167,6 +168,32 @@ def test_ranks_that_share_a_gpu(model, tmp_path):
     environment = {**train.environment, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     ran = subprocess.run(command, cwd=model, env=environment, capture_output=True, text=True, timeout=120)
     assert "ranks 0 and 1 have the same GPU" in ran.stderr
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_bench_says_where_the_time_of_each_rank_goes(model, zero):
+    """Exchanges between GPUs are timed in their streams."""
+    bench = json.loads(gpus("bf16")("--model", "model", "--batch", 2, "--seq-len", 32, "--grad-accum", 2, "--devices", 2, "--zero", zero, "--warmup", 1,
+                                    "--steps", 3, "--bench", "json", "--advanced", "graph=off", cwd=model).stdout)
+    assert [rank["rank"] for rank in bench["ranks"]] == [0, 1]
+    for rank in bench["ranks"]:
+        parts = {part: rank[f"{part}_ms"] for part in ("computing", "exchange_hidden", "exchange_not_hidden", "waiting")}
+        assert all(ms >= 0 for ms in parts.values()) and parts["exchange_hidden"] + parts["exchange_not_hidden"] > 0, bench["ranks"]
+        assert parts["exchange_not_hidden"] + parts["waiting"] > 0 and parts["computing"] > 0, bench["ranks"]
+    first = bench["ranks"][0]
+    step = sum(first[f"{part}_ms"] for part in ("computing", "exchange_not_hidden", "waiting"))
+    assert step == pytest.approx(bench["step_ms"]["mean"], rel=0.01)
+
+
+@pytest.mark.parametrize("rank, group", [(0, 20), (1, 20), (1, 1)])
+def test_a_network_that_fails(model, tmp_path, rank, group):
+    """NCCL's kernels wait for ever then, and both ranks with them."""
+    train = played("bf16", GPU_COUNT="2", NCCL_BREAKS=f"{rank}:{group}", GPU_PATIENCE="1000")
+    ran = train(*STEPS, "--zero", 2, "--devices", 2, cwd=model, code=2)
+    who = "" if rank == 0 else r"rank 1 \(host \S+\): "
+    where = "before the first step" if group == 1 else r"in step \d; the last save: none"
+    said = rf"train: {who}NCCL: an exchange failed: unhandled system error \(NCCL_DEBUG=INFO prints more\).*, {where}\n"
+    assert re.fullmatch(said, ran.stderr.decode()), ran.stderr
 
 
 def test_a_gpu_that_is_lost(model, tmp_path):

@@ -5,6 +5,9 @@
 // differ in size or type on the two sides, a part that only one side knows, a send outside of a group, two
 // streams for one communicator, a call while a stream is captured, a communicator that was aborted.
 //
+// NCCL_BREAKS=RANK:N makes the network of a rank fail when it runs its N-th group: like a kernel of NCCL, the
+// group waits for ever, and ncclCommGetAsyncError() tells who asks.
+//
 // A group is a piece of work in its stream, which waits for other ranks when it runs. A real device gets
 // there without its host; here a thread runs the stream's work for other ranks that wait.
 // Without NCCL's header the library has no NCCL, and tests of several GPUs are skipped.
@@ -56,6 +59,13 @@ double patience() {
 // Bytes of the device that NCCL takes for each peer when it first sends to it: 12 MiB a channel.
 size_t buffer_bytes() {
     return static_cast<size_t>(atoi(environment("NCCL_MAX_P2P_NCHANNELS", "32").c_str())) * (12 << 20);
+}
+
+// The group that a rank's network fails in; 0: none.
+int broken_group(int rank) {
+    int broken_rank = -1, number = 0;
+    sscanf(environment("NCCL_BREAKS", "").c_str(), "%d:%d", &broken_rank, &number);
+    return broken_rank == rank ? number : 0;
 }
 
 struct Operation {
@@ -156,6 +166,10 @@ struct ncclComm {
         });
     }
     void run(const std::vector<Operation>& operations, const Work& work) {
+        if (++groups_run == breaks_at) {
+            broken = true;
+            for (;;) pause();
+        }
         const auto text = [](uint64_t number) { return "part " + std::to_string(number); };
         for (const Operation& o : operations) {
             if (!o.sends) continue;
@@ -231,6 +245,9 @@ struct ncclComm {
     // Where in the stream each part is sent and received, by peer.
     std::vector<uint32_t> sends[kMostRanks], receives[kMostRanks];
     std::atomic<bool> ended = false;
+    int groups_run = 0;
+    const int breaks_at = broken_group(rank);  // or 0
+    std::atomic<bool> broken = false;          // the network
     std::thread helper;
 };
 
@@ -304,10 +321,11 @@ ncclResult_t ncclCommAbort(ncclComm_t communicator) {
     return answered([&] { communicator->end(); }, false);
 }
 ncclResult_t ncclCommGetAsyncError(ncclComm_t communicator, ncclResult_t* error) {
-    return answered([&] {
+    const auto ask = [&] {
         if (communicator->ended) throw Fault("NCCL: a communicator that was aborted or destroyed");
-        *error = ncclSuccess;
-    });
+        *error = communicator->broken ? ncclSystemError : ncclSuccess;
+    };
+    return answered(ask, false);  // another thread may ask while one waits for the device
 }
 ncclResult_t ncclGroupStart() { return group.depth++, ncclSuccess; }
 ncclResult_t ncclGroupEnd() {

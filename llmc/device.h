@@ -160,11 +160,24 @@ inline size_t context_bytes() {
     return cuda_context_bytes(gpu.multiprocessors, gpu.is_hopper());
 }
 
+// Whether the device is a GPU whose memory is the host's: what is pinned takes the same memory.
+inline bool gpu_shares_host_memory() {
+    if (planned_gpu) return planned_gpu->integrated;
+#if defined(SIMT_GPU)
+    int integrated = 0;
+    return cudaDeviceGetAttribute(&integrated, cudaDevAttrIntegrated, 0) == cudaSuccess && integrated;
+#else
+    return false;
+#endif
+}
+
 // The device's memory that this process could allocate now; of a GPU that is only planned for, all that its
 // context leaves.
 inline FreeMemory device_memory_free() {
     if (planned_gpu) return {memory_of(*planned_gpu) - context_bytes(), "the memory of the GPU"};
 #if defined(SIMT_GPU)
+    // For memory that the GPU shares, CUDA does not count the page cache as free, which would make room.
+    if (gpu_shares_host_memory()) return host_memory_free();
     size_t free_bytes = 0, total = 0;
     CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total));
     return {free_bytes, "the GPU's memory"};

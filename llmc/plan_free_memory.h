@@ -92,11 +92,16 @@ inline std::string describe_shortage(const MemoryReport& r, const FreeMemory& fr
                   mebibytes(free.bytes), free.limit.c_str());
 }
 
-// Fails if the plan takes more than is free or, with a GPU, pins more memory than the host has free.
+// Fails if the plan takes more than is free or, with a GPU, pins more memory than the host has free beside
+// what the GPU itself takes of it.
 inline void require_memory(const MemoryReport& r, const FreeMemory& free, bool trains) {
     if (!kHostIsDevice) {
-        const FreeMemory host = host_memory_free();
+        FreeMemory host = host_memory_free();
         const size_t pinned = r.all_pinned() * static_cast<size_t>(r.ranks.on_a_machine);
+        if (gpu_shares_host_memory() && pinned > 0 && still_to_take(r) <= host.bytes) {
+            host.bytes -= still_to_take(r);
+            host.limit += ", beside what the GPU takes of it";
+        }
         if (pinned > host.bytes)
             fail(
                 "the plan pins %.1f MiB of host memory%s and %.1f are free (%s); smaller: --batch or "

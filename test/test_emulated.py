@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -604,6 +605,26 @@ def test_what_the_gpu_does_not_do_is_said(tmp_path, environment, options, code, 
     result = subprocess.run(train.command(*DATA, "--steps", 1, *options), cwd=work, env=train.environment,
                             capture_output=True, text=True, timeout=120)
     assert result.returncode == code and re.search(said, result.stderr), (result.returncode, result.stderr)
+
+
+@pytest.mark.skipif(bool(subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode), reason="not allowed to mount")
+def test_memory_that_a_gpu_shares_with_the_host_is_counted_once(tmp_path):
+    """On a machine of 5000 MiB, what is pinned and what the GPU takes fit one by one, and not together."""
+    work = prepare(tmp_path, "gpt2", {"gpt2": ("--heads", 1, "--channels", 64)})
+    (tmp_path / "meminfo").write_text(f"MemTotal: {5200 << 10} kB\nMemAvailable: {5000 << 10} kB\n")
+    train = played("bf16")
+    line = shlex.join(map(str, train.command("--model", "d24", *DATA[2:], "--offload", "state=host", "--batch", 1, "--seq-len", 64, "--steps", 1,
+                                             "--sample", "tokens=0")))
+    command = ["unshare", "-m", "sh", "-c", f"mount --bind {tmp_path}/meminfo /proc/meminfo && exec {line}"]
+    result = subprocess.run(command, cwd=work, env=train.environment | {"GPU_INTEGRATED": "1"}, capture_output=True, text=True, timeout=120)
+    said = r"the plan pins 4\d+\.\d MiB of host memory and [\d.]+ are free \(this machine's memory, beside what the GPU takes of it\)"
+    assert result.returncode == 2 and re.search(said, result.stderr), result.stderr
+    process = subprocess.Popen(command, cwd=work, env=train.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        wait_for_line(process, rb"allocating")
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_the_head_is_cut_for_the_gpu():

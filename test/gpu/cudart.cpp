@@ -7,6 +7,7 @@
 //   GPU=A100|4090|H100|B200|5090   the device
 //   GPU_NAME=NAME                  another name for it
 //   GPU_MEMORY=MiB                 makes its memory smaller
+//   GPU_INTEGRATED=1               its memory is the host's
 //   GPU_SEED=N, GPU_ORDER=late|early|random   the order of everything that has none
 //   GPU_CHECK=bounds               does not look for races
 //   GPU_ERROR=N                    waiting for a stream ends with this error
@@ -451,7 +452,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
                 *value = chip().bus_bits;
                 return;
             case cudaDevAttrIntegrated:
-                *value = 0;
+                *value = environment("GPU_INTEGRATED", "0") == "1";
                 return;
             case cudaDevAttrMaxSharedMemoryPerBlockOptin:
                 *value = static_cast<int>(chip().shared_per_block);

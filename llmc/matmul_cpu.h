@@ -27,6 +27,9 @@
 // number, sums over k included, so that the number of threads would change the result's last bits. A caller
 // that wants several threads gives each its own products (matmul_onednn.h, attention_cpu.h). All threads
 // share a compiled product. The caller provides scratch; beside it oneDNN may copy operands into heap memory.
+//
+// On a CPU without AVX-512 oneDNN has no products of bf16. There the operands are widened to fp32, some
+// summands at a time, and such products are computed.
 
 // c (m, n) = a (m, k) b (k, n) [+ c] [+ bias (n)], then GELU if asked. Strides are in elements; each matrix
 // must have 1 as one of its two strides.
@@ -123,6 +126,7 @@ struct Made {
     dnnl::matmul::primitive_desc description;
     size_t scratch_bytes;
     dnnl::matmul product;  // compiled at the first call
+    bool widens = false;   // by multiply_widened(); then the two others are empty
 };
 
 // One thread's operands for calls of a product, kept so that a call only sets pointers.
@@ -143,7 +147,24 @@ inline size_t copied_bytes(const OnednnProduct& p) {
     return static_cast<size_t>((p.m + p.n) * std::min<int64_t>(p.k, 384)) * sizeof(float);
 }
 
-inline std::mutex making;  // held by the thread that describes or compiles
+inline std::recursive_mutex making;  // held by the thread that describes or compiles
+
+// Whether oneDNN multiplies matrices of bf16 on this CPU.
+inline bool multiplies_bf16() {
+    static const bool does = [] {
+        const OneThread alone;
+        try {
+            describe({16, 16, 16, 16, 1, 16, 1, 16}, memory::data_type::bf16, memory::data_type::f32);
+            return true;
+        } catch (const dnnl::error& e) {
+            if (e.status == dnnl_unimplemented) return false;
+            throw;
+        }
+    }();
+    return does;
+}
+template <class Out>
+size_t widened_bytes(const OnednnProduct& p);
 
 template <class In, class Out>
 Made& made(const OnednnProduct& p, const Key& key) {
@@ -155,13 +176,18 @@ Made& made(const OnednnProduct& p, const Key& key) {
     try {
         require_memory_for(kMemoryToCompile, "a product");
         Made& m = at->second;
+        if constexpr (!std::is_same_v<In, float>)
+            if (!multiplies_bf16()) {
+                m.widens = true;
+                m.scratch_bytes = widened_bytes<Out>(p);
+                return m;
+            }
         m.description = with_buffer([&] { return describe(p, dtype<In>, dtype<Out>); });
         m.scratch_bytes = m.description.scratchpad_desc().get_size();
         return m;
     } catch (const dnnl::error& e) {
         known.erase(at);
-        fail("oneDNN has no such product for this CPU (%s)%s", e.what(),
-             std::is_same_v<In, float> ? "" : "; bf16 takes AVX-512: make PRECISION=fp32");
+        fail("oneDNN has no such product for this CPU (%s)", e.what());
     } catch (...) {
         known.erase(at);
         throw;
@@ -210,21 +236,27 @@ OnednnBytes onednn_bytes(const OnednnProduct& p) {
     return {onednn::made<In, Out>(p, onednn::key_of(p)).scratch_bytes, onednn::copied_bytes(p)};
 }
 
+template <class Out>
+void multiply_widened(const OnednnProduct& p, Out* c, const bf16* a, const bf16* b, const bf16* bias,
+                      void* scratch);
+
 // Computes the product with operands that the thread keeps (onednn::operands()), for small products that are
 // computed often.
 template <class In, class Out>
 void onednn_matmul(onednn::Operands& o, const OnednnProduct& p, Out* c, const In* a, const In* b,
                    const In* bias, void* scratch) {
     static thread_local dnnl::stream stream(onednn::cpu());
-    if (o.arguments.empty()) {
-        onednn::compile(*o.made);
-        onednn::make_operands(o);
-    }
     check_open(a, ((p.m - 1) * p.a_row + (p.k - 1) * p.a_column + 1) * sizeof(In));
     check_open(b, ((p.k - 1) * p.b_row + (p.n - 1) * p.b_column + 1) * sizeof(In));
     check_open(c, ((p.m - 1) * p.c_row + p.n) * sizeof(Out));
     if (p.bias) check_open(bias, p.n * sizeof(In));
     check_open(scratch, o.made->scratch_bytes);
+    if constexpr (!std::is_same_v<In, float>)
+        if (o.made->widens) return multiply_widened(p, c, a, b, bias, scratch);
+    if (o.arguments.empty()) {
+        onednn::compile(*o.made);
+        onednn::make_operands(o);
+    }
     o.a.set_data_handle(const_cast<In*>(a));
     o.b.set_data_handle(const_cast<In*>(b));
     o.c.set_data_handle(c);
@@ -244,6 +276,100 @@ void onednn_matmul(const OnednnProduct& p, Out* c, const In* a, const In* b, con
     onednn::Operands o;
     o.made = &onednn::made<In, Out>(p, onednn::key_of(p));
     onednn_matmul(o, p, c, a, b, bias, scratch);
+}
+
+// c (m, n) = sums (m, n), or c += sums if `accumulate`. Rows of c are c_row apart.
+template <class Out>
+void round_sums(Out* c, int64_t c_row, const float* sums, int64_t m, int64_t n, bool accumulate) {
+    constexpr int N = kVectorSize<Out>;
+    for (int64_t row = 0; row < m; row++, c += c_row, sums += n)
+        for (int64_t i = 0; i < n; i += N) {
+            const Packed<float, N> sum = load_within<N>(sums, i, n);
+            const Packed<Out, N> before = accumulate ? load_within<N>(c, i, n) : Packed<Out, N>{};
+            float o[N];
+            for (int k = 0; k < N; k++) o[k] = sum[k] + before[k];
+            store_within(c, i, n, rounded<Out>(o));
+        }
+}
+
+// ---- bf16 by products in fp32
+
+// The summands that are widened at a time: few enough that both operands of a piece stay in a core's cache.
+constexpr int64_t kWidenedSummands = 256;
+
+// Calls f(product in fp32, first summand) for each part of a product of bf16. The operands of a part are
+// dense, in the order in which they are stored. Its result is p's if Out is float, else dense sums.
+template <class Out, class F>
+void for_each_widened_part(const OnednnProduct& p, F&& f) {
+    constexpr bool kRounds = !std::is_same_v<Out, float>;
+    for (int64_t k = 0; k < p.k; k += kWidenedSummands) {
+        OnednnProduct part = p;
+        part.k = std::min(kWidenedSummands, p.k - k);
+        part.a_row = p.a_column == 1 ? part.k : 1, part.a_column = p.a_column == 1 ? 1 : p.m;
+        part.b_row = p.b_column == 1 ? p.n : 1, part.b_column = p.b_column == 1 ? 1 : part.k;
+        if (kRounds) part.c_row = p.n;
+        part.accumulate = k > 0 || (!kRounds && p.accumulate);
+        part.bias &= k == 0;
+        part.gelu &= k + part.k == p.k;
+        f(part, k);
+    }
+}
+
+// Where the operands and sums of a part stand in scratch; with a null `base`, how many bytes they take.
+struct WidenedScratch {
+    WidenedScratch(void* base, const OnednnProduct& p, bool rounds) : base_(static_cast<float*>(base)) {
+        const int64_t k = std::min(kWidenedSummands, p.k);
+        a = take(p.m * k), b = take(k * p.n), bias = take(p.bias ? p.n : 0);
+        sums = take(rounds ? p.m * p.n : 0), rest = take(0);
+    }
+    float *a, *b, *bias, *sums, *rest;  // the rest is the products' own scratch
+    size_t bytes() const { return static_cast<size_t>(floats_) * sizeof(float); }
+
+  private:
+    float* take(int64_t n) {
+        float* const at = base_ ? base_ + floats_ : nullptr;
+        floats_ += ceil_div(n, 16) * 16;
+        return at;
+    }
+    float* base_;
+    int64_t floats_ = 0;
+};
+template <class Out>
+size_t onednn::widened_bytes(const OnednnProduct& p) {
+    size_t most = 0;
+    for_each_widened_part<Out>(p, [&](const OnednnProduct& part, int64_t) {
+        most = std::max(most, onednn_bytes<float, float>(part).scratch);
+    });
+    return WidenedScratch(nullptr, p, !std::is_same_v<Out, float>).bytes() + most;
+}
+
+// The dense copy of rows that are `stride` elements apart.
+inline void widen_rows(float* to, const bf16* from, int64_t rows, int64_t columns, int64_t stride) {
+    for (int64_t row = 0; row < rows; row++, to += columns, from += stride)
+        for (int64_t i = 0; i < columns; i++) to[i] = to_float(from[i]);
+}
+
+template <class Out>
+void multiply_widened(const OnednnProduct& p, Out* c, const bf16* a, const bf16* b, const bf16* bias,
+                      void* scratch) {
+    constexpr bool kRounds = !std::is_same_v<Out, float>;
+    const WidenedScratch s(scratch, p, kRounds);
+    float* sums = s.sums;
+    if constexpr (!kRounds) sums = c;
+    if (p.bias) widen_rows(s.bias, bias, 1, p.n, p.n);
+    for_each_widened_part<Out>(p, [&](const OnednnProduct& part, int64_t k) {
+        if (p.a_column == 1)
+            widen_rows(s.a, a + k, p.m, part.k, p.a_row);
+        else
+            widen_rows(s.a, a + k * p.a_column, part.k, p.m, p.a_column);
+        if (p.b_column == 1)
+            widen_rows(s.b, b + k * p.b_row, part.k, p.n, p.b_row);
+        else
+            widen_rows(s.b, b + k, p.n, part.k, p.b_column);
+        onednn_matmul<float, float>(onednn::operands<float, float>(part), part, sums, s.a, s.b, s.bias,
+                                    s.rest);
+    });
+    if constexpr (kRounds) round_sums(c, p.c_row, sums, p.m, p.n, p.accumulate);
 }
 
 // ---- one row, or a few, in the fast build
@@ -289,12 +415,11 @@ float dot(const float* x, const T* y, int64_t n) {
     return sum;
 }
 
+// Not as a result: without AVX-512 how that is returned depends on the compiler, which warns of it.
 template <class T>
-Vector16 load_value(const T* p) {
+void load_value(Vector16& value, const T* p) {
     const MatvecRun run = load_widened(p);
-    Vector16 value;
     memcpy(&value, &run, sizeof value);
-    return value;
 }
 
 // Widens `rows` rows of x (rows, n) and puts them into the order in which dots() reads them: a run of each
@@ -320,11 +445,12 @@ void dots(float (&sums)[kOutputs][kRows], const float* packed, const T* x, const
 #pragma GCC unroll 8
         for (int o = 0; o < kOutputs; o++) {
             __builtin_prefetch(reinterpret_cast<const char*>(y + o * n + at) + kAhead);
-            b[o] = load_value(y + o * n + at);
+            load_value(b[o], y + o * n + at);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; r++) {
-            const Vector16 a = load_value(packed + at * kRows + r * kMatvecRun);
+            Vector16 a;
+            load_value(a, packed + at * kRows + r * kMatvecRun);
 #pragma GCC unroll 8
             for (int o = 0; o < kOutputs; o++) to[o][r] += a * b[o];
         }

@@ -63,20 +63,6 @@ inline OnednnPiece piece_of(const OnednnProduct& p) {
     return piece;
 }
 
-// c (m, n) = sums (m, n), or c += sums if `accumulate`. Rows of c are c_row apart.
-template <class Out>
-void round_sums(Out* c, int64_t c_row, const float* sums, int64_t m, int64_t n, bool accumulate) {
-    constexpr int N = kVectorSize<Out>;
-    for (int64_t row = 0; row < m; row++, c += c_row, sums += n)
-        for (int64_t i = 0; i < n; i += N) {
-            const Packed<float, N> sum = load_within<N>(sums, i, n);
-            const Packed<Out, N> before = accumulate ? load_within<N>(c, i, n) : Packed<Out, N>{};
-            float o[N];
-            for (int k = 0; k < N; k++) o[k] = sum[k] + before[k];
-            store_within(c, i, n, rounded<Out>(o));
-        }
-}
-
 // A product in pieces. Piece numbers run along the rows first, so that consecutive pieces read the same
 // columns of b.
 template <class T, class Out>

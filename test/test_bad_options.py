@@ -1,8 +1,6 @@
 """A mistake in an option is reported in one line that names what is wrong, with exit code 2, and nothing is written."""
 
-import os
 import shutil
-import subprocess
 
 import pytest
 from bad_input_models import cut, given, work
@@ -155,9 +153,3 @@ def test_tf32_is_fp32s_on_a_gpu(train, work):
     refused(train, work, {"--advanced tf32": "on"}, "--advanced tf32=on", "fp32", "for the CPU" if train.device == "cpu" else "PRECISION=fp32")
 
 
-def test_a_cpu_without_products_in_bf16(train_bf16, tmp_path):
-    if train_bf16.device != "cpu":
-        pytest.skip("of a CPU")
-    ran = subprocess.run(train_bf16.command("--model", "d1", "--plan"), capture_output=True, text=True,
-                         env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"})
-    assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and "make PRECISION=fp32" in ran.stderr

@@ -21,8 +21,8 @@ struct Case {
     bool bias_gradient = false;
 };
 
-constexpr int64_t kShapes[][3] = {{64, 192, 64},   {37, 72, 24}, {1, 256, 64}, {33, 5, 7},
-                                  {130, 128, 300}, {1, 1, 1},    {64, 16, 1},  {5, 64, 1}};
+constexpr int64_t kShapes[][3] = {{64, 192, 64}, {37, 72, 24}, {1, 256, 64}, {33, 5, 7},    {130, 128, 300},
+                                  {1, 1, 1},     {64, 16, 1},  {5, 64, 1},   {70, 40, 1100}};
 
 std::vector<Case> forms_of_the_step(int64_t m, int64_t n, int64_t k) {
     return {

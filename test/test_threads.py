@@ -50,6 +50,21 @@ def losses(folder, tmp_path_factory):
     return of
 
 
+def test_a_cpu_without_avx_512(train, folder, losses, tmp_path):
+    """oneDNN has no products of bf16 there; they are made in fp32."""
+    old = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    logs = []
+    for threads in (1, 3):
+        result = run(train, folder, tmp_path / f"log{threads}", "--threads", threads, **old)
+        assert result.returncode == 0, result.stderr
+        logs.append(figures(read_log(tmp_path / f"log{threads}")))
+    assert logs[0] == logs[1]
+    usual = losses(train)
+    for line, wanted in zip(logs[0], usual, strict=True):
+        assert line.keys() == wanted.keys()
+        assert line.get("loss", 0) == pytest.approx(wanted.get("loss", 0), rel=2e-3 if train.precision == "bf16" else 1e-5)
+
+
 @pytest.mark.parametrize("asked, granted, environment", [
     (2, 2, {}), (3, 3, {"OMP_DYNAMIC": "true"}), (2, 1, {"OMP_THREAD_LIMIT": "1"}), (5, 3, {"OMP_THREAD_LIMIT": "3"}),
     (2, 1, {"OMP_MAX_ACTIVE_LEVELS": "0"}), (3, 3, {"OMP_PLACES": "{0}", "OMP_PROC_BIND": "close"}),

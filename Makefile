@@ -59,7 +59,7 @@ define need_headers
 @missing=$$(for h in $(1); do printf '#if !__has_include(<%s>)\n%s\n#endif\n' $$h $$h; done | $(CXX) -E -P -x c++ -); \
   [ -z "$$missing" ] || { echo "missing:" $$missing "(make $(2) installs what is missing)" >&2; exit 1; }
 endef
-HEADERS := CLI/CLI.hpp nlohmann/json.hpp pcre2.h utf8proc.h sentencepiece_processor.h zlib.h liburing.h
+HEADERS := CLI/CLI.hpp nlohmann/json.hpp toml++/toml.h pcre2.h utf8proc.h sentencepiece_processor.h zlib.h liburing.h
 CPU_HEADERS := $(HEADERS) oneapi/dnnl/dnnl.hpp
 
 # The commit, for --version. It has a file of its own, which is rewritten if the commit has changed: then the trainers are only
@@ -79,8 +79,8 @@ build/ranks_mpi.o build/mpich/ranks_mpi.o: llmc/ranks_mpi.cpp Makefile
 	@mkdir -p $(@D)
 	$(CXX) -std=c++20 $(WARNINGS) -O2 -I. -MMD -MP $(if $(MPI_FLAGS),-DLLMC_MPI $(MPI_FLAGS:-I%=-isystem %)) -MF $@.d -MT $@ -c $< -o $@
 
-# What all builds share, because it has no kernels: chat templates and tokenizers.
-TEXT := build/jinja.o build/tokenizer.o
+# What all builds share, because it has no kernels: chat templates, tokenizers and TOML files.
+TEXT := build/jinja.o build/tokenizer.o build/config_toml.o
 INSTALLER := deps
 $(TEXT): build/%.o: llmc/%.cpp Makefile
 	$(call need_headers,$(HEADERS),$(INSTALLER))
@@ -114,8 +114,8 @@ build/cuda-fp32/train build/cuda-bf16/train: build/cuda-%/train: build/cuda-%/tr
 	$(NVCC) $(filter %.o,$^) -o $@ $(CUDA_LIBS)
 
 # Debian packages for building and training.
-DEPS := g++ make libdnnl-dev libcli11-dev nlohmann-json3-dev libpcre2-dev libutf8proc-dev libsentencepiece-dev zlib1g-dev liburing-dev \
-  pkg-config libopenmpi-dev openmpi-bin
+DEPS := g++ make libdnnl-dev libcli11-dev nlohmann-json3-dev libtomlplusplus-dev libpcre2-dev libutf8proc-dev libsentencepiece-dev \
+  zlib1g-dev liburing-dev pkg-config libopenmpi-dev openmpi-bin
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 # $(call install,PACKAGES) installs those that are missing; if it cannot, its last line names them.
 define install

@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "llmc/config_toml.h"
 #include "llmc/error.h"
 #include "llmc/file.h"
 
@@ -230,13 +231,12 @@ class WordReader {
         std::ifstream file(path);
         if (!file) fail("--config %s: cannot be read: %s", path.c_str(), strerror(errno));
         const std::string text{std::istreambuf_iterator<char>(file), {}};
-        const std::vector<CLI::ConfigItem> items = items_of(text);
-        for (size_t i = 0; i < items.size(); i++) {
+        for (const ConfigItem& item : read_toml(text, path)) {
             try {
-                add_item(items[i]);
+                add_item(item);
                 check(settings_);
             } catch (const UserError& error) {
-                fail("%s:%zu: %s", path.c_str(), line_of_item(text, i), error.what());
+                fail("%s:%zu: %s", path.c_str(), item.line, error.what());
             }
         }
     }
@@ -323,8 +323,12 @@ class WordReader {
         const std::vector<std::string> words = values.empty() ? std::vector<std::string>{"true"} : values;
         const auto before = settings_.find(setting);
         const bool accumulates = setting == "--base" || setting == "--bench";
-        if (before == settings_.end() || !accumulates) return set(setting, words);
-        before->second[0] += "," + words[0];
+        if (before == settings_.end() || (!accumulates && counts(setting).second <= 1))
+            return set(setting, words);
+        if (accumulates)
+            before->second[0] += "," + words[0];
+        else  // --data A --data B
+            before->second.insert(before->second.end(), words.begin(), words.end());
     }
 
     // Reads a value in double quotes, which may have commas, \n, \t and, after a backslash, any character.
@@ -388,44 +392,23 @@ class WordReader {
         return keys;
     }
 
-    static std::vector<CLI::ConfigItem> items_of(const std::string& toml) {
-        std::istringstream stream(toml);
-        std::vector<CLI::ConfigItem> items = CLI::ConfigTOML().from_config(stream);
-        // These mark where a section begins or ends.
-        std::erase_if(items,
-                      [](const CLI::ConfigItem& item) { return item.name == "++" || item.name == "--"; });
-        return items;
-    }
-    // The number of the line on which an item begins: the lines up to it have more than `index` items.
-    static size_t line_of_item(const std::string& toml, size_t index) {
-        size_t line = 0, end = 0;
-        do {
-            end = std::min(toml.find('\n', end), toml.size() - 1) + 1;
-            line++;
-        } while (end < toml.size() && items_of(toml.substr(0, end)).size() <= index);
-        return line;
-    }
-
     // Adds an item of a config file: `lr = 1e-4`, or `weights = "disk"` below [offload].
-    void add_item(const CLI::ConfigItem& item) {
-        const auto bare = [](const std::string& name) {
-            return "--" + (name.starts_with("--") ? name.substr(2) : name);
-        };
-        const std::string key = item.parents.empty() ? "" : item.name;
-        const std::string name = bare(item.parents.empty() ? item.name : item.parents[0]);
-        if (name == "--config" || name == "--help" || name == "--version" || item.parents.size() > 1)
-            fail("%s is no setting of a run", item.fullname().c_str());
+    void add_item(const ConfigItem& item) {
+        const std::string& first = item.path[0];
+        const std::string name = first.starts_with("--") ? first : "--" + first;
+        if (name == "--config" || name == "--help" || name == "--version" || item.path.size() > 2)
+            fail("%s is no setting of a run", printable(item.name()).c_str());
         const std::string setting = find(name);
-        if (key.empty()) {
-            const auto [fewest, most] = counts(setting);
-            const bool has_keys = keyed_option(setting) != nullptr;
-            if (!has_keys && (item.inputs.size() < fewest || item.inputs.size() > std::max<size_t>(1, most)))
-                fail("%s takes one value", name.c_str());
-            return add(setting, name, item.inputs);
-        }
         const KeyedOption* const keyed = keyed_option(setting);
+        if (item.path.size() == 1) {
+            const auto [fewest, most] = counts(setting);
+            if (!keyed && (item.values.size() < fewest || item.values.size() > std::max<size_t>(1, most)))
+                fail("%s takes one value", name.c_str());
+            return add(setting, name, item.values);
+        }
+        const std::string& key = item.path[1];
         if (!keyed) fail("%s has no keys, such as %s", name.c_str(), printable(key).c_str());
-        for (const std::string& value : item.inputs) set(find_key(*keyed, name, key), {value});
+        for (const std::string& value : item.values) set(find_key(*keyed, name, key), {value});
     }
 
     const CLI::App& app_;

@@ -4,6 +4,7 @@ resumed run does with options of an earlier version."""
 import json
 import os
 import re
+import shutil
 
 import pytest
 from trainer_runs import make, write_text
@@ -220,6 +221,40 @@ def test_config(train, folder, tmp_path):
     train("--resume", tmp_path / "out", "--steps", 2)
 
 
+def test_a_config_is_toml(train, folder, tmp_path):
+    (tmp_path / "run.toml").write_text(f'''
+seed = 1_0  # ten
+lr = 1e-4
+data = [  # both
+    "{folder}/text",
+    '{folder}/text2',
+]
+sample.stop = ["x, y\\n", 'c:\\d', "# not a note"]
+[sample]  # again
+tokens = 0
+'''.replace("[sample]  # again\n", "sample."))
+    shutil.copy(folder / "text", folder / "text2")
+    run = ("--model", folder / "model", "--config", tmp_path / "run.toml", "--batch", 1, "--seq-len", 8)
+    train(*run, "--steps", 1, "--out", tmp_path / "out")
+    saved = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["options"]
+    assert saved["--seed"] == ["10"] and float(saved["--lr"][0]) == 1e-4 and saved["--sample.tokens"] == ["0"]
+    assert saved["--sample.stop"] == ["x, y\n", "c:\\d", "# not a note"]
+    assert [path.rsplit("/", 1)[1] for path in saved["--data"]] == ["text", "text2"]
+    (tmp_path / "run.toml").write_text("steps = 3\nsample.tokens = 0\n")
+    said = train(*run, "--data", folder / "text", "--epochs", 0.01, cwd=tmp_path).stdout.decode()
+    assert re.search(r"; 5 steps read", said), said
+
+
+def test_data_that_are_given_twice_add_up(train, folder, tmp_path):
+    shutil.copy(folder / "text", tmp_path / "more")
+    run = ("--model", folder / "model", "--batch", 1, "--seq-len", 8, "--plan", "json")
+    sizes = []
+    for data in ((folder / "text", tmp_path / "more"), (folder / "text", "--data", tmp_path / "more"), (folder / "text",)):
+        said = train(*run[:-2], "--data", *data, "--steps", 1, "--sample", "tokens=0").stdout.decode()
+        sizes.append(int(re.search(r"data: (\d+) tokens", said)[1]))
+    assert sizes[0] == sizes[1] > 1.9 * sizes[2]
+
+
 @pytest.mark.parametrize("line, named", [
     ("learning-rte = 1", "did you mean --learning-rate?"), ("lr = \"fast\"", "--lr: fast is not a number"), ("steps = -1", "--steps: -1"),
     ("lr = [1, 2]", "takes one value"), ("offload.wieghts = \"disk\"", "did you mean weights=?"), ("lr.x = 1", "has no keys"),
@@ -233,10 +268,11 @@ def test_mistakes_in_a_config(train, tmp_path, line, named):
 
 def test_lines_of_mistakes_in_a_config(train, tmp_path):
     """Sections, arrays of several lines and settings that are given again count as the lines that they are."""
-    for text, said in (("lr = 1\nseed = 2\nlr = \"x\"\n", "run.toml:3: --lr: x "), ("lr = \"x\"\nseed = 2\nlr = 1\n", "run.toml:1: --lr: x "),
+    for text, said in (("seed = 2\nlr = \"x\"\n", "run.toml:2: --lr: x "), ("lr = 1\nseed = 2\nlr = \"x\"\n", "run.toml:3: "),
+                       ("lr = 2026-01-01", "run.toml:1: lr is neither a text, a number"), ("lr = [[1]]", "run.toml:1: lr is neither"),
                        ("[offload]\n# where\nwieghts = \"disk\"", "run.toml:3: --offload wieghts: did you mean weights=?"),
                        ("data = [\"a\",\n\"b\"\n]\n\n[lr]\nx = 1\n", "run.toml:6: --lr has no keys"),
-                       ("-", "--data is missing"), ("", "--data is missing"),
+                       ("-", "run.toml:1: "), ("", "--data is missing"),
                        ("stps = 3", "run.toml:1: --stps: did you mean")):
         (tmp_path / "run.toml").write_text(text)
         assert said in refused(train, "--model", "d12", "--config", "run.toml", cwd=tmp_path), text

@@ -1,0 +1,68 @@
+// config_toml.cpp - what config_toml.h declares, by the library toml++. It is compiled by itself, once for
+// all builds of the trainer.
+#include "llmc/config_toml.h"
+
+#include <algorithm>
+#include <charconv>
+#include <toml++/toml.h>
+
+#include "llmc/error.h"
+#include "llmc/file.h"
+
+namespace {
+// The shortest text that is read as the same number.
+std::string text_of(double number) {
+    char text[64];
+    return {text, std::to_chars(text, std::end(text), number).ptr};
+}
+
+class Reader {
+  public:
+    Reader(const std::string& path, std::vector<ConfigItem>& items) : path_(path), items_(items) {}
+
+    // Adds the items of a table, whose own name is `above`.
+    void read(const toml::table& table, const std::vector<std::string>& above) {
+        for (const auto& [key, node] : table) {
+            std::vector<std::string> name = above;
+            name.emplace_back(key.str());
+            if (const toml::table* const inner = node.as_table()) {
+                read(*inner, name);
+                continue;
+            }
+            ConfigItem item{name, {}, key.source().begin.line};
+            if (const toml::array* const list = node.as_array())
+                for (const toml::node& each : *list) item.values.push_back(value_of(each, item));
+            else
+                item.values.push_back(value_of(node, item));
+            items_.push_back(std::move(item));
+        }
+    }
+
+  private:
+    std::string value_of(const toml::node& node, const ConfigItem& item) const {
+        if (const auto text = node.value_exact<std::string>()) return *text;
+        if (const auto number = node.value_exact<int64_t>()) return std::to_string(*number);
+        if (const auto number = node.value_exact<double>()) return text_of(*number);
+        if (const auto truth = node.value_exact<bool>()) return *truth ? "true" : "false";
+        fail("%s:%zu: %s is neither a text, a number, true or false, nor a list of these", path_.c_str(),
+             item.line, item.name().c_str());
+    }
+
+    const std::string& path_;
+    std::vector<ConfigItem>& items_;
+};
+}  // namespace
+
+std::vector<ConfigItem> read_toml(const std::string& text, const std::string& path) {
+    std::vector<ConfigItem> items;
+    try {
+        const toml::table table = toml::parse(text);
+        Reader(path, items).read(table, {});
+    } catch (const toml::parse_error& error) {
+        fail("%s:%u: %s", path.c_str(), static_cast<unsigned>(error.source().begin.line),
+             printable(std::string(error.description())).c_str());
+    }
+    std::stable_sort(items.begin(), items.end(),
+                     [](const ConfigItem& a, const ConfigItem& b) { return a.line < b.line; });
+    return items;
+}

@@ -403,17 +403,20 @@ class GgufKeys {
     }
     void append(const GgufKeys& others) {
         bytes_ += others.bytes_;
-        count_ += others.count_;
+        names_.insert(names_.end(), others.names_.begin(), others.names_.end());
     }
 
-    uint64_t count() const { return count_; }
+    bool has(const std::string& key) const {
+        return std::find(names_.begin(), names_.end(), key) != names_.end();
+    }
+    uint64_t count() const { return names_.size(); }
     const std::string& bytes() const { return bytes_; }
 
   private:
     enum ValueType : uint32_t { kU32 = 4, kI32 = 5, kF32 = 6, kBool = 7, kString = 8, kList = 9 };
 
     GgufKeys& begin(const std::string& key, ValueType type) {
-        count_++;
+        names_.push_back(key);
         string(key);
         number(static_cast<uint32_t>(type));
         return *this;
@@ -433,7 +436,7 @@ class GgufKeys {
     }
 
     std::string bytes_;
-    uint64_t count_ = 0;
+    std::vector<std::string> names_;
 };
 
 // Writes a file. First declare every tensor, then append their data in the same order, in pieces of any size,

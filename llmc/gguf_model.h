@@ -380,11 +380,45 @@ class GgufModel {
         if (rope.factor > 1) config_.rope = rope;
     }
 
+    // Fails if a tied head is in the file and differs from the token embedding. One that has been quantized
+    // in another way is not compared.
+    void check_tied_head() const {
+        const GgufTensor *head = file_.find("output.weight"), *tokens = file_.find("token_embd.weight");
+        if (!head || !tokens) return;
+        const auto refuse = [&] {
+            fail("%s: tensor \"output.weight\" is not \"token_embd.weight\", as in every %s model",
+                 file_.path().c_str(), config_.family->name);
+        };
+        if (head->shape != tokens->shape) refuse();
+        const GgufPart one{head, GgufPart::Rows::Same, 0, 0}, other{tokens, GgufPart::Rows::Same, 0, 0};
+        constexpr int64_t kRows = 256;
+        for (int64_t first = 0; first < head->shape[0]; first += kRows) {
+            const int64_t count = std::min(kRows, head->shape[0] - first);
+            const auto rows = static_cast<size_t>(count);
+            if (head->type == tokens->type) {
+                std::vector<char> bytes(rows * head->row_bytes()), others(bytes.size());
+                one.read_rows(first, count, bytes.data());
+                other.read_rows(first, count, others.data());
+                if (bytes != others) refuse();
+            } else if (one.has_floats() && other.has_floats()) {
+                // The narrower of the two types decides how near they must be.
+                std::vector<float> x(rows * static_cast<size_t>(head->shape[1])), y(x.size());
+                one.read_floats(first, count, x.data());
+                other.read_floats(first, count, y.data());
+                for (size_t i = 0; i < x.size(); i++)
+                    if (!(std::fabs(x[i] - y[i]) <= 0x1p-7f * std::fabs(x[i]) + 1e-6f)) refuse();
+            }
+        }
+    }
+
     // Checks that all tensors are there and no others. Allowed besides them: the divisors of the frequencies,
     // and a copy of the embedding as the head, which converters of GPT-2 and BLOOM wrote.
     void check_tensors() const {
         std::set<std::string> known = {"rope_freqs.weight"};
-        if (arch_ == "bloom" || arch_ == "gpt2") known.insert("output.weight");
+        if (arch_ == "bloom" || arch_ == "gpt2") {
+            known.insert("output.weight");
+            check_tied_head();
+        }
         const Family& family = *config_.family;
         const auto check = [&](const std::string& block, const Table& table) {
             for (const Row& row : table)

@@ -60,16 +60,20 @@ void refuse_other_classes(const std::string& path) {
 std::optional<Tokenizer> Tokenizer::open(const std::string& folder) {
     const auto path = [&](const char* name) { return folder + "/" + name; };
     const auto has = [&](const char* name) { return file_exists(path(name)); };
+    const auto with_added_tokens = [&](TokenizerParts parts) {
+        add_tokens_beside(parts, folder);
+        return parts;
+    };
     std::optional<Tokenizer> tokenizer;
     if (has("tokenizer.json")) {
         tokenizer = Tokenizer(TokenizerJsonReader(path("tokenizer.json")).take());
     } else if (has("vocab.json") || has("merges.txt")) {
         refuse_other_classes(path("tokenizer_config.json"));
-        tokenizer = Tokenizer(read_gpt2_files(path("vocab.json"), path("merges.txt")));
+        tokenizer = Tokenizer(with_added_tokens(read_gpt2_files(path("vocab.json"), path("merges.txt"))));
     } else if (has("tokenizer.model")) {
         const std::string file = path("tokenizer.model");
-        tokenizer =
-            Tokenizer(read_sentencepiece(read_text(file), file, read_object(path("tokenizer_config.json"))));
+        tokenizer = Tokenizer(with_added_tokens(
+            read_sentencepiece(read_text(file), file, read_object(path("tokenizer_config.json")))));
     }
     if (tokenizer) tokenizer->read_ends(folder);
     return tokenizer;

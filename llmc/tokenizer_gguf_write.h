@@ -9,6 +9,7 @@
 
 #include <functional>
 #include <map>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -78,16 +79,44 @@ struct TokenizerFiles {
         const nlohmann::json& text = token.is_object() ? token.value("content", nlohmann::json()) : token;
         return text.is_string() ? text.get<std::string>() : "";
     }
+    // The tokens that are added to the vocabulary, as a tokenizer.json has them.
+    nlohmann::json added_tokens() const {
+        return tokenizer.is_object() ? tokenizer.value("added_tokens", nlohmann::json::array())
+                                     : added_tokens_beside(folder);
+    }
     // The number of an added token of this spelling, or -1.
     int added(const std::string& spelling) const {
-        if (!tokenizer.is_object() || spelling.empty()) return -1;
-        for (const nlohmann::json& token : tokenizer.value("added_tokens", nlohmann::json::array()))
+        if (spelling.empty()) return -1;
+        for (const nlohmann::json& token : added_tokens())
             if (token.value("content", "") == spelling) return token.value("id", -1);
         return -1;
     }
 };
 
 // ---- byte-level tokenizers
+
+// A merge as a text, "left right"; "" if it is none.
+inline std::string merge_text(const nlohmann::json& merge) {
+    if (merge.is_string()) return merge.get<std::string>();
+    const bool is_pair =
+        merge.is_array() && merge.size() == 2 && merge[0].is_string() && merge[1].is_string();
+    return is_pair ? merge[0].get<std::string>() + " " + merge[1].get<std::string>() : "";
+}
+// A token of several bytes that no merge makes and that is not found as a whole; "" if there is none.
+inline std::string token_without_merge(const nlohmann::json& tokenizer) {
+    const nlohmann::json& model = tokenizer["model"];
+    std::set<std::string> made;
+    for (const nlohmann::json& token : tokenizer.value("added_tokens", nlohmann::json::array()))
+        made.insert(token.value("content", ""));
+    for (const nlohmann::json& merge : model["merges"]) {
+        std::string text = merge_text(merge);
+        if (const size_t space = text.find(' '); space != text.npos) made.insert(text.erase(space, 1));
+    }
+    std::string bytes;
+    for (const auto& [spelling, token] : model["vocab"].items())
+        if (read_spelling(spelling, bytes) && bytes.size() > 1 && !made.contains(spelling)) return spelling;
+    return "";
+}
 
 // The name of a byte-level tokenizer's pre-tokenizer in llama.cpp. Fails if it has none that is known here.
 inline std::string name_of_pre_tokenizer(const nlohmann::json& tokenizer, const std::string& path) {
@@ -112,9 +141,18 @@ inline std::string name_of_pre_tokenizer(const nlohmann::json& tokenizer, const 
         add_pre_tokenizer(known, name, path.c_str());
         if (essence(known["pre_tokenizer"]) != found) continue;
         // llama.cpp does not normalize. Its converter accepts that for Qwen's NFC alone.
-        if (normalizer.is_null() || known.contains("normalizer")) return name;
-        fail("%s: its normalizer is \"%s\", and llama.cpp has none", path.c_str(),
-             printable(normalizer.value("type", "")).c_str());
+        if (!normalizer.is_null() && (!known.contains("normalizer") || normalizer != known["normalizer"]))
+            fail("%s: its normalizer is \"%s\", and llama.cpp has none", path.c_str(),
+                 printable(normalizer.value("type", "")).c_str());
+        const nlohmann::json& model = tokenizer["model"];
+        const bool ignores = model.value("ignore_merges", false);
+        if (ignores != known["model"].value("ignore_merges", false))
+            if (const std::string token = token_without_merge(tokenizer); !token.empty())
+                fail(
+                    "%s: \"ignore_merges\" is %s, and llama.cpp's %s does otherwise with \"%s\", which no "
+                    "merge makes",
+                    path.c_str(), ignores ? "true" : "false", name, printable(token).c_str());
+        return name;
     }
     fail(
         "%s: its pre-tokenizer is none of those that llama.cpp has and that are known here: gpt-2, smollm, "
@@ -126,13 +164,8 @@ inline std::string name_of_pre_tokenizer(const nlohmann::json& tokenizer, const 
 inline void add_merges(GgufKeys& keys, const nlohmann::json& merges, const std::string& path) {
     std::vector<std::string> texts;
     for (const nlohmann::json& merge : merges) {
-        if (merge.is_string()) {
-            texts.push_back(merge.get<std::string>());
-        } else if (merge.is_array() && merge.size() == 2 && merge[0].is_string() && merge[1].is_string()) {
-            texts.push_back(merge[0].get<std::string>() + " " + merge[1].get<std::string>());
-        } else {
-            fail("%s: a merge is not a pair of tokens", path.c_str());
-        }
+        texts.push_back(merge_text(merge));
+        if (texts.back().empty()) fail("%s: a merge is not a pair of tokens", path.c_str());
     }
     keys.add("tokenizer.ggml.merges", texts);
 }
@@ -151,9 +184,9 @@ inline void for_each_token(const nlohmann::json& vocabulary, size_t size,
         if (token.is_number_unsigned() && token.get<uint64_t>() < size) use(spelling, token.get<size_t>());
 }
 
-// Sets the tokens that a tokenizer.json adds to its vocabulary.
-inline void set_added_tokens(TokenTable& table, const nlohmann::json& tokenizer) {
-    for (const nlohmann::json& token : tokenizer.value("added_tokens", nlohmann::json::array()))
+// Sets the tokens that the files add to a vocabulary.
+inline void set_added_tokens(TokenTable& table, const TokenizerFiles& files) {
+    for (const nlohmann::json& token : files.added_tokens())
         if (const auto id = token.value("id", SIZE_MAX); id < table.tokens.size())
             set_added(table, id, token.value("content", ""), token.value("special", false));
 }
@@ -164,7 +197,7 @@ inline void add_byte_level(GgufKeys& keys, const TokenizerFiles& files, size_t s
     TokenTable table(size, 0);
     for_each_token(model["vocab"], size,
                    [&](const std::string& spelling, size_t i) { table.set(i, spelling, kNormal); });
-    set_added_tokens(table, files.tokenizer);
+    set_added_tokens(table, files);
     add_gpt2_model(keys, name_of_pre_tokenizer(files.tokenizer, path), table);
     add_merges(keys, model["merges"], path);
 }
@@ -175,6 +208,7 @@ inline void add_gpt2_files(GgufKeys& keys, const TokenizerFiles& files, size_t s
     for_each_token(read_json(files.path("vocab.json")), size, [&](const std::string& spelling, size_t i) {
         table.set(i, spelling, spelling == "<|endoftext|>" ? kControl : kNormal);
     });
+    set_added_tokens(table, files);
     add_gpt2_model(keys, "gpt-2", table);
     nlohmann::json merges = nlohmann::json::array();
     const std::string text = read_text(files.path("merges.txt"));
@@ -212,18 +246,29 @@ inline void add_sentencepiece(GgufKeys& keys, const TokenizerFiles& files, size_
         table.set(static_cast<size_t>(i), library.IdToPiece(i), type);
         table.scores[static_cast<size_t>(i)] = library.GetScore(i);
     }
-    if (files.settings.is_object() && files.settings.contains("added_tokens_decoder"))
-        for (const auto& [number, token] : files.settings["added_tokens_decoder"].items()) {
-            const size_t i = strtoull(number.c_str(), nullptr, 10);
-            if (i >= size || !token.is_object()) continue;
+    for (const nlohmann::json& token : files.added_tokens())
+        if (const auto i = token.value("id", SIZE_MAX); i < size) {
             set_added(table, i, token.value("content", ""), token.value("special", false));
             table.scores[i] = -1000;
         }
+    if (!model.adds_space()) keys.add_bool("tokenizer.ggml.add_space_prefix", false);
     add_llama_model(keys, table);
 }
 
 // SentencePiece's tokenizer as a tokenizer.json has it. llama.cpp merges by scores; those that give the order
 // of the file's merges are their negative ranks. (Its converter gives all tokens one score, which does not.)
+// Whether a component of a tokenizer.json, or one inside of it, puts a space before a text.
+inline bool prepends_space(const nlohmann::json& component) {
+    if (component.is_object()) {
+        const std::string type = component.value("type", "");
+        if (type == "Prepend") return !component.value("prepend", "").empty();
+        if (type == "Metaspace")
+            return component.value("prepend_scheme", "always") != "never" &&
+                   component.value("add_prefix_space", true);
+    }
+    return component.is_structured() && std::ranges::any_of(component, prepends_space);
+}
+
 inline void add_byte_fallback(GgufKeys& keys, const TokenizerFiles& files, size_t size) {
     const nlohmann::json& model = files.tokenizer["model"];
     TokenTable table(size, -1000);
@@ -241,9 +286,15 @@ inline void add_byte_fallback(GgufKeys& keys, const TokenizerFiles& files, size_
         const auto found = numbers.find(joined);
         if (found != numbers.end() && table.scores[found->second] == 0) table.scores[found->second] = --rank;
     }
-    set_added_tokens(table, files.tokenizer);
-    if (const int unknown = files.added(model.value("unk_token", "")); unknown >= 0)
+    set_added_tokens(table, files);
+    const nlohmann::json unknown_token = model.value("unk_token", nlohmann::json());
+    if (const int unknown = unknown_token.is_string() ? files.added(unknown_token) : -1; unknown >= 0)
         table.types[static_cast<size_t>(unknown)] = kUnknown;
+    const auto prepends = [&](const char* part) {
+        return prepends_space(files.tokenizer.value(part, nlohmann::json()));
+    };
+    if (!prepends("normalizer") && !prepends("pre_tokenizer"))
+        keys.add_bool("tokenizer.ggml.add_space_prefix", false);
     add_llama_model(keys, table);
 }
 
@@ -291,6 +342,13 @@ inline TokensAround tokens_around(const TokenizerFiles& files) {
     return around;
 }
 
+// Adds the token that ends a turn, if this training has added one.
+inline void add_end_of_turn(GgufKeys& keys, const ModelConfig& c) {
+    if (!c.stops.empty() && std::ranges::find(c.end_of_text, c.stops.back()) == c.end_of_text.end() &&
+        c.stops.size() > c.end_of_text.size())
+        keys.add("tokenizer.ggml.eot_token_id", static_cast<uint32_t>(c.stops.back()));
+}
+
 // Adds the numbers of special tokens, and whether they are put around a text. Those that the tokenizer's
 // files do not name are those of the model's configuration.
 inline void add_special_tokens(GgufKeys& keys, const TokenizerFiles& files, const ModelConfig& c) {
@@ -315,10 +373,7 @@ inline void add_special_tokens(GgufKeys& keys, const TokenizerFiles& files, cons
         if (token >= 0 && token < c.vocabulary)
             keys.add(std::string("tokenizer.ggml.") + key + "_token_id", static_cast<uint32_t>(token));
     }
-    // A token that ends a turn, which this training has added.
-    if (!c.stops.empty() && std::ranges::find(c.end_of_text, c.stops.back()) == c.end_of_text.end() &&
-        c.stops.size() > c.end_of_text.size())
-        keys.add("tokenizer.ggml.eot_token_id", static_cast<uint32_t>(c.stops.back()));
+    add_end_of_turn(keys, c);
     std::map<std::string, bool> adds = around.adds;
     for (const char* name : {"bos", "eos"}) {
         const std::string setting = std::string("add_") + name + "_token";
@@ -365,7 +420,8 @@ inline void add_folder_tokenizer(GgufKeys& keys, const std::string& folder, cons
     else
         add_gpt2_files(keys, files, size);
     if (files.settings.is_object() && files.settings.contains("add_prefix_space") &&
-        files.settings["add_prefix_space"].is_boolean() && std::string_view(c.family->prefix) == "model.")
+        files.settings["add_prefix_space"].is_boolean() && std::string_view(c.family->prefix) == "model." &&
+        !keys.has("tokenizer.ggml.add_space_prefix"))
         keys.add_bool("tokenizer.ggml.add_space_prefix", files.settings["add_prefix_space"].get<bool>());
     add_special_tokens(keys, files, c);
 }
@@ -381,19 +437,24 @@ inline void add_bytes_tokenizer(GgufKeys& keys) {
 
 // Adds the tokenizer's keys of another GGUF file, with the types that llama.cpp's converter gives them; but
 // not its chat templates.
-inline void add_same_tokenizer(GgufKeys& keys, const GgufFile& file) {
+inline void add_same_tokenizer(GgufKeys& keys, const GgufFile& file, const ModelConfig& c) {
     for (const auto& [key, value] : file.metadata().items()) {
         if (!key.starts_with("tokenizer.") || key.starts_with("tokenizer.chat_template")) continue;
         const bool list = value.is_array();
         if (value.is_string()) keys.add(key, value.get<std::string>());
         if (value.is_boolean()) keys.add_bool(key, value.get<bool>());
         if (value.is_number_float()) keys.add_float(key, value.get<double>());
-        if (value.is_number_integer()) keys.add(key, value.get<uint32_t>());
+        if (value.is_number_unsigned())
+            keys.add(key, value.get<uint32_t>());
+        else if (value.is_number_integer())
+            keys.add_signed(key, value.get<int32_t>());
         if (list && key == "tokenizer.ggml.scores") keys.add(key, value.get<std::vector<float>>());
-        if (list && key == "tokenizer.ggml.token_type") keys.add(key, value.get<std::vector<int32_t>>());
+        if (list && !value.empty() && value[0].is_number_integer())
+            keys.add(key, value.get<std::vector<int32_t>>());
         if (list && (value.empty() || value[0].is_string()))
             keys.add(key, value.get<std::vector<std::string>>());
     }
+    if (!keys.has("tokenizer.ggml.eot_token_id")) add_end_of_turn(keys, c);
 }
 }  // namespace gguf
 
@@ -403,7 +464,7 @@ inline GgufKeys tokenizer_keys(const GgufFile* file, const std::string& folder, 
                                const gguf::TemplateTexts& templates) {
     GgufKeys keys;
     if (file)
-        gguf::add_same_tokenizer(keys, *file);
+        gguf::add_same_tokenizer(keys, *file, c);
     else if (!folder.empty())
         gguf::add_folder_tokenizer(keys, folder, c);
     else if (c.vocabulary == 256)

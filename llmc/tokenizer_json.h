@@ -629,3 +629,76 @@ inline TokenizerParts read_gpt2_files(const std::string& vocabulary, const std::
     parts.steps.words = std::move(bpe);
     return parts;
 }
+
+// ---- tokens that are added beside a vocabulary that is in another file
+
+// The tokens that a folder without a tokenizer.json adds to its vocabulary, as the list "added_tokens" of
+// such a file: those of "added_tokens_decoder" in tokenizer_config.json or, as older versions of transformers
+// write them, of added_tokens.json. Fails if they are not given as transformers gives them.
+inline nlohmann::json added_tokens_beside(const std::string& folder) {
+    const auto read = [&](const char* name) {
+        const std::string path = folder + "/" + name;
+        return file_exists(path) ? read_json(path) : nlohmann::json::object();
+    };
+    const nlohmann::json settings = read("tokenizer_config.json"), added = read("added_tokens.json"),
+                         specials = read("special_tokens_map.json");
+    nlohmann::json list = nlohmann::json::array();
+    if (settings.is_object() && settings.contains("added_tokens_decoder")) {
+        const nlohmann::json& all = settings["added_tokens_decoder"];
+        if (!all.is_object())
+            fail("%s/tokenizer_config.json: \"added_tokens_decoder\" is no object", folder.c_str());
+        for (const auto& [number, token] : all.items()) {
+            list.push_back(token.is_object() ? token : nlohmann::json::object());
+            char* end = nullptr;
+            const uint64_t id = strtoull(number.c_str(), &end, 10);
+            if (number.empty() || *end || !token.is_object() ||
+                !token.value("content", nlohmann::json()).is_string())
+                fail("%s/tokenizer_config.json: added token \"%s\" is not a number with \"content\"",
+                     folder.c_str(), printable(number).c_str());
+            list.back()["id"] = id;
+        }
+        return list;
+    }
+    std::set<std::string> special;
+    const auto find_special = [&](auto&& self, const nlohmann::json& named) -> void {
+        if (named.is_string()) special.insert(named.get<std::string>());
+        if (named.is_object() && named.contains("content")) self(self, named["content"]);
+        if (named.is_array())
+            for (const nlohmann::json& each : named) self(self, each);
+    };
+    for (const nlohmann::json& file : {settings, specials})
+        for (const auto& [key, named] : file.items())
+            if (key.ends_with("_token") || key == "additional_special_tokens")
+                find_special(find_special, named);
+    for (const auto& [content, id] : added.items()) {
+        if (!id.is_number_unsigned())
+            fail("%s/added_tokens.json: \"%s\" has no number", folder.c_str(), printable(content).c_str());
+        list.push_back({{"content", content}, {"id", id}, {"special", special.contains(content)}});
+    }
+    return list;
+}
+
+// Adds such tokens. They are found in a text before anything else is done with it.
+inline void add_tokens_beside(TokenizerParts& parts, const std::string& folder) {
+    Vocabulary& vocabulary = *parts.steps.vocabulary;
+    for (const nlohmann::json& each : added_tokens_beside(folder)) {
+        const std::string content = each["content"].get<std::string>();
+        const auto id = each["id"].get<uint64_t>();
+        const auto refuse = [&](const char* why) {
+            fail("%s: added token %llu \"%s\": %s", folder.c_str(), static_cast<unsigned long long>(id),
+                 printable(content).c_str(), why);
+        };
+        if (id > Vocabulary::kLargestToken) refuse("its number is too large");
+        const int token = static_cast<int>(id), known = vocabulary.find(content);
+        if (known >= 0 && known != token) refuse("has another number in the vocabulary");
+        if (known < 0 && vocabulary.has(token)) refuse("its number is that of another token");
+        if (!vocabulary.has(token)) vocabulary.add(token, content, false);
+        if (parts.special.size() <= id) parts.special.resize(id + 1);
+        parts.special[id] = each.value("special", false);
+        AddedTokens& found = parts.steps.added[0];
+        if (!content.empty() && !found.has(content))
+            found.add(content, {token, each.value("single_word", false), each.value("lstrip", false),
+                                each.value("rstrip", false), each.value("special", false)});
+    }
+    vocabulary.shrink();
+}

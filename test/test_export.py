@@ -422,6 +422,44 @@ def test_byte_level_tokenizers(train_fp32, tmp_path, pre):
         key: value for key, value in keys.items() if key != "general.name"}
 
 
+class Keys(gguf.GGUFWriter):
+    """Collects the keys that gguf's own functions add."""
+
+    def __init__(self):
+        super().__init__(None, "llama")
+        self.kv_data[0].clear()
+
+    def of(self, prefix):
+        return {key: value.value for key, value in self.kv_data[0].items() if key.startswith(prefix)}
+
+
+@pytest.mark.parametrize("pre", BY_BYTES)
+def test_special_tokens_are_those_that_gguf_finds(train_fp32, tmp_path, pre):
+    make_tokenizer, family = BY_BYTES[pre]
+    tokenizer = make_tokenizer()
+    special = [t["content"] for t in json.loads(tokenizer.to_str())["added_tokens"] if t["special"]]
+    marks = dict(zip(("eos_token", "bos_token", "unk_token", "pad_token"), special[::-1]))
+    size = with_tokenizer(tmp_path, tokenizer, family, chat_template="{{ messages }}", **marks)
+    export(train_fp32, tmp_path, "model.gguf")
+    wanted = Keys()
+    gguf.SpecialVocab(tmp_path / "model", n_vocab=size).add_to_gguf(wanted, quiet=True)
+    ours = keys_of(tmp_path / "model.gguf")
+    assert len(wanted.of("tokenizer")) > 1
+    assert {key: ours.get(key) for key in wanted.of("tokenizer")} == wanted.of("tokenizer")
+
+
+def test_sampling_is_what_gguf_finds(train_fp32, tmp_path):
+    with_tokenizer(tmp_path, known.smollm2())
+    settings = {"top_k": 20, "top_p": 0.8, "min_p": 0.05, "temperature": 0.6, "do_sample": True}
+    (tmp_path / "model/generation_config.json").write_text(json.dumps(settings))
+    export(train_fp32, tmp_path, "model.gguf")
+    wanted = Keys()
+    gguf.Metadata.load(None, tmp_path / "model").set_gguf_meta_model(wanted)
+    ours = keys_of(tmp_path / "model.gguf")
+    found = {key: pytest.approx(value) for key, value in wanted.of("general.sampling").items()}
+    assert len(found) == 4 and {key: value for key, value in ours.items() if key.startswith("general.sampling")} == found
+
+
 def test_a_sentencepiece_tokenizer(train_fp32, tmp_path):
     sentencepiece = pytest.importorskip("sentencepiece")
     file = known.sentencepiece_file("tokenizer.model.v1")
@@ -443,6 +481,106 @@ def test_a_sentencepiece_tokenizer(train_fp32, tmp_path):
     samples = [train_fp32("--model", m, "--steps", 0, "--prompt", "All human beings 123\n", "--sample", "tokens=12,temperature=0",
                           cwd=tmp_path).stdout for m in ("model", "model.gguf")]
     assert samples[0] == samples[1]
+
+
+def changed_tokenizer(folder, change):
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    change(tokenizer)
+    path.write_text(json.dumps(tokenizer))
+
+
+def test_tokenizers_that_llama_cpp_does_not_have(train_fp32, tmp_path):
+    """Another normalizer than NFC, and merges that are not ignored where llama.cpp ignores them."""
+    def replaces(tokenizer):
+        tokenizer["normalizer"] = {"type": "Replace", "pattern": {"String": "e"}, "content": "o"}
+
+    def merges(tokenizer):
+        tokenizer["model"]["ignore_merges"] = not tokenizer["model"]["ignore_merges"]
+
+    for make_tokenizer, family, change, said in ((known.qwen, "qwen2", replaces, 'its normalizer is "Replace", and llama.cpp has none'),
+                                                 (known.llama3, "llama", merges, '"Donau", which no merge makes'),
+                                                 (known.smollm2, "llama", merges, "")):
+        work = tmp_path / make_tokenizer.__name__
+        work.mkdir()
+        with_tokenizer(work, make_tokenizer(), family)
+        changed_tokenizer(work / "model", change)
+        ran = train_fp32("--model", "model", "--steps", 0, "--export", "model.gguf", cwd=work, code=2 if said else 0)
+        assert said in ran.stderr.decode()
+
+
+def test_added_tokens_of_a_sentencepiece_tokenizer(train_fp32, tmp_path):
+    """Whichever file adds them, they are in the export, and texts have the same tokens."""
+    pytest.importorskip("sentencepiece")
+    file = known.sentencepiece_file("tokenizer.model.v1").read_bytes()
+    size = 32002
+    for where in ("tokenizer.json", "tokenizer_config.json", "added_tokens.json"):
+        work = tmp_path / where
+        work.mkdir()
+        make(work / "model", "--family", "llama", "--layers", 1, "--heads", 2, "--channels", 32, "--vocab", size)
+        (work / "model/tokenizer.model").write_bytes(file)
+        marks = {"<|im_start|>": size - 2, "<|im_end|>": size - 1}
+        listed = [{"id": token, "content": mark, "special": True, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+                  for mark, token in marks.items()]
+        if where == "added_tokens.json":
+            (work / "model" / where).write_text(json.dumps(marks))
+        elif where == "tokenizer_config.json":
+            (work / "model" / where).write_text(json.dumps({"added_tokens_decoder": {str(each.pop("id")): each for each in listed}}))
+        else:
+            from_library = json.loads(known.from_sentencepiece("tokenizer.model.v1").to_str())
+            from_library["added_tokens"] += listed
+            (work / "model" / where).write_text(json.dumps(from_library))
+        export(train_fp32, work, "model.gguf")
+        keys = keys_of(work / "model.gguf")
+        assert keys["tokenizer.ggml.tokens"][-2:] == list(marks) and keys["tokenizer.ggml.token_type"][-2:] == [3, 3], where
+
+
+def test_a_space_that_nothing_puts_before_a_text(train_fp32, tmp_path):
+    pytest.importorskip("sentencepiece")
+    for prepends in (True, False):
+        work = tmp_path / f"{prepends}"
+        work.mkdir()
+        make(work / "model", "--family", "llama", "--layers", 1, "--heads", 2, "--channels", 32, "--vocab", 32000)
+        tokenizer = json.loads(known.from_sentencepiece("tokenizer.model.v1").to_str())
+        steps = tokenizer["normalizer"]["normalizers"]
+        tokenizer["normalizer"]["normalizers"] = [step for step in steps if prepends or step["type"] != "Prepend"]
+        assert len(steps) == 2
+        (work / "model/tokenizer.json").write_text(json.dumps(tokenizer))
+        export(train_fp32, work, "model.gguf")
+        assert keys_of(work / "model.gguf").get("tokenizer.ggml.add_space_prefix", True) == prepends
+        write_text(work / "text", 500)
+        said = [train_fp32("--model", m, "--val-data", "text", "--seq-len", 16, "--steps", 0, cwd=work).stdout for m in ("model", "model.gguf")]
+        assert b"validation loss" in said[0] and said[0].splitlines()[-1] == said[1].splitlines()[-1]
+
+
+def test_a_head_that_is_not_the_embedding(train_fp32, tmp_path):
+    work = prepare(tmp_path, "gpt2")
+    export(train_fp32, work, "model.gguf", type_="f32")
+    tensors = floats_of(work / "model.gguf")
+    for factor, code in ((1, 0), (-1, 2)):
+        writer = gguf.GGUFWriter(work / "head.gguf", "gpt2")
+        for key, field in gguf.GGUFReader(work / "model.gguf").fields.items():
+            if not key.startswith("GGUF.") and key != "general.architecture":
+                writer.add_key_value(key, field.contents(), field.types[0])
+        for name, values in tensors.items():
+            writer.add_tensor(name, values)
+        writer.add_tensor("output.weight", factor * tensors["token_embd.weight"])
+        writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file(), writer.close()
+        ran = train_fp32("--model", "head.gguf", "--val-data", "data.bin", "--seq-len", 16, "--steps", 0, cwd=work, code=code)
+        assert code == 0 or 'tensor "output.weight" is not "token_embd.weight"' in ran.stderr.decode()
+
+
+def test_the_end_of_a_turn_is_exported_of_a_gguf_too(train_fp32, tmp_path):
+    with_tokenizer(tmp_path, known.smollm2(), eos_token="<|endoftext|>")
+    export(train_fp32, tmp_path, "base.gguf")
+    chat = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 4)
+    turns = []
+    for of in ("model", "base.gguf"):
+        train_fp32("--model", of, "--train", "lora", "--data", "chats.jsonl", "--chat-format", "chatml", "--batch", 1, "--seq-len", 32, "--steps", 1,
+                   "--sample", "tokens=0", "--export", "trained.gguf", cwd=tmp_path)
+        turns.append(keys_of(tmp_path / "trained.gguf").get("tokenizer.ggml.eot_token_id"))
+    assert turns[0] == turns[1] is not None
 
 
 def test_a_model_of_bytes(train, tmp_path):

@@ -393,6 +393,34 @@ def test_vocab_and_merges(tmp_path):
     assert facts(tmp_path)["end_of_text"] == plain.token_to_id("<|endoftext|>")
 
 
+@pytest.mark.parametrize("where", ["added_tokens.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("kind", ["vocab.json", "tokenizer.model"])
+def test_tokens_that_other_files_add(tmp_path, kind, where):
+    """Both files that transformers has written them to; special ones can be left as text."""
+    if kind == "vocab.json":
+        plain = gpt2_files(tmp_path, gpt2())
+        size, encode_plain = plain.get_vocab_size(), lambda text: plain.encode(text).ids
+    else:
+        library = pytest.importorskip("sentencepiece").SentencePieceProcessor(model_file=str(sentencepiece_file("tokenizer.model.v1")))
+        (tmp_path / "tokenizer.model").write_bytes(sentencepiece_file("tokenizer.model.v1").read_bytes())
+        size, encode_plain = library.get_piece_size(), lambda text: [library.piece_to_id("▁a" if text == "a" else text)]
+    marks = {"<|im_start|>": size, "<|im_end|>": size + 1}
+    if where == "added_tokens.json":
+        (tmp_path / where).write_text(json.dumps(marks))
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps({"additional_special_tokens": ["<|im_start|>"], "eos_token": "<|im_end|>"}))
+    else:
+        (tmp_path / where).write_text(json.dumps({"added_tokens_decoder": {
+            str(token): {"content": mark, "special": True, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+            for mark, token in marks.items()}}))
+    assert encode(tmp_path, "a<|im_start|>b<|im_end|>") == [*encode_plain("a"), size, *encode_plain("b"), size + 1]
+    assert decode_all(tmp_path, [[size, size + 1]]) == [b"<|im_start|><|im_end|>"]
+    assert facts(tmp_path)["size"] == size + 2
+    (tmp_path / "special_tokens_map.json").unlink(missing_ok=True)
+    (tmp_path / "tokenizer_config.json").unlink(missing_ok=True)
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_start|>": 5}))
+    assert probe(tmp_path, "facts", code=2) == f"{tmp_path}: added token 5 \"<|im_start|>\": its number is that of another token\n"
+
+
 def test_tokenizer_json_comes_first(tmp_path):
     """After it come vocab.json and merges.txt, then tokenizer.model. With a tokenizer.json, added tokens are
     found in text."""

@@ -122,11 +122,15 @@ inline std::string find_adapter_model(const std::string& folder) {
     if (!name.empty())
         for (const std::string& model : {name, (std::filesystem::path(folder) / name).string()})
             if (is_model(model)) return model;
-    if (is_hub_name(name) && !hub_snapshot(name).empty()) return find_on_hub("--model", name);
+    const bool has_revision = json.is_object() && json.contains("revision") && json["revision"].is_string();
+    const std::string revision = has_revision ? json["revision"].get<std::string>() : "";
+    if (is_hub_name(name) && !hub_snapshot(name, revision).empty())
+        return find_on_hub("--model", name, false, revision);
     fail(
-        "--model %s is an adapter, and the model that it is of, '%s', is no folder here%s: give that as "
+        "--model %s is an adapter, and the model that it is of, '%s'%s, is no folder here%s: give that as "
         "--model and this as --adapter",
         folder.c_str(), printable(name).c_str(),
+        revision.empty() ? "" : format(" of revision '%s'", printable(revision).c_str()).c_str(),
         is_hub_name(name) ? format(", and not in %s", hub_cache().c_str()).c_str() : "");
 }
 

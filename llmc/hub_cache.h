@@ -3,7 +3,8 @@
 //
 // The cache has a folder for each model (https://huggingface.co/docs/huggingface_hub/guides/manage-cache):
 //
-//     models--ORG--NAME/refs/main           the commit that `main` was when it was downloaded
+//     models--ORG--NAME/refs/main           the commit that `main` was when it was downloaded; so of other
+//                                           branches and tags
 //     models--ORG--NAME/snapshots/COMMIT/   the files of that commit, as links
 #pragma once
 
@@ -43,22 +44,27 @@ inline std::string hub_cache() {
     return (caches.empty() ? variable("HOME") + "/.cache" : caches) + "/huggingface/hub";
 }
 
-// The folder of a model in the cache: the snapshot of `main`, or the only one. "" if it was not downloaded.
-inline std::string hub_snapshot(const std::string& name) {
+// The folder of a model in the cache: the snapshot of `revision`, which is a branch, a tag or a commit.
+// Without a revision: that of `main`, or the only one. "" if it was not downloaded.
+inline std::string hub_snapshot(const std::string& name, const std::string& revision = "") {
     std::string folder = "models--" + name;
     folder.replace(folder.find('/'), 1, "--");
     folder = hub_cache() + "/" + folder;
-    const std::string snapshots = folder + "/snapshots", main = folder + "/refs/main";
+    const std::string snapshots = folder + "/snapshots";
     std::error_code none;
     if (!std::filesystem::is_directory(snapshots, none)) return "";
-    if (file_exists(main)) {
-        std::string commit = read_text(main);
+    const auto snapshot = [&](const std::string& commit) {
+        const std::string found = snapshots + "/" + commit;
+        const bool is_name = !commit.empty() && commit[0] != '.' && commit.find('/') == commit.npos;
+        return is_name && std::filesystem::is_directory(found, none) ? found : "";
+    };
+    const std::string reference = folder + "/refs/" + (revision.empty() ? "main" : revision);
+    if (revision.find("..") == revision.npos && file_exists(reference)) {
+        std::string commit = read_text(reference);
         while (!commit.empty() && std::isspace(static_cast<unsigned char>(commit.back()))) commit.pop_back();
-        const std::string snapshot = snapshots + "/" + commit;
-        if (!commit.empty() && commit.find('/') == commit.npos &&
-            std::filesystem::is_directory(snapshot, none))
-            return snapshot;
+        if (const std::string found = snapshot(commit); !found.empty()) return found;
     }
+    if (!revision.empty()) return snapshot(revision);
     const std::vector<std::string> all = list_folder(snapshots);
     return all.size() == 1 ? snapshots + "/" + all[0] : "";
 }
@@ -83,13 +89,22 @@ inline std::string lasting_name(const std::string& model) {
     return std::filesystem::canonical(model, none).string();
 }
 
+// The commit of a snapshot in a cache, unless it is the one that the model's name alone leads to; else "".
+inline std::string other_revision(const std::string& folder) {
+    const std::string name = hub_name_of(folder);
+    std::error_code none;
+    if (name.empty() || std::filesystem::equivalent(folder, hub_snapshot(name), none)) return "";
+    return std::filesystem::path(folder).filename().string();
+}
+
 // What an option like --model names: `text` itself, unless that is no file here and has the form of a name on
 // the hub. Then the model's folder in the cache, or its file if it has a single GGUF and no config.json.
 // Fails if the cache has no such model.
 // A resumed run's model may have been removed: `resumes` returns its name then.
-inline std::string find_on_hub(const char* option, const std::string& text, bool resumes = false) {
+inline std::string find_on_hub(const char* option, const std::string& text, bool resumes = false,
+                               const std::string& revision = "") {
     if (!is_hub_name(text) || file_exists(text)) return text;
-    const std::string folder = hub_snapshot(text);
+    const std::string folder = hub_snapshot(text, revision);
     if (folder.empty() && resumes) return text;
     if (folder.empty())
         fail(

@@ -138,11 +138,10 @@ struct Options {
     // True if each rank also keeps only its slice of the blocks' weights (--zero 3): of a frozen model, of
     // the matrices of its blocks' linear layers. An adapter's gradients, which are small, stay whole there.
     bool slices_weights() const { return devices > 1 && zero == "3"; }
-    // True if a resumed run validates on other data or sequences than the run before, so that their losses do
-    // not compare.
+    // True if a resumed run validates with other sequences of the data than the run before, so that their
+    // losses do not compare.
     bool validates_otherwise() const {
-        for (const char* name :
-             {"--val-data", "--data", "--seq-len", "--eval-batches", "--batch", "--grad-accum"})
+        for (const char* name : {"--seq-len", "--eval-batches", "--batch", "--grad-accum"})
             if (changed.contains(name)) return true;
         return false;
     }

@@ -32,8 +32,8 @@ inline void check_bench_options(const Options& o) {
     if (o.bench.empty()) return;
     for (const char* name :
          {"--plan", "--timeline", "--resume", "--out", "--save-base", "--save-every", "--log",
-          "--loss-by-position", "--val-data", "--export", "--print-every", "--eval-every", "--sample.every",
-          "--prompt", "--epochs", "--keep-best", "--early-stopping"})
+          "--loss-by-position", "--val-data", "--merge", "--export", "--print-every", "--eval-every",
+          "--sample.every", "--prompt", "--epochs", "--keep-best", "--early-stopping"})
         if (o.has(name)) fail("%s: a bench only measures; leave it out, or --bench", o.spelled(name).c_str());
     for (const char* name : {"--steps", "--warmup"})
         if (o.has(name) && strtod(o.first(name), nullptr) > 1e6)

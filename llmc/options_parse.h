@@ -63,8 +63,11 @@ inline void set_given(CLI::App& app, Options& o, int argc, char** argv) {
         const std::string path = config->second[0];
         settings.erase(config);
         reader.config_file(path, [&](const Settings& of_file) {
-            for (const auto& [name, words] : of_file)
-                if (!settings.contains(name)) set_option(app, o, name, words);
+            for (const auto& [name, words] : of_file) {
+                const bool says_how_long = name == "--steps" || name == "--epochs";
+                const bool is_said = settings.contains("--steps") || settings.contains("--epochs");
+                if (!settings.contains(name) && !(says_how_long && is_said)) set_option(app, o, name, words);
+            }
         });
     }
     for (const auto& [name, words] : replaced)
@@ -89,9 +92,12 @@ inline std::map<std::string, std::string> changed_settings(const CLI::App& app, 
             name.starts_with("--export"))
             continue;
         if (automatic && was_chosen_before(name, o)) continue;
-        const std::string now = joined(words, " "), standard = app.get_option(name)->get_default_str();
+        // What the help says of the default may be more than its value.
+        const std::string now = joined(words, " "), said = app.get_option(name)->get_default_str(),
+                          standard = said.substr(0, said.find("; with"));
+        const bool is_value = standard.find(' ') == standard.npos;
         const auto saved = before.written.find(name);
-        std::string was = saved == before.written.end() ? standard : "";
+        std::string was = saved != before.written.end() ? "" : is_value ? standard : "not given";
         if (saved != before.written.end() && saved->is_array())
             for (const nlohmann::json& word : *saved)
                 if (word.is_string()) was += (was.empty() ? "" : " ") + word.get<std::string>();
@@ -101,8 +107,20 @@ inline std::map<std::string, std::string> changed_settings(const CLI::App& app, 
     return all;
 }
 
+// With --resume auto the command says again with which adapter the run began, as --adapter or as --model. The
+// run goes on with that of the save instead.
+inline void forget_first_adapter(Options& o, const SavedOptions& before) {
+    const auto saved = before.here.find("--adapter");
+    if (saved == before.here.end() || !saved->is_array() || saved->empty() || !(*saved)[0].is_string())
+        return;
+    const std::string first = (*saved)[0].get<std::string>();
+    if (o.has("--adapter") && same_file(o.adapter, first)) o.given.erase("--adapter"), o.adapter.clear();
+    if (o.has("--model") && !parse_new_model(o.model) && same_file(o.model, first)) o.given.erase("--model");
+}
+
 // Takes from a save what holds in the run that resumes from it. `automatic`: --resume auto.
 inline void set_saved(CLI::App& app, Options& o, const SavedOptions& before, bool automatic) {
+    if (automatic) forget_first_adapter(o, before);
     check_saved_adapter(before, o);
     o.directory = before.directory;
     o.changed = changed_settings(app, o, before, automatic);

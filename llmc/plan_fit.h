@@ -2,6 +2,7 @@
 // trying.
 #pragma once
 
+#include <cmath>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -313,8 +314,8 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
                                     temporary_folder().c_str(), size_text(space_on_disk()).c_str());
     fail("--memory %s: the least that this takes is %.1f MiB (%s), %s of it for %s; less with %s",
          describe_budget(given.memory, budget_of(given.memory, given.rank)).c_str(),
-         mebibytes(fit.solution.least.exact), options.c_str(), size_text(bytes).c_str(), name.c_str(),
-         less.c_str());
+         std::ceil(10 * mebibytes(fit.solution.least.exact)) / 10, options.c_str(), size_text(bytes).c_str(),
+         name.c_str(), less.c_str());
 }
 
 // --memory: returns the options whose plan fits and is the fastest by estimate; `choices` gets this choice

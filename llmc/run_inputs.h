@@ -245,6 +245,7 @@ class RunInputs {
     void check_data() const;
     void check_resumed_data();
     void check_output_files() const;
+    void keep_merged();
     void read_exported();
 };
 
@@ -283,6 +284,9 @@ inline RunInputs::RunInputs(Options& o, std::optional<HeldSave> resumed_save)
     // A plan does not tokenize long texts, so it has no data_facts() of their tokens to compare.
     const bool is_untouched = o.plan && data && data->is_bytes() && !tokenizer_folder.empty();
     if (data && o.bench.empty() && !is_untouched) check_resumed_data();
+    if (!o.merge.empty() && adapter.kind == Trained::Prompt)
+        fail("--merge %s: a soft prompt is no part of the weights: --out saves it", o.merge.c_str());
+    keep_merged();
     check_output_files();
     read_exported();
 }
@@ -451,11 +455,19 @@ inline AdapterConfig RunInputs::choose_adapter() {
     if (!resumed.empty() && o_.trains_adapter())
         fail("--resume %s holds a whole model, and no adapter", o_.resume.c_str());
     if (!o_.adapter.empty()) return read(held_adapter.emplace(o_.adapter).path());
-    if (o_.train == "lora")
-        return new_lora(config, {o_.lora_rank, o_.lora_alpha, o_.lora_dropout, o_.lora_targets}, base);
-    if (o_.train != "prompt") return {};
-    first_prompt = choose_first_prompt();
-    return new_prompt(config, static_cast<int>(first_prompt.size()), o_.soft_prompt_text, base);
+    AdapterConfig made;
+    if (o_.train == "lora") {
+        made = new_lora(config, {o_.lora_rank, o_.lora_alpha, o_.lora_dropout, o_.lora_targets}, base);
+    } else if (o_.train == "prompt") {
+        first_prompt = choose_first_prompt();
+        made = new_prompt(config, static_cast<int>(first_prompt.size()), o_.soft_prompt_text, base);
+    } else {
+        return made;
+    }
+    // PEFT then loads this commit of the base, too.
+    if (const std::string revision = o_.save_base.empty() ? other_revision(model) : ""; !revision.empty())
+        made.json["revision"] = revision;
+    return made;
 }
 
 // The first tokens of a soft prompt: those of its text, cut or repeated to its length, as in PEFT;

@@ -275,17 +275,29 @@ inline void RunInputs::check_data() const {
 inline void RunInputs::check_resumed_data() {
     const auto check = [&](const char* option, const Dataset& d, bool chosen) {
         const std::string& now = facts[option] = data_facts(d);
-        if (!progress) return;
-        const auto then = progress->data.find(option);
-        const bool is_validated = &d == val_data.get() || o_.val_data.empty();
-        if (is_validated && then != progress->data.end() && then->second != now)
-            validates_on_other_data = true;
-        check_same_data(option, d.stream_name(0), now, *progress, o_.resume, chosen);
+        if (progress) check_same_data(option, d.stream_name(0), now, *progress, o_.resume, chosen);
     };
     const bool chosen = !o_.saved.contains("--data");
     const bool val_chosen = o_.has("--val-data") && !o_.saved.contains("--val-data");
     check("--data", *data, chosen || val_chosen);  // without --val-data its last tenth is held out
     if (!o_.val_data.empty()) check("--val-data", *val_data, val_chosen);
+    // What is validated on: --val-data or, without it, a part of --data.
+    const auto validated = [](const auto& of_run) {
+        const auto at = of_run.contains("--val-data") ? of_run.find("--val-data") : of_run.find("--data");
+        return at == of_run.end() ? std::pair<std::string, std::string>() : std::pair{at->first, at->second};
+    };
+    if (progress && !progress->data.empty())
+        validates_on_other_data = validated(progress->data) != validated(facts);
+    else
+        validates_on_other_data = o_.changed.contains("--data") || o_.changed.contains("--val-data");
+}
+
+// A resumed run that has merged its adapter before does not do that again.
+inline void RunInputs::keep_merged() {
+    if (o_.merge.empty() || resumed.empty() || !file_exists(o_.merge + "/config.json")) return;
+    if (o_.rank.is_first())
+        fprintf(stderr, "--merge %s is there already, and stays as it is\n", o_.merge.c_str());
+    o_.merge.clear();
 }
 
 // Fails if an output cannot be written, or would overwrite an input. Only the first of several ranks writes.

@@ -88,13 +88,20 @@ inline void print_example(const Options& o, const RunInputs& in) {
     const auto use = [&](std::span<char> line, size_t, const std::string& where) {
         if (++number != o.show_example) return;
         std::vector<int32_t> tokens;
-        encoder.encode(read_example(line, where), where, SIZE_MAX, [&](std::span<const int32_t> part, bool) {
+        const JsonExample example = read_example(line, where);
+        encoder.encode(example, where, SIZE_MAX, [&](std::span<const int32_t> part, bool) {
             tokens.insert(tokens.end(), part.begin(), part.end());
         });
+        // Of a text that is longer than a sequence the rest goes on in others. Of other examples are left as
+        // many tokens as a sequence has, and the one that its last token predicts.
+        const size_t all = tokens.size(), most = static_cast<size_t>(o.seq_len) + 1;
+        const bool is_cut = all > most && !example.is_text;
+        if (is_cut) tokens.resize(most);
+        const std::string cut = is_cut ? format(", cut to %zu by --seq-len %d", most, o.seq_len) : "";
         const auto learnt = std::ranges::count_if(tokens, [](int32_t token) { return token >= 0; });
         if (encoder.chat()) printf("chats: written by %s\n", encoder.chat()->description().c_str());
-        printf("%s: %zu tokens; the %lld between \u27e6 and \u27e7 are learnt:\n%s\n", where.c_str(),
-               tokens.size(), static_cast<long long>(learnt), marked_text(tokens, *in.tokenizer).c_str());
+        printf("%s: %zu tokens%s; the %lld between \u27e6 and \u27e7 are learnt:\n%s\n", where.c_str(), all,
+               cut.c_str(), static_cast<long long>(learnt), marked_text(tokens, *in.tokenizer).c_str());
     };
     for (const std::string& path : data.paths()) {
         const FileReader given(path);

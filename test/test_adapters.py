@@ -175,6 +175,55 @@ def test_resume_is_the_unbroken_run(train, work):
     assert saved_bytes(work / "out" / "step-00000006") == whole
 
 
+@pytest.fixture
+def one_work(tmp_path):
+    """A Llama with an adapter, for tests whose subject is the same in all families."""
+    work = prepare(tmp_path, "llama", OPTIONS)
+    make_adapter(work, peft.LoraConfig(r=4, lora_alpha=7, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return work
+
+
+def refusal(train, work, *options):
+    error = train(*options, cwd=work, code=2).stderr.decode()
+    assert error.count("\n") == 1
+    return error
+
+
+def test_a_requeued_run_that_began_with_an_adapter(train_fp32, one_work):
+    """The same command goes on from its save, whether it names the adapter as --adapter or as --model."""
+    work = one_work
+    config = json.loads((work / "adapter/adapter_config.json").read_text())
+    (work / "adapter/adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "model"}))
+    options = (*DATA[2:], "--save-every", 2, "--sample", "tokens=0", "--resume", "auto")
+    for name, model in (("a", ("--model", "model", "--adapter", "adapter")), ("b", ("--model", "adapter"))):
+        train_fp32(*model, *options, "--out", name, "--steps", 4, cwd=work)
+        assert b"nothing is left" in train_fp32(*model, *options, "--out", name, "--steps", 4, cwd=work).stdout
+        assert b"resuming" in train_fp32(*model, *options, "--out", name, "--steps", 6, cwd=work).stdout
+    assert saved_bytes(work / "a") == saved_bytes(work / "b")
+    shutil.copytree(work / "adapter", work / "other")
+    assert "goes on with its own" in refusal(train_fp32, work, "--model", "model", "--adapter", "other", *options, "--out", "a", "--steps", 6)
+
+
+def test_a_run_that_has_merged_is_requeued(train_fp32, one_work):
+    work, lora = one_work, ("--model", "model", *DATA[2:], "--train", "lora", "--lora-rank", 2, "--sample", "tokens=0")
+    run = (*lora, "--out", "out", "--merge", "merged", "--resume", "auto")
+    train_fp32(*run, "--steps", 2, cwd=work)
+    merged = (work / "merged/model.safetensors").read_bytes()
+    again = train_fp32(*run, "--steps", 2, cwd=work)
+    assert b"nothing is left" in again.stdout and b"--merge merged is there already, and stays as it is\n" in again.stderr
+    train_fp32("--resume", "out", "--steps", 4, cwd=work)
+    assert (work / "merged/model.safetensors").read_bytes() == merged
+    assert "is there already" in refusal(train_fp32, work, *lora, "--merge", "merged", "--steps", 2)
+    assert "a bench only measures" in refusal(train_fp32, work, "--model", "model", "--train", "lora", "--merge", "new", "--bench")
+
+
+def test_a_prompt_is_not_merged(train_fp32, prompt_work):
+    """It is no part of the weights: what was trained would be lost."""
+    for how in (("--train", "prompt", "--soft-prompt", 3), ("--adapter", "adapter")):
+        error = refusal(train_fp32, prompt_work, "--model", "model", *DATA[2:], *how, "--steps", 1, "--merge", "merged")
+        assert "--merge merged: a soft prompt is no part of the weights: --out saves it" in error
+
+
 def test_plan_is_what_is_taken(train, work):
     """Every byte that an adapter adds is planned; the model has no gradients or moments."""
     options = ("--model", work / "model", *DATA[4:], "--data", work / "data.bin", "--train", "lora", "--lora-rank", 2,

@@ -56,6 +56,17 @@ def test_the_best_save_stays(train_fp32, work, tmp_path):
     assert (halves / "best/model.safetensors").read_bytes() == (out / "best/model.safetensors").read_bytes()
 
 
+def test_the_same_data_by_another_name(train_fp32, work, tmp_path):
+    """Their losses compare, and those of other data do not."""
+    out = tmp_path / "out"
+    run(train_fp32, work, "--keep-best", "--steps", 4, "--out", out)
+    best = progress(out / "latest")["best"]
+    (tmp_path / "link").symlink_to(work / "other")
+    for name, kept in ((tmp_path / "link", True), (work / "text", False)):
+        train_fp32("--resume", out, "--steps", 6, "--lr", 10, "--val-data", name, "--out", tmp_path / f"{kept}")
+        assert (progress(tmp_path / f"{kept}" / "latest")["best"]["loss"] == best["loss"]) == kept
+
+
 def test_the_last_validation_may_be_the_best(train_fp32, work, tmp_path):
     out = tmp_path / "out"
     run(train_fp32, work, "--keep-best", "--keep", 1, "--steps", 5, "--out", out)

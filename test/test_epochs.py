@@ -83,6 +83,8 @@ def test_a_resume_lists_what_has_changed(train_fp32, work, tmp_path):
     run(train_fp32, work, "--steps", 4, "--lr", 1e-3, "--schedule", "linear", "--warmup", 1, "--out", out)
     same = train_fp32("--resume", out, "--lr", "0.001", "--print-every", 1, "--threads", 1).stdout.decode()
     assert "other settings" not in same
+    unspoken = train_fp32("--resume", out, "--seed", 0, "--grad-accum", 1).stdout.decode()  # the defaults
+    assert "other settings" not in unspoken, unspoken
     text = train_fp32("--resume", out, "--steps", 8, "--weight-decay", 0, "--clip", 1).stdout.decode()
     assert "\nother settings than those of the save: --steps 8 (was 4), --weight-decay 0 (was 0.1)\n" in text
     rate = re.search(r"^the learning rate goes on as that of a run of 8 steps with these settings: (\S+) in step 5$", text, re.M)[1]

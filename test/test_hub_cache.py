@@ -120,3 +120,26 @@ def test_huggingface_hub_finds_the_same(work, monkeypatch):
     hub = pytest.importorskip("huggingface_hub")
     found = hub.snapshot_download("Some-Org/small_model-1.5B", cache_dir=work / "home/hub", local_files_only=True)
     assert pathlib.Path(found) == work / "home/hub/models--Some-Org--small_model-1.5B/snapshots" / COMMIT
+
+
+def test_an_adapter_of_another_revision(train_fp32, work, tmp_path):
+    """It says of which, and is of that again; peft passes it on to transformers."""
+    make(tmp_path / "newer", "--family", "llama", "--layers", 1, "--heads", 2, "--channels", 32, "--positions", 32, "--seed", 5)
+    cached(tmp_path / "hub", "a/b", sorted((tmp_path / "newer").iterdir()))
+    old = cached(tmp_path / "hub", "a/b", sorted((work / "model").iterdir()), commit="f" * 40, main=False)
+    home = {"HF_HUB_CACHE": str(tmp_path / "hub")}
+    ran(train_fp32, work, "--model", old, "--train", "lora", "--data", "text", "--seq-len", 16, "--steps", 2, "--sample", "tokens=0",
+        "--out", tmp_path / "out", **home)
+    path = tmp_path / "out/latest/adapter_config.json"
+    config = json.loads(path.read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("a/b", "f" * 40)
+    wanted = ran(train_fp32, work, "--model", old, "--adapter", tmp_path / "out", *VALIDATE, **home)
+    assert ran(train_fp32, work, "--model", tmp_path / "out", *VALIDATE, **home).splitlines()[-1] == wanted.splitlines()[-1]
+    (tmp_path / "hub/models--a--b/refs/v1").write_text("f" * 40)
+    path.write_text(json.dumps(config | {"revision": "v1"}))
+    assert ran(train_fp32, work, "--model", tmp_path / "out", *VALIDATE, **home).splitlines()[-1] == wanted.splitlines()[-1]
+    path.write_text(json.dumps(config | {"revision": "gone"}))
+    error = run(train_fp32, work, "--model", tmp_path / "out", *VALIDATE, **home).stderr.decode()
+    assert "'a/b' of revision 'gone', is no folder here, and not in" in error
+    path.write_text(json.dumps(config | {"revision": None}))
+    assert ran(train_fp32, work, "--model", tmp_path / "out", *VALIDATE, **home).splitlines()[-1] != wanted.splitlines()[-1]

@@ -515,6 +515,58 @@ def test_a_run_says_what_writes_chats(train_fp32, work):
     assert "'2024-02-30' is no date like 2025-01-31" in error and error.count("\n") == 1
 
 
+def test_a_run_learns_the_last_answer_and_writes_a_given_date(train_fp32, work):
+    settings = work / "model" / "tokenizer_config.json"
+    config = json.loads(settings.read_text())
+    settings.write_text(json.dumps(config | {"chat_template": "{{ strftime_now('%d %B %Y') }} " + config["chat_template"]}))
+    chat = [says("user", "a"), says("assistant", "b"), says("user", "c"), says("assistant", "d")]
+    (work / "two.jsonl").write_text("\n".join(lines_of([{"messages": chat}] * 4)))
+    out = train_fp32(*RUN, "--data", "two.jsonl", "--loss-on", "last", "--chat-date", "2024-07-26", "--show-example", 1, cwd=work).stdout.decode()
+    turns = "26 July 2024<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    assert out.endswith(turns + "\u27e6d<|im_end|>\u27e7\n\n")
+    counted = [re.search(r"(\d+) of them with loss", train_fp32(*RUN, "--data", "two.jsonl", *options, cwd=work).stdout.decode())[1]
+               for options in ((), ("--loss-on", "last"))]
+    assert int(counted[0]) == 2 * int(counted[1]) > 0
+
+
+def test_a_shown_example_is_cut_as_in_training(train_fp32, work):
+    long = [says("user", "a " * 90), says("assistant", "b")]
+    (work / "long.jsonl").write_text("\n".join(lines_of([{"messages": long}] * 3 + [{"text": "c " * 90}])))
+    shown = [train_fp32(*RUN, "--data", "long.jsonl", "--show-example", number, cwd=work).stdout.decode() for number in (1, 4)]
+    assert re.search(r"line 1: \d+ tokens, cut to 65 by --seq-len 64; the 0 between", shown[0]) and "\u27e6" not in shown[0].split("learnt:")[1]
+    assert re.search(r"line 4: \d+ tokens; the \d+ between", shown[1])
+
+
+def test_a_run_says_where_an_answer_begins_otherwise(train_fp32, work):
+    """The template asks for an answer with an empty thought, which answers that are written do not have."""
+    settings = work / "model" / "tokenizer_config.json"
+    config = json.loads(settings.read_text())
+    asks = "{% if add_generation_prompt %}<|im_start|>assistant\n<think></think>{% endif %}"
+    template = re.sub(r"\{%-? *if add_generation_prompt.*", "", config["chat_template"], flags=re.S)
+    for written, warns in ((template + asks, True), (config["chat_template"], False)):
+        settings.write_text(json.dumps(config | {"chat_template": written}))
+        ran = train_fp32(*RUN, "--data", "data.jsonl", cwd=work)
+        assert (b"the chat template asks for an answer in another way than it writes one" in ran.stderr) == warns, ran.stderr
+    shown = train_fp32(*RUN, "--data", "data.jsonl", "--show-example", 3, cwd=work).stdout.decode()
+    assert "\u27e6b 2<|im_end|>\u27e7" in shown
+
+
+def test_lists_of_texts_and_developer_turns(tmp_path):
+    """Are written as the template writes them, with the tokens of apply_chat_template."""
+    template = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+                "{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+                "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    folder = folder_of(tmp_path / "model", smollm2, template)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    parts = [{"type": "text", "text": "é "}, {"type": "text", "text": "\u2003b"}]
+    chats = [{"messages": [says("developer", "Be brief."), says("user", parts), says("assistant", "x")]},
+             {"messages": [says("user", "a"), says("assistant", parts), says("developer", parts[:1]), says("user", "b"), says("assistant", "c")]}]
+    for chat, kept, learnt in zip(chats, kept_of(folder, lines_of(chats)), (["x<|im_end|>"], ["[é ][\u2003b]<|im_end|>", "c<|im_end|>"]), strict=True):
+        text = tokenizer.apply_chat_template(chat["messages"], tokenize=False)
+        assert (kept & 0x7fffffff).tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert learnt_texts(tokenizer, kept) == learnt
+
+
 def test_a_resumed_run_writes_the_date_of_the_first(train_fp32, work):
     """A day later it reads the same text."""
     settings = work / "model" / "tokenizer_config.json"

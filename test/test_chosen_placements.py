@@ -19,6 +19,12 @@ ONE = ("--data", "data.bin", "--model", "model", "--batch", 1, "--seq-len", 37, 
 KINDS = {"full": (), "adapter": ("--train", "lora", "--lora-rank", 2), "consumed": ("--update-in-backward", "--clip", 0)}
 
 
+def moves_trained(train, kind):
+    """Skips the test where --memory leaves what is trained on the device."""
+    if train.device != "cpu" and kind != "adapter":
+        pytest.skip("on a GPU it moves if --memory offers host memory")
+
+
 def least(train, work, *options):
     """The smallest budget, in MiB."""
     error = train(*options, "--memory", "1MiB", "--plan", cwd=work, code=2).stderr.decode()
@@ -30,6 +36,7 @@ def least(train, work, *options):
 def test_a_budget_below_what_is_resident_moves_it(train, wide4, tmp_path, kind):
     """The plan says what moves, the run takes that memory, and no bit changes. With a budget for everything,
     nothing moves."""
+    moves_trained(train, kind)
     work = linked(tmp_path, wide4)
     options = (*ONE, *KINDS[kind], "--steps", 2)
     resident, few = least(train, work, *options, *RESIDENT), least(train, work, *options)
@@ -98,6 +105,7 @@ MIXES = (("device",), ("disk",), ("device", "embeddings=disk"), ("disk", "embedd
 def test_the_fastest_mix_that_fits_is_chosen(train, wide4, tmp_path, kind):
     """Among all configurations that can be given by hand, by their own estimates. An adapter needs no larger
     micro-batch for its blocks to be read once."""
+    moves_trained(train, kind)
     work = linked(tmp_path, wide4)
     # With a larger prefetch distance, all four blocks would stay.
     options = (*ONE, "--grad-accum", 4, "--prefetch", 1, *KINDS[kind], "--steps", 1)
@@ -124,6 +132,7 @@ def test_the_fastest_mix_that_fits_is_chosen(train, wide4, tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["full", "adapter"])
 def test_a_resumed_run_has_what_was_chosen(train, wide4, tmp_path, kind):
+    moves_trained(train, kind)
     work = linked(tmp_path, wide4)
     options = (*ONE, *KINDS[kind], "--schedule", "constant")
     budget = f"{least(train, work, *options) + 0.1:.1f}MiB"
@@ -143,6 +152,7 @@ def test_a_resumed_run_has_what_was_chosen(train, wide4, tmp_path, kind):
 
 def test_a_full_disk_is_not_chosen(train, wide4, tmp_path):
     """The line names the folder that is full."""
+    moves_trained(train, "full")
     work = linked(tmp_path, wide4)
     options = (*ONE, "--steps", 1)
     enough = least(train, work, *options) + 20

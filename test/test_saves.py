@@ -177,11 +177,11 @@ def test_first_and_second_ctrl_c(train, work):
 def test_the_reader_of_the_output_goes(train, work):
     """As with `| tee` on Ctrl-C: the run saves."""
     with running(train, *FOREVER, "--out", "out", cwd=work, stderr=-1) as process:
-        wait_for_line(process, rb"^step +2/")
+        wait_for_line(process, rb"^step +3/")  # the next line is that of step 4
         process.stdout.close()
         assert process.wait(timeout=60) == 128 + signal.SIGPIPE
         assert process.stderr.read() == b"stopping after this micro-batch; Ctrl-C again: at once, without saving\n"
-    assert state(work / "out")["step"] >= 3
+    assert state(work / "out")["step"] >= 4
 
 
 def test_ignored_signals_stay_ignored(train, work):
@@ -269,7 +269,8 @@ def test_a_log_that_may_not_grow(train, work):
     code, error = limited(train, work, 60_000, *FOREVER, "--model", "tiny", "--log", "log", "--out", "out")
     assert code == 2 and error == "train: --log log: File too large (ulimit -f allows 60000 bytes)\n"
     last = [line for line in (work / "log").read_text().splitlines() if line.endswith("}")][-1]
-    assert state(work / "out")["step"] == json.loads(last)["step"] + 2
+    # A GPU is a step ahead of the host, which writes the lines.
+    assert state(work / "out")["step"] == json.loads(last)["step"] + (2 if train.device == "cpu" else 3)
     assert ".lock" not in os.listdir(work / "out")
 
 

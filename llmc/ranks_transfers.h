@@ -276,18 +276,21 @@ class ExchangeTimer {
     }
 
     // The next exchange begins after the work that this stream has by now.
-    void begins(Stream stream) { exchanges_.push_back({.began = mark(stream)}); }
+    void begins(Stream stream) {
+        exchanges_.push_back({.began = mark(stream)});
+        computes_ = stream;
+    }
     void is_complete_in(Stream stream) { exchanges_.back().complete = mark(stream); }
     // Later work of this stream waits for the exchange of this number and for all before.
     void is_asked_for(size_t number, Stream stream) {
         for (; asked_ <= number; asked_++) exchanges_[asked_ - first_].asked = mark(stream);
         exchanges_[number - first_].ends_wait = true;
     }
-    // The times of the exchanges that were waited for since the last call. The device must have passed the
-    // waits.
+    // The times of the exchanges that were waited for since the last call. The stream that began the latest
+    // one must have no work left.
     std::vector<ExchangeTime> take() {
-        // When an event that is just recorded happens tells the device's time by the host's clock.
-        const cudaEvent_t now = mark({});
+        // An event in that stream happens at once, which tells the device's time by the host's clock.
+        const cudaEvent_t now = mark(computes_);
         CUDA_CHECK(cudaEventSynchronize(now));
         const double clock = exchange_clock();
         std::vector<ExchangeTime> times;
@@ -328,6 +331,7 @@ class ExchangeTimer {
         return ms * 1e-3;
     }
 
+    Stream computes_ = {};            // began the latest exchange
     std::deque<Exchange> exchanges_;  // from number first_ on
     size_t first_ = 0, asked_ = 0;
     std::vector<cudaEvent_t> unused_;

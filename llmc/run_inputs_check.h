@@ -292,9 +292,11 @@ inline void RunInputs::check_resumed_data() {
         validates_on_other_data = o_.changed.contains("--data") || o_.changed.contains("--val-data");
 }
 
-// A resumed run that has merged its adapter before does not do that again.
+// A run that merges its adapter, and is resumed after that, does not do it again: the --merge is that of the
+// save, or the same command was given again.
 inline void RunInputs::keep_merged() {
     if (o_.merge.empty() || resumed.empty() || !file_exists(o_.merge + "/config.json")) return;
+    if (!o_.saved.contains("--merge") && std::string_view(o_.first("--resume")) != "auto") return;
     if (o_.rank.is_first())
         fprintf(stderr, "--merge %s is there already, and stays as it is\n", o_.merge.c_str());
     o_.merge.clear();

@@ -214,6 +214,7 @@ def test_a_run_that_has_merged_is_requeued(train_fp32, one_work):
     train_fp32("--resume", "out", "--steps", 4, cwd=work)
     assert (work / "merged/model.safetensors").read_bytes() == merged
     assert "is there already" in refusal(train_fp32, work, *lora, "--merge", "merged", "--steps", 2)
+    assert "is there already" in refusal(train_fp32, work, "--resume", "out", "--merge", "merged", "--steps", 6)
     assert "a bench only measures" in refusal(train_fp32, work, "--model", "model", "--train", "lora", "--merge", "new", "--bench")
 
 

@@ -59,6 +59,11 @@ inline void check_answers(const Options& o) {
         fail("--prompt: the text is empty; without --prompt, samples of a training begin a new text");
     if (o.raw_prompt && !o.has("--prompt") && o.prompts.empty())
         fail("--raw-prompt: is for a prompt: add --prompt TEXT, or --prompts FILE");
+    const bool does_more = o.plan || !o.val_data.empty() || !o.merge.empty() || !o.export_file.empty() ||
+                           !o.save_base.empty() || !o.bench.empty();
+    if (o.steps == 0 && o.has("--prompt") && !o.saved.contains("--prompt") && o.sample_tokens == 0 &&
+        !does_more)
+        fail("--prompt: --sample tokens=0 leaves nothing to answer");
     if (!o.only_answers()) return;
     const std::string self = o.chat ? "--chat" : "--prompts " + o.prompts;
     if (o.chat && o.raw_prompt) fail("--raw-prompt: --chat writes a conversation in the model's chat format");

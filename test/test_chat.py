@@ -304,7 +304,8 @@ def test_what_cannot_be_combined(train_fp32, work):
     for options, named in ((("--chat", "--data", "x"), "--chat: only answers: leave --data x out"),
                            (("--chat", "--steps", 5), "--chat trains nothing"), (("--chat", "--raw-prompt"), "--raw-prompt"),
                            (("--chat", "--prompts", "empty.jsonl"), "--chat"), (("--chat", "--prompt", "x"), "--prompt x"),
-                           (("--chat", "--sample", "tokens=0"), "tokens=0"), (("--prompts", "empty.jsonl"), "has no prompt"),
+                           (("--chat", "--sample", "tokens=0"), "tokens=0"), (("--prompt", "x", "--sample", "tokens=0"), "nothing to answer"),
+                           (("--prompts", "empty.jsonl"), "has no prompt"),
                            (("--prompts", "missing.jsonl"), "missing.jsonl"), (("--prompts", "talk.jsonl", "--raw-prompt"), "line 1 has messages")):
         assert named in error_line(train_fp32, "--model", "model", *options, cwd=work), options
     assert "is a new one" in error_line(train_fp32, "--chat")

@@ -19,6 +19,7 @@
 #include "llmc/options_help.h"
 #include "llmc/options_resume.h"
 #include "llmc/options_words.h"
+#include "llmc/outputs.h"
 
 // Sets an option to these words, and remembers that it was given. Fails if its range does not have them.
 inline void set_option(CLI::App& app, Options& o, const std::string& name,

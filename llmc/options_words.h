@@ -323,12 +323,8 @@ class WordReader {
         const std::vector<std::string> words = values.empty() ? std::vector<std::string>{"true"} : values;
         const auto before = settings_.find(setting);
         const bool accumulates = setting == "--base" || setting == "--bench";
-        if (before == settings_.end() || (!accumulates && counts(setting).second <= 1))
-            return set(setting, words);
-        if (accumulates)
-            before->second[0] += "," + words[0];
-        else  // --data A --data B
-            before->second.insert(before->second.end(), words.begin(), words.end());
+        if (before == settings_.end() || !accumulates) return set(setting, words);
+        before->second[0] += "," + words[0];
     }
 
     // Reads a value in double quotes, which may have commas, \n, \t and, after a backslash, any character.

@@ -245,16 +245,6 @@ tokens = 0
     assert re.search(r"; 5 steps read", said), said
 
 
-def test_data_that_are_given_twice_add_up(train, folder, tmp_path):
-    shutil.copy(folder / "text", tmp_path / "more")
-    run = ("--model", folder / "model", "--batch", 1, "--seq-len", 8, "--plan", "json")
-    sizes = []
-    for data in ((folder / "text", tmp_path / "more"), (folder / "text", "--data", tmp_path / "more"), (folder / "text",)):
-        said = train(*run[:-2], "--data", *data, "--steps", 1, "--sample", "tokens=0").stdout.decode()
-        sizes.append(int(re.search(r"data: (\d+) tokens", said)[1]))
-    assert sizes[0] == sizes[1] > 1.9 * sizes[2]
-
-
 @pytest.mark.parametrize("line, named", [
     ("learning-rte = 1", "did you mean --learning-rate?"), ("lr = \"fast\"", "--lr: fast is not a number"), ("steps = -1", "--steps: -1"),
     ("lr = [1, 2]", "takes one value"), ("offload.wieghts = \"disk\"", "did you mean weights=?"), ("lr.x = 1", "has no keys"),

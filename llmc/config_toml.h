@@ -8,7 +8,7 @@
 // "weights"}.
 struct ConfigItem {
     std::vector<std::string> path;
-    std::vector<std::string> values;  // several of a list
+    std::vector<std::string> values;  // several if it is a list
     size_t line;
     std::string name() const {
         std::string all;

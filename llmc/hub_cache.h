@@ -3,8 +3,8 @@
 //
 // The cache has a folder for each model (https://huggingface.co/docs/huggingface_hub/guides/manage-cache):
 //
-//     models--ORG--NAME/refs/main           the commit that `main` was when it was downloaded; so of other
-//                                           branches and tags
+//     models--ORG--NAME/refs/main           the commit that `main` was when it was downloaded
+//     models--ORG--NAME/refs/NAME           the same of another branch, or of a tag
 //     models--ORG--NAME/snapshots/COMMIT/   the files of that commit, as links
 #pragma once
 

@@ -415,7 +415,7 @@ float dot(const float* x, const T* y, int64_t n) {
     return sum;
 }
 
-// Not as a result: without AVX-512 how that is returned depends on the compiler, which warns of it.
+// Writes to a reference, because g++ warns of functions that return a vector of this size without AVX-512.
 template <class T>
 void load_value(Vector16& value, const T* p) {
     const MatvecRun run = load_widened(p);

@@ -92,8 +92,8 @@ inline std::string describe_shortage(const MemoryReport& r, const FreeMemory& fr
                   mebibytes(free.bytes), free.limit.c_str());
 }
 
-// Fails if the plan takes more than is free or, with a GPU, pins more memory than the host has free beside
-// what the GPU itself takes of it.
+// Fails if the plan takes more than is free or, with a GPU, pins more memory than the host has free. A GPU
+// that uses the host's memory leaves less of it to pin.
 inline void require_memory(const MemoryReport& r, const FreeMemory& free, bool trains) {
     if (!kHostIsDevice) {
         FreeMemory host = host_memory_free();

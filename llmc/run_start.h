@@ -92,8 +92,8 @@ inline void print_example(const Options& o, const RunInputs& in) {
         encoder.encode(example, where, SIZE_MAX, [&](std::span<const int32_t> part, bool) {
             tokens.insert(tokens.end(), part.begin(), part.end());
         });
-        // Of a text that is longer than a sequence the rest goes on in others. Of other examples are left as
-        // many tokens as a sequence has, and the one that its last token predicts.
+        // A long text goes on in further sequences. Any other example is cut to one sequence, and the token
+        // that this predicts last.
         const size_t all = tokens.size(), most = static_cast<size_t>(o.seq_len) + 1;
         const bool is_cut = all > most && !example.is_text;
         if (is_cut) tokens.resize(most);

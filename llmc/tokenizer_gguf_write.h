@@ -61,6 +61,7 @@ struct TokenizerFiles {
     std::string folder;
     // tokenizer.json, tokenizer_config.json and the model's config.json; null if missing.
     nlohmann::json tokenizer, settings, config;
+    nlohmann::json added_tokens;  // that are added to the vocabulary, as a tokenizer.json has them
 
     explicit TokenizerFiles(std::string from) : folder(std::move(from)) {
         const auto read = [&](const char* name) {
@@ -69,6 +70,8 @@ struct TokenizerFiles {
         tokenizer = read("tokenizer.json");
         settings = read("tokenizer_config.json");
         config = read("config.json");
+        added_tokens = tokenizer.is_object() ? tokenizer.value("added_tokens", nlohmann::json::array())
+                                             : added_tokens_beside(folder);
     }
     std::string path(const char* name) const { return folder + "/" + name; }
     bool has(const char* name) const { return file_exists(path(name)); }
@@ -79,15 +82,10 @@ struct TokenizerFiles {
         const nlohmann::json& text = token.is_object() ? token.value("content", nlohmann::json()) : token;
         return text.is_string() ? text.get<std::string>() : "";
     }
-    // The tokens that are added to the vocabulary, as a tokenizer.json has them.
-    nlohmann::json added_tokens() const {
-        return tokenizer.is_object() ? tokenizer.value("added_tokens", nlohmann::json::array())
-                                     : added_tokens_beside(folder);
-    }
     // The number of an added token of this spelling, or -1.
     int added(const std::string& spelling) const {
         if (spelling.empty()) return -1;
-        for (const nlohmann::json& token : added_tokens())
+        for (const nlohmann::json& token : added_tokens)
             if (token.value("content", "") == spelling) return token.value("id", -1);
         return -1;
     }
@@ -186,7 +184,7 @@ inline void for_each_token(const nlohmann::json& vocabulary, size_t size,
 
 // Sets the tokens that the files add to a vocabulary.
 inline void set_added_tokens(TokenTable& table, const TokenizerFiles& files) {
-    for (const nlohmann::json& token : files.added_tokens())
+    for (const nlohmann::json& token : files.added_tokens)
         if (const auto id = token.value("id", SIZE_MAX); id < table.tokens.size())
             set_added(table, id, token.value("content", ""), token.value("special", false));
 }
@@ -246,7 +244,7 @@ inline void add_sentencepiece(GgufKeys& keys, const TokenizerFiles& files, size_
         table.set(static_cast<size_t>(i), library.IdToPiece(i), type);
         table.scores[static_cast<size_t>(i)] = library.GetScore(i);
     }
-    for (const nlohmann::json& token : files.added_tokens())
+    for (const nlohmann::json& token : files.added_tokens)
         if (const auto i = token.value("id", SIZE_MAX); i < size) {
             set_added(table, i, token.value("content", ""), token.value("special", false));
             table.scores[i] = -1000;
@@ -255,8 +253,6 @@ inline void add_sentencepiece(GgufKeys& keys, const TokenizerFiles& files, size_
     add_llama_model(keys, table);
 }
 
-// SentencePiece's tokenizer as a tokenizer.json has it. llama.cpp merges by scores; those that give the order
-// of the file's merges are their negative ranks. (Its converter gives all tokens one score, which does not.)
 // Whether a component of a tokenizer.json, or one inside of it, puts a space before a text.
 inline bool prepends_space(const nlohmann::json& component) {
     if (component.is_object()) {
@@ -269,6 +265,8 @@ inline bool prepends_space(const nlohmann::json& component) {
     return component.is_structured() && std::ranges::any_of(component, prepends_space);
 }
 
+// SentencePiece's tokenizer as a tokenizer.json has it. llama.cpp merges by scores; those that give the order
+// of the file's merges are their negative ranks. (Its converter gives all tokens one score, which does not.)
 inline void add_byte_fallback(GgufKeys& keys, const TokenizerFiles& files, size_t size) {
     const nlohmann::json& model = files.tokenizer["model"];
     TokenTable table(size, -1000);

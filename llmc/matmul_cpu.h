@@ -28,8 +28,9 @@
 // that wants several threads gives each its own products (matmul_onednn.h, attention_cpu.h). All threads
 // share a compiled product. The caller provides scratch; beside it oneDNN may copy operands into heap memory.
 //
-// On a CPU without AVX-512 oneDNN has no products of bf16. There the operands are widened to fp32, some
-// summands at a time, and such products are computed.
+// On a CPU without AVX-512 a product is made of several calls, in two cases. oneDNN has no products of bf16
+// there: the operands are widened to fp32, some summands at a time. And in fp32 it sums the last rows of a
+// product in another order than the others: they are computed among rows of zeros.
 
 // c (m, n) = a (m, k) b (k, n) [+ c] [+ bias (n)], then GELU if asked. Strides are in elements; each matrix
 // must have 1 as one of its two strides.
@@ -121,12 +122,16 @@ auto with_buffer(Call&& call) {
     }
 }
 
+// How a product is computed: in one call of oneDNN, or by one of the functions further below.
+enum class How { kOneCall, kWidened, kRowGroups };
+
 // One product, which any thread may execute.
 struct Made {
+    How how = How::kOneCall;
+    size_t scratch_bytes = 0;
+    // Of one call; it is compiled when it is first made.
     dnnl::matmul::primitive_desc description;
-    size_t scratch_bytes;
-    dnnl::matmul product;  // compiled at the first call
-    bool widens = false;   // by multiply_widened(); then the two others are empty
+    dnnl::matmul product;
 };
 
 // One thread's operands for calls of a product, kept so that a call only sets pointers.
@@ -163,8 +168,32 @@ inline bool multiplies_bf16() {
     }();
     return does;
 }
+// Whether this is an x86 CPU for which oneDNN has no kernels with AVX-512.
+inline bool without_avx512() {
+#ifdef __x86_64__
+    constexpr auto kAvx512 = static_cast<unsigned>(dnnl::cpu_isa::avx512_core);
+    static const bool is = (static_cast<unsigned>(dnnl::get_effective_cpu_isa()) & kAvx512) != kAvx512;
+    return is;
+#else
+    return false;
+#endif
+}
+
+// oneDNN's fp32 kernels for AVX2 compute six rows at a time, and sum the rows that are left in another order.
+// Measured with oneDNN 2.6: of products of whole groups of 12 rows, and of at most 384 rows and 768 columns,
+// no bit of a row depends on which other rows there are.
+constexpr int64_t kRowGroup = 12;
+
+template <class In, class Out>
+How how_to_multiply(const OnednnProduct& p) {
+    if (!std::is_same_v<In, float> && !multiplies_bf16()) return How::kWidened;
+    if (p.m % kRowGroup > 0 && without_avx512()) return How::kRowGroups;
+    return How::kOneCall;
+}
 template <class Out>
 size_t widened_bytes(const OnednnProduct& p);
+template <class In, class Out>
+size_t row_groups_bytes(const OnednnProduct& p);
 
 template <class In, class Out>
 Made& made(const OnednnProduct& p, const Key& key) {
@@ -176,14 +205,15 @@ Made& made(const OnednnProduct& p, const Key& key) {
     try {
         require_memory_for(kMemoryToCompile, "a product");
         Made& m = at->second;
-        if constexpr (!std::is_same_v<In, float>)
-            if (!multiplies_bf16()) {
-                m.widens = true;
-                m.scratch_bytes = widened_bytes<Out>(p);
-                return m;
-            }
-        m.description = with_buffer([&] { return describe(p, dtype<In>, dtype<Out>); });
-        m.scratch_bytes = m.description.scratchpad_desc().get_size();
+        m.how = how_to_multiply<In, Out>(p);
+        if (m.how == How::kWidened) {
+            m.scratch_bytes = widened_bytes<Out>(p);
+        } else if (m.how == How::kRowGroups) {
+            m.scratch_bytes = row_groups_bytes<In, Out>(p);
+        } else {
+            m.description = with_buffer([&] { return describe(p, dtype<In>, dtype<Out>); });
+            m.scratch_bytes = m.description.scratchpad_desc().get_size();
+        }
         return m;
     } catch (const dnnl::error& e) {
         known.erase(at);
@@ -239,6 +269,9 @@ OnednnBytes onednn_bytes(const OnednnProduct& p) {
 template <class Out>
 void multiply_widened(const OnednnProduct& p, Out* c, const bf16* a, const bf16* b, const bf16* bias,
                       void* scratch);
+template <class In, class Out>
+void multiply_row_groups(const OnednnProduct& p, Out* c, const In* a, const In* b, const In* bias,
+                         void* scratch);
 
 // Computes the product with operands that the thread keeps (onednn::operands()), for small products that are
 // computed often.
@@ -252,7 +285,8 @@ void onednn_matmul(onednn::Operands& o, const OnednnProduct& p, Out* c, const In
     if (p.bias) check_open(bias, p.n * sizeof(In));
     check_open(scratch, o.made->scratch_bytes);
     if constexpr (!std::is_same_v<In, float>)
-        if (o.made->widens) return multiply_widened(p, c, a, b, bias, scratch);
+        if (o.made->how == onednn::How::kWidened) return multiply_widened(p, c, a, b, bias, scratch);
+    if (o.made->how == onednn::How::kRowGroups) return multiply_row_groups(p, c, a, b, bias, scratch);
     if (o.arguments.empty()) {
         onednn::compile(*o.made);
         onednn::make_operands(o);
@@ -292,7 +326,61 @@ void round_sums(Out* c, int64_t c_row, const float* sums, int64_t m, int64_t n, 
         }
 }
 
-// ---- bf16 by products in fp32
+// ---- on CPUs without AVX-512: rows in whole groups
+
+// A product's whole groups of rows, and the group of the rows that are left (1 ... kRowGroup - 1) and zeros.
+// Those operands of that group that have rows are copied to scratch, as dense as they were stored.
+template <class In, class Out>
+struct RowGroups {
+    OnednnProduct whole, last;
+    int64_t left;
+    size_t a_bytes, c_bytes;  // in scratch
+
+    explicit RowGroups(const OnednnProduct& p) : whole(p), last(p), left(p.m % onednn::kRowGroup) {
+        whole.m = p.m - left;
+        last.m = onednn::kRowGroup, last.c_row = p.n;
+        last.a_row = by_rows() ? p.k : 1, last.a_column = by_rows() ? 1 : last.m;
+        a_bytes = ceil_div(last.m * p.k * sizeof(In), size_t{64}) * 64;
+        c_bytes = ceil_div(last.m * p.n * sizeof(Out), size_t{64}) * 64;
+    }
+    bool by_rows() const { return whole.a_column == 1; }
+};
+template <class In, class Out>
+size_t onednn::row_groups_bytes(const OnednnProduct& p) {
+    const RowGroups<In, Out> groups(p);
+    size_t most = onednn_bytes<In, Out>(groups.last).scratch;
+    if (groups.whole.m > 0) most = std::max(most, onednn_bytes<In, Out>(groups.whole).scratch);
+    return groups.a_bytes + groups.c_bytes + most;
+}
+
+template <class In, class Out>
+void multiply_row_groups(const OnednnProduct& p, Out* c, const In* a, const In* b, const In* bias,
+                         void* scratch) {
+    const RowGroups<In, Out> groups(p);
+    const auto [whole, last, left, a_bytes, c_bytes] = groups;
+    auto* const bytes = static_cast<unsigned char*>(scratch);
+    auto* const last_a = reinterpret_cast<In*>(bytes);
+    auto* const last_c = reinterpret_cast<Out*>(bytes + a_bytes);
+    void* const rest = bytes + a_bytes + c_bytes;
+    const auto multiply = [&](const OnednnProduct& part, Out* to, const In* rows) {
+        onednn_matmul<In, Out>(onednn::operands<In, Out>(part), part, to, rows, b, bias, rest);
+    };
+    if (whole.m > 0) multiply(whole, c, a);
+    a += whole.m * p.a_row, c += whole.m * p.c_row;
+    std::fill_n(last_a, last.m * p.k, In{});
+    if (groups.by_rows())
+        for (int64_t row = 0; row < left; row++) std::copy_n(a + row * p.a_row, p.k, last_a + row * p.k);
+    else
+        for (int64_t k = 0; k < p.k; k++) std::copy_n(a + k * p.a_column, left, last_a + k * last.m);
+    if (p.accumulate) {
+        std::fill_n(last_c, last.m * p.n, Out{});
+        for (int64_t row = 0; row < left; row++) std::copy_n(c + row * p.c_row, p.n, last_c + row * p.n);
+    }
+    multiply(last, last_c, last_a);
+    for (int64_t row = 0; row < left; row++) std::copy_n(last_c + row * p.n, p.n, c + row * p.c_row);
+}
+
+// ---- on CPUs without AVX-512: bf16 by products in fp32
 
 // The summands that are widened at a time: few enough that both operands of a piece stay in a core's cache.
 constexpr int64_t kWidenedSummands = 256;

@@ -36,27 +36,30 @@ inline int64_t equal_parts(int64_t n, int64_t parts, int64_t tile = 16) {
 }
 // The length of equal parts of at most about `wanted`. If there are several, their number is even: of three
 // parts, one of two threads would compute two.
-inline int64_t even_parts(int64_t n, int64_t wanted) {
+inline int64_t even_parts(int64_t n, int64_t wanted, int64_t tile = 16) {
     const int64_t parts = ceil_div(n, wanted);
-    return equal_parts(n, parts > 1 ? parts + parts % 2 : 1);
+    return equal_parts(n, parts > 1 ? parts + parts % 2 : 1, tile);
 }
 
-// The size of a product's pieces; depends on its shape and layout alone.
+// The size of a product's pieces; depends on its shape and layout alone. On a CPU without AVX-512, pieces
+// have whole groups of rows (onednn::kRowGroup) and no more columns than those groups may have.
 inline OnednnPiece piece_of(const OnednnProduct& p) {
     const bool transposed_a = p.a_column != 1, transposed_b = p.b_column != 1;
+    const bool groups = onednn::without_avx512();
+    const int64_t tile = groups ? 4 * onednn::kRowGroup : 16;
     OnednnPiece piece;
     if (transposed_a)
         piece = {p.m * p.n < 8 * 384 * 768 ? 192 : 384, 768, p.k};
     else if (transposed_b && p.n <= 1024)
-        piece = {p.m < 1024 ? 128 : 256, 1024, p.k};
+        piece = {p.m < 1024 ? 128 : 256, groups ? 768 : 1024, p.k};
     else
         piece = {256, 384, p.k};
-    piece.rows = even_parts(p.m, piece.rows), piece.columns = even_parts(p.n, piece.columns);
+    piece.rows = even_parts(p.m, piece.rows, tile), piece.columns = even_parts(p.n, piece.columns);
     const auto pieces = [&] { return ceil_div(p.m, piece.rows) * ceil_div(p.n, piece.columns); };
     while (pieces() < kLeastPieces && piece.rows * piece.columns * p.k >= kLeastFlops) {
         int64_t& longer = transposed_a && piece.columns > piece.rows ? piece.columns : piece.rows;
         if (longer < 64) break;
-        longer = equal_parts(longer, 2);
+        longer = equal_parts(longer, 2, &longer == &piece.rows ? tile : 16);
     }
     if (p.k > kManySummands && !p.bias && !p.gelu)
         piece.summands = equal_parts(p.k, ceil_div(p.k, kSummands), 64);

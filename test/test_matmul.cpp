@@ -336,6 +336,57 @@ TYPED_TEST(Matmul, PiecesCoverAProductInLittleScratch) {
         }
 }
 
+// What oneDNN leaves open on a CPU without AVX-512 (run/% sets ONEDNN_MAX_CPU_ISA on others): a row's result
+// has the same bits wherever it stands, and whatever other rows there are.
+TYPED_TEST(Matmul, RowsHaveTheSameBitsAmongAnyOthers) {
+    if (!kFastCpu || !onednn::without_avx512()) GTEST_SKIP() << "products of a CPU without AVX-512";
+    constexpr int64_t kRows = 307;
+    for (const auto& [n, k] : {std::array<int64_t, 2>{64, 256},
+                               {256, 64},
+                               {768, 700},
+                               {1000, 65},
+                               {2304, 768},
+                               {30, 33},
+                               {1, 400},
+                               {5, 17}})
+        for (const bool transposed_b : {false, true})
+            for (const bool extras : {false, true}) {
+                const DeviceArray<TypeParam> a(
+                    random_values<TypeParam>(static_cast<size_t>(kRows * k), 1, 1)),
+                    b(random_values<TypeParam>(static_cast<size_t>(n * k), 1, 2)),
+                    bias(random_values<TypeParam>(static_cast<size_t>(n), 1, 3));
+                const auto product = [&](int64_t first, int64_t rows) {
+                    OnednnProduct p{rows, n, k, k, 1, n, 1, n};
+                    if (transposed_b) p.b_row = 1, p.b_column = k;
+                    p.accumulate = p.bias = extras;
+                    const PiecesOfProduct<TypeParam, TypeParam> pieces(p);
+                    std::vector<unsigned char> scratch(pieces.bytes().scratch + 64);
+                    void* aligned = scratch.data();
+                    size_t space = scratch.size();
+                    std::align(64, space - 64, aligned, space);
+                    std::vector<TypeParam> c(static_cast<size_t>(rows * n), from_float<TypeParam>(0.5f));
+                    for (size_t i = 0; i < pieces.count(); i++)
+                        pieces.multiply(i, c.data(), a.data() + first * k, b.data(), bias.data(),
+                                        static_cast<unsigned char*>(aligned));
+                    return c;
+                };
+                const auto all = product(0, kRows);
+                for (const auto& [first, rows] : {std::array<int64_t, 2>{0, 1},
+                                                  {1, 7},
+                                                  {5, 12},
+                                                  {130, 128},
+                                                  {48, 256},
+                                                  {306, 1},
+                                                  {3, 304}}) {
+                    SCOPED_TRACE(testing::Message() << rows << " rows from " << first << ", " << n << " x "
+                                                    << k << (transposed_b ? ", transposed b" : ""));
+                    const auto some = product(first, rows);
+                    EXPECT_EQ(memcmp(some.data(), all.data() + first * n, some.size() * sizeof(TypeParam)),
+                              0);
+                }
+            }
+}
+
 // The pieces of a product depend on its shape alone. The shapes are those of steps: rows of text below and
 // above what oneDNN divides among threads, ranks of LoRA from 1 to 64, narrow and wide layers.
 TYPED_TEST(Matmul, TheNumberOfThreadsChangesNoBit) {

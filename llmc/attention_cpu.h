@@ -15,6 +15,7 @@
 
 #include "llmc/attention_input.h"
 #include "llmc/matmul_cpu.h"
+#include "llmc/matvec_cpu.h"
 
 // Queries and keys in a tile of scores.
 constexpr int kForwardQueries = 128, kForwardKeys = 256;

@@ -14,6 +14,7 @@
 #pragma once
 
 #include "llmc/matmul_cpu.h"
+#include "llmc/matvec_cpu.h"
 
 // The rows, columns and summands of one call of oneDNN.
 struct OnednnPiece {

@@ -144,7 +144,9 @@ def test_a_rank_that_does_not_answer(train_fp32, folder, stopped, who):
         error = ends(process, 2)[1]
     assert re.fullmatch(rf"train: {who}no sign of life from rank {stopped} \(host \S+\) for 3 s \(--advanced patience\), in step \d+; "
                         r"the last save: out/step-\d+\n", error), error
-    train_fp32("--resume", "auto", *LONG, "--steps", 40, cwd=folder)
+    train_fp32(*LONG, "--resume", "auto", "--steps", 40, cwd=folder)
+    train_fp32(*LONG, "--steps", 40, "--out", "whole", "--log", "whole.log", cwd=folder)
+    assert saved_bytes(folder / "out" / "latest") == saved_bytes(folder / "whole" / "latest")
 
 
 def test_a_slow_rank_is_waited_for(train_fp32, folder):

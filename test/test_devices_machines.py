@@ -2,11 +2,12 @@
 
 import hashlib
 import json
+import re
 import subprocess
 
 import pytest
 from machines import Machines, Networked, need_machines, need_networks, ranks_in
-from trainer_runs import make, random_tokens, read_log, wait_for_end, write_shard
+from trainer_runs import make, random_tokens, read_log, saved_bytes, wait_for_end, write_shard
 
 USUALLY = "fp32"
 STEP = ("--model", "model", "--data", "data.bin", "--batch", 2, "--seq-len", 24, "--threads", 1)
@@ -101,7 +102,7 @@ def networked():
 
 def test_a_cut_link_ends_all(train_fp32, folder, networked):
     with networked(folder, 2) as machines:
-        options = (*BASE, "--steps", 10**6, "--save-every", 5, "--print-every", 1, "--advanced", "patience=2")
+        options = (*BASE, "--schedule", "constant", "--steps", 10**6, "--save-every", 5, "--print-every", 1, "--advanced", "patience=2")
         environment = machines.environment(train_fp32)
         command = [*machines.command, train_fp32.path, *map(str, options)]
         with subprocess.Popen(command, cwd=folder, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True) as process:
@@ -115,4 +116,9 @@ def test_a_cut_link_ends_all(train_fp32, folder, networked):
             machines.connect(2)  # the launcher waits for its daemon there
             printed = process.communicate(timeout=60)[0]
         assert "no sign of life from rank 1 (host machine2) for 2 s" in printed and "the last save: out/step-" in printed
-    train_fp32("--model", "out", "--data", "data.bin", "--steps", 0, cwd=folder)  # the last save opens
+    # What was saved goes on here, to the bits of a run that no link broke.
+    step = int(re.search(r"the last save: out/step-(\d+)", printed)[1])
+    whole = (*BASE, "--schedule", "constant", "--grad-accum", 2, "--save-every", 5, "--steps", step + 3)
+    train_fp32(*whole, "--devices", 2, "--resume", "auto", cwd=folder)
+    train_fp32(*whole, "--out", "whole", "--log", "whole.log", cwd=folder)
+    assert saved_bytes(folder / "out" / "latest") == saved_bytes(folder / "whole" / "latest")

@@ -45,7 +45,7 @@
 void Trainer::run() {
     open_device();
     prepare();
-    if (!o_.save_base.empty() && !file_exists(o_.save_base)) {  // a resumed run's is there
+    if (!o_.save_base.empty() && !file_exists(o_.save_base)) {  // a resumed run has saved it already
         model_.save_base(o_.save_base, stream_);
         fprintf(o_.notes(), "saved the base in %s\n", o_.save_base.c_str());
     }
@@ -59,8 +59,7 @@ void Trainer::run() {
         saves_.remove_fallback();
         throw;
     }
-    metrics_.finish();
-    updates_.wait_for_all_weights();
+    finish_steps();
     if (stopping())
         stop();
     else
@@ -69,7 +68,8 @@ void Trainer::run() {
 }
 
 void Trainer::train() {
-    const int steps_until_all_is_taken = replays() ? 2 : 1;  // the second one records graphs
+    // After the first step all device memory is taken; with graphs after the second, which records them.
+    const int steps_until_all_is_taken = replays() ? 2 : 1;
     for (step_ = first_step_; step_ < o_.steps && !stopping(); step_++, evaluated_ = false) {
         save_if_asked();
         if (!evaluated_) validate_and_sample_if_due();
@@ -103,49 +103,47 @@ bool Trainer::train_step() {
     const double rate = learning_rate(o_.schedule, step_, o_.steps, o_.warmup, o_.lr, o_.min_lr);
     updates_.begin_step(step_, rate);
     fill_zero(metrics_.loss(), stream_);
-    const int own = o_.own_micro_batches();
-    for (int first = 0; first < own; first += together()) {
+    for (int first = 0; first < o_.own_micro_batches(); first += micro_batches_per_pass()) {
         if (first > 0 && stopping()) return false;
         if (first > 0) save_if_asked();
-        for (int k = first; k < first + together(); k++) batches_.feed(step_, k, loss_scale);
-        micro_.continues_step = first > 0;
-        const bool is_last = first + together() >= own;
-        // With several ranks only the last micro-batch exchanges gradients. So it needs a graph of its own.
-        // Any address that is not a plan's can be its key.
-        const void* const graph_key = is_last && !exchange_.is_alone() ? &exchange_ : nullptr;
-        Plan& plan = micro_.continues_step ? plans_.add : plans_.train;
-        const auto run = [&] { micro_batches(loss_scale, is_last); };
-        run_step(plan, run, graph_key);
+        for (int k = first; k < first + micro_batches_per_pass(); k++) batches_.feed(step_, k, loss_scale);
+        const StepPass pass = pass_from(first);
+        const bool exchanges = pass.is_last && !exchange_.is_alone();
+        run_step(
+            pass.adds ? plans_.add : plans_.train, [&] { forward_backward_pass(pass, loss_scale); },
+            exchanges);
     }
     if (!o_.update_in_backward) run_step(plans_.update, [&] { updates_.update_all(); });
     metrics_.step_ends(step_, rate, stream_);
     return true;
 }
 
-// Forward and backward of one micro-batch, or of all with --by-block; also the update, with
-// --update-in-backward.
-void Trainer::micro_batches(float loss_scale, bool is_last) {
-    // Only the last micro-batch needs the sums for the norm. But those with the same plan must take the same
-    // memory, so each that may be the last computes them: on one device all after the first, or the only one;
-    // on several devices all, so that each plan has the memory of the exchange.
-    const bool may_be_last =
-        o_.own_micro_batches() == together() || micro_.continues_step || !exchange_.is_alone();
-    updates_.begin_forward(!micro_.continues_step);
-    updates_.begin_backward(may_be_last, is_last);
-    gpt_.forward_backward(batches_.on_device(), micro_, loss_scale, metrics_.loss());
-    updates_.end_backward();
+// The pass of a step that begins with this micro-batch. Only the last pass needs the sums of squares. But
+// passes that share its plan must take the same memory, so they compute the sums too. On one device these are
+// all passes but the first, or the only pass; on several devices all, because each plan has the exchange.
+StepPass Trainer::pass_from(int first_micro_batch) const {
+    const bool adds = first_micro_batch > 0;
+    const bool is_last = first_micro_batch + micro_batches_per_pass() >= o_.own_micro_batches();
+    return {.adds = adds, .sums_squares = adds || is_last || !exchange_.is_alone(), .is_last = is_last};
+}
+
+// Forward and backward of a pass; also the update, with --update-in-backward.
+void Trainer::forward_backward_pass(const StepPass& pass, float loss_scale) {
+    updates_.begin_pass(pass);
+    gpt_.forward_backward(batches_.on_device(), micro_, pass, loss_scale, metrics_.loss());
+    updates_.end_pass();
 }
 
 // Runs operations in the memory of their plan. On a GPU the second run records them as a graph, and later
-// ones replay it. `graph_key` says which graph; by default each plan has one. All runs with the same key must
-// enqueue the same operations: whatever changes is in device memory or is done by the host (host_act()). A
-// graph keeps the loss scale with which it was recorded. That is right: it is the same in all steps, unless
+// ones replay it. A plan has one graph, and another in which ranks exchange gradients. All runs of a graph
+// must enqueue the same operations: whatever changes is in device memory or is done by the host (host_act()).
+// A graph keeps the loss scale with which it was recorded. That is right: it is the same in all steps, unless
 // batches are packed, and those bring their own in device memory.
 template <class Operations>
-void Trainer::run_step(Plan& plan, Operations&& operations, const void* graph_key) {
+void Trainer::run_step(Plan& plan, Operations&& operations, bool exchanges) {
     const auto run = [&] { arena_.run(plan, operations); };
     if (replays())
-        graphs_.run(graph_key ? graph_key : &plan, stream_, run);
+        graphs_.run({&plan, exchanges}, stream_, run);
     else
         run();
 }
@@ -171,8 +169,8 @@ void Trainer::say_where() {
 // ---- a micro-batch
 
 void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const MicroBatchOptions& options,
-                           float loss_scale, TensorF& loss) {
-    std::vector<MicroBatch> micro_batches = begin(batches, options);
+                           const StepPass& pass, float loss_scale, TensorF& loss) {
+    std::vector<MicroBatch> micro_batches = micro_batches_of(batches, options, pass);
     std::optional<Range> range(std::in_place, "forward");  // emplace() ends it and begins the next
     weights_.wait_for(trained_.layout.embeddings_unit());
     for (MicroBatch& m : micro_batches) m.residual = embedding_and_head_.embed(m.batch.inputs, m.rows, 0);
@@ -181,33 +179,36 @@ void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const
 
     range.emplace("head");
     weights_.wait_for(trained_.layout.head_unit());
-    EndGradients d_ends(gradients_, stream_, trained_.layout, config_.tied && !weights_.is_frozen(),
-                        options.continues_step);
-    const Head<floatX>& d_head = d_ends.take_head();
+    EmbeddingAndHeadGradients gradients(gradients_, stream_, trained_.layout,
+                                        config_.tied && !weights_.is_frozen(), pass);
+    const Head<floatX>& d_head = gradients.take_head();
     for (MicroBatch& m : micro_batches)
         m.d_residual =
             embedding_and_head_.with_prompt(head_and_loss(m, options.head_rows, loss_scale, loss, d_head));
-    d_ends.complete_head();
+    gradients.complete_head();
     weights_.expect_blocks_for_backward();  // and starts fetching the last of them
 
     range.emplace("backward");
-    backward_blocks(micro_batches, options.continues_step);
-    Embeddings<floatX>& d_embeddings = d_ends.take_embeddings();
+    backward_blocks(micro_batches, pass);
+    Embeddings<floatX>& d_embeddings = gradients.take_embeddings();
     for (MicroBatch& m : micro_batches) {
         if (!weights_.is_frozen() || d_embeddings.prompt)
             embedding_and_head_.embed_backward(d_embeddings, m.d_residual, m.batch, m.rows);
         m.d_residual.drop();
     }
-    d_ends.complete_embeddings();
+    gradients.complete_embeddings();
 }
 
-// The micro-batches before the first block. Only the first one may overwrite gradients.
-std::vector<MicroBatch> Gpt::begin(const std::vector<const DeviceBatch*>& batches,
-                                   const MicroBatchOptions& options) const {
+// The micro-batches of a pass before the first block. Only the first one may overwrite gradients.
+std::vector<MicroBatch> Gpt::micro_batches_of(const std::vector<const DeviceBatch*>& batches,
+                                              const MicroBatchOptions& options, const StepPass& pass) const {
     std::vector<MicroBatch> all;
     for (size_t k = 0; k < batches.size(); k++) {
-        MicroBatch m = {
-            *batches[k], static_cast<int>(k), options.continues_step || k > 0, rows_of(*batches[k]), {}};
+        MicroBatch m = {.batch = *batches[k],
+                        .number = static_cast<int>(k),
+                        .adds = pass.adds || k > 0,
+                        .rows = rows_of(*batches[k]),
+                        .blocks = {}};
         m.rows.dropout = options.dropout;
         if (options.dropout.key) m.rows.dropout.key += k;
         m.blocks.resize(static_cast<size_t>(config_.layers));
@@ -242,11 +243,11 @@ void Gpt::forward_blocks(std::vector<MicroBatch>& micro_batches, const std::vect
     if (embedding_and_head_.streams_head()) weights_.release();  // a streamed head needs their room
 }
 
-void Gpt::backward_blocks(std::vector<MicroBatch>& micro_batches, bool continues_step) {
-    gradients_.begin_backward(continues_step);
+void Gpt::backward_blocks(std::vector<MicroBatch>& micro_batches, const StepPass& pass) {
+    gradients_.begin_backward(pass);
     for (int l = config_.layers - 1; l >= 0; l--) {
         Range range("block", l);
-        Gradients::OfUnit gradients = gradients_.take(Layout::block_unit(l), continues_step);
+        Gradients::OfUnit gradients = gradients_.take(Layout::block_unit(l), pass.adds);
         weights_.fetch(l);
         for (MicroBatch& m : micro_batches) {
             BlockActivations& a = m.blocks[static_cast<size_t>(l)];
@@ -279,9 +280,9 @@ TensorX Gpt::forward_block(int layer, BlockActivations& a, const Rows& rows, Kee
     return output;
 }
 
-// From a.input to a.middle, in one of three ways: in chunks of a sequence, if nothing of it is kept; all rows
-// at once, and then the projection in the MLP's chunks; or all rows at once, and the kernel that adds to the
-// residual stream also computes the MLP's norm.
+// From a.input to a.middle. If nothing of it is kept and there is no cache, a long sequence goes in chunks of
+// rows. Otherwise all rows go through attention at once. The projection then goes in the MLP's chunks, if
+// there are any; if not, the kernel that adds it to the residual stream also computes the MLP's norm.
 void Gpt::forward_attention(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv) {
     if (!keep.middle && !kv && attention_goes_in_chunks(a.input)) {
         a.middle = forward_attention_in_chunks(layer, a, rows, keep);
@@ -358,10 +359,13 @@ void Gpt::backward_attention(int layer, BlockGradient<floatX>& g, BlockActivatio
                              TensorX& d_residual, KvRows* kv) {
     const Block<floatX>& w = weights_.block(layer);
     AttentionActivations& attention = a.attention;
-    // Each call gives the output away; the second one computes it again, so no product keeps it meanwhile.
+    constexpr bool for_backward = true;
+    // take_output() moves the norm's output out of a.norm_1. The first product that needs it frees it, and
+    // the second one recomputes it, so that it is not in memory between the two.
     auto make_norm = [&] { return norm_.take_output(a.norm_1, kNorm1, a.input, w.norm_1); };
-    if (!attention.qkv) attention_.make_qkv(attention, make_norm, w, rows, true, kv ? kv->rows_before : 0);
-    if (!attention.out) attention_.forward(layer, attention, rows, true, kv);
+    if (!attention.qkv)
+        attention_.make_qkv(attention, make_norm, w, rows, for_backward, kv ? kv->rows_before : 0);
+    if (!attention.out) attention_.forward(layer, attention, rows, for_backward, kv);
     auto attended = [&] { return attention.out.view(); };
     TensorX d_projection = dropout_backward(arena_, stream_, d_residual,
                                             rows.dropout_at(layer, kProjectedPlace, config_.channels));
@@ -389,9 +393,8 @@ TensorX Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, T
     g.begin(arena_, stream_, head_rows > 0 && head_rows < row_count);
     embedding_and_head_.prefetch_head();
     for_each_chunk(arena_, {}, row_count, head_rows, [&](const Rows&, int64_t first, int64_t count) {
-        // x is a copy, because the gradient overwrites these rows.
-        TensorX d_x = residual.rows_at(first, count), x = take("head_input", {count, C});
-        copy_rows_on_device(x.data(), C, d_x.data(), C, C, count, stream_);
+        TensorX rows = residual.rows_at(first, count), x = take("head_input", {count, C});
+        copy_rows_on_device(x.data(), C, rows.data(), C, C, count, stream_);
         HeadActivations a = forward_head(x);
         TensorF part_losses = losses.rows_at(first, count);
         const Tensor<int> targets = m.batch.targets.view({row_count, 1}).rows_at(first, count);
@@ -400,7 +403,8 @@ TensorX Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, T
         TensorX d_norm = std::move(a.norm.out);  // reuses its memory: g.add() was the last to read it
         embedding_and_head_.logits_backward(d_norm, a.logits);
         a.logits.drop();
-        fill_zero(d_x, stream_);  // the norm's backward adds to it
+        TensorX& d_x = rows;  // the gradient overwrites these rows of the residual stream
+        fill_zero(d_x, stream_);
         norm_.backward(d_x, g.norm, d_norm, x, a.norm, weights_.head.norm);
     });
     embedding_and_head_.release_head();
@@ -508,15 +512,15 @@ void Gpt::backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const Te
 
 // ---- without backward
 
-void Gpt::evaluate(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale,
-                   TensorF& loss, TensorF position_losses) {
+void Gpt::evaluate(const DeviceBatch& batch, int64_t head_rows, float loss_scale, TensorF& loss,
+                   TensorF position_losses) {
     Range range("evaluate");
     const TensorX residual =
         embedding_and_head_.without_prompt(forward_only(batch.inputs, rows_of(batch), nullptr));
     const int64_t row_count = residual.rows();
     TensorF losses = arena_.take<float>("losses", {row_count, 1});
     embedding_and_head_.prefetch_head();
-    for_each_chunk(arena_, {}, row_count, options.head_rows, [&](const Rows&, int64_t first, int64_t count) {
+    for_each_chunk(arena_, {}, row_count, head_rows, [&](const Rows&, int64_t first, int64_t count) {
         const HeadActivations a = forward_head(residual.rows_at(first, count));
         TensorF part = losses.rows_at(first, count);
         cross_entropy_forward(a.logits, part, batch.targets.view({row_count, 1}).rows_at(first, count),
@@ -555,8 +559,7 @@ TensorX Gpt::logits_of(const TensorX& x, const Rows& rows) {
 // The mean validation loss. It reads as many sequences as --eval-batches steps would, whatever the size of a
 // micro-batch. Nothing if the run is interrupted.
 std::optional<double> Trainer::validate() {
-    metrics_.finish();
-    updates_.wait_for_all_weights();
+    finish_steps();
     loss_by_position_.begin(stream_);
     const float scale = batches_.validation_loss_scale();
     const auto batch = static_cast<uint64_t>(o_.batch);
@@ -570,7 +573,8 @@ std::optional<double> Trainer::validate() {
 }
 
 void Trainer::evaluate_batch(float loss_scale) {
-    gpt_.evaluate(batches_.first_on_device(), micro_, loss_scale, metrics_.loss(), loss_by_position_.sums());
+    gpt_.evaluate(batches_.first_on_device(), micro_.head_rows, loss_scale, metrics_.loss(),
+                  loss_by_position_.sums());
 }
 
 void Trainer::validate_and_log() {
@@ -586,12 +590,11 @@ void Trainer::validate_and_log() {
 void Trainer::validate_and_sample_if_due() {
     if (batches_.validation() && is_time(o_.eval_every) && validated_step_ != step_) validate_and_log();
     if (is_time(o_.sample_every) && may_sample()) sample();
-    evaluated_ = !interrupted;  // of this rank; all agree at the next stopping()
+    evaluated_ = !interrupted;  // on this rank; the ranks agree at the next stopping()
 }
 
 void Trainer::sample() {
-    metrics_.finish();
-    updates_.wait_for_all_weights();
+    finish_steps();
     const auto stops = [this] { return sampling_stops(); };
     const auto explain = [this] {
         if (o_.steps == 0) model_.check_streamed_finite();
@@ -621,8 +624,7 @@ void Trainer::finish() {
     const bool is_saved_already =
         step_ == first_step_ && !in_.resumed.empty() && same_file(folder_above(in_.resumed), o_.out);
     // The save comes first, so that a validation that fails loses nothing. The save says already that the
-    // validation and the sample are done: a resumed run does not make them again, even if they were
-    // interrupted.
+    // validation and the sample are done: a run that resumes it and has steps left does not make them again.
     evaluated_ = true;
     if (saves_.wanted() && !is_saved_already) save();
     if (batches_.validation() && validated_step_ != step_) validate_and_log();
@@ -665,8 +667,8 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
       saves_(o_, in_, model_, metrics_, exchange_),
       loss_by_position_(o_.loss_by_position.empty() ? 0 : o_.seq_len),
       sampler_(o_, in_, arena_, stream_, gpt_),
-      merge_(o_, in_, model_, arena_, stream_, gpt_.weights(), gpt_.ends()),
-      export_(o_, in_, model_, arena_, stream_, gpt_.weights(), gpt_.ends()),
+      merge_(o_, in_, model_, arena_, stream_, gpt_.weights(), gpt_.embedding_and_head()),
+      export_(o_, in_, model_, arena_, stream_, gpt_.weights(), gpt_.embedding_and_head()),
       choices_(std::move(choices)),
       rates_(rates_of<floatX>(o_)),
       updates_(o_, arena_, stream_, model_.trained(), gpt_.weights(), gpt_.gradients(), offloaded_,
@@ -703,25 +705,25 @@ void Trainer::connect_streams() {
     offloaded_.connect(gpt_);
     gpt_.weights().wait_with([this](int unit) { updates_.wait_for_weights(unit); });
     if (o_.slices_weights())
-        gpt_.weights().stream_blocks_from(gathered_ ? &*gathered_ : nullptr, Route::ToRanks,
-                                          divided_blocks().bytes(), o_.prefetch);
+        gpt_.weights().stream_blocks_from(pointer_to(gathered_), Route::ToRanks, divided_blocks().bytes(),
+                                          o_.prefetch);
 }
 
-Plan Trainer::rehearse_training(bool continues_step, bool placed) {
-    micro_.continues_step = continues_step;
-    const bool is_last = continues_step || o_.own_micro_batches() == together();
-    return arena_.rehearse([&] { micro_batches(1, is_last); }, placed);
+Plan Trainer::rehearse_training(int first_micro_batch, Offsets offsets) {
+    const StepPass pass = pass_from(first_micro_batch);
+    return arena_.rehearse([&] { forward_backward_pass(pass, 1); }, offsets);
 }
 
-Plan Trainer::rehearse_validation(bool placed) {
-    return arena_.rehearse([&] { evaluate_batch(1); }, placed);
+Plan Trainer::rehearse_validation(Offsets offsets) {
+    return arena_.rehearse([&] { evaluate_batch(1); }, offsets);
 }
 
-const MemoryReport& Trainer::rehearse(bool placed) {
+const MemoryReport& Trainer::rehearse(Offsets offsets) {
     if (o_.steps > 0) {
-        plans_.train = rehearse_training(false, placed);
-        // It takes the same tensors as `train`, but its products add.
-        plans_.add = o_.own_micro_batches() > together() ? rehearse_training(true, placed) : Plan();
+        plans_.train = rehearse_training(0, offsets);
+        // The last pass takes the same tensors as the first, but its products add.
+        const int last = o_.own_micro_batches() - micro_batches_per_pass();
+        plans_.add = last > 0 ? rehearse_training(last, offsets) : Plan();
         // The report shows `train` alone.
         plans_.train.workspace = std::max(plans_.train.workspace, plans_.add.workspace);
         // The update depends on the state's formats, and on nothing else that a setting changes.
@@ -730,14 +732,15 @@ const MemoryReport& Trainer::rehearse(bool placed) {
             plans_.update_phases.reset();
         }
     }
-    if (in_.val_data || o_.bench == "forward") plans_.evaluate = rehearse_validation(true);
+    if (in_.val_data || o_.bench == "forward") plans_.evaluate = rehearse_validation(Offsets::Planned);
     // No setting that a search tries changes these; answer_as_many_as_fit() clears the sample's plan.
     if (in_.samples() && plans_.sample.is_empty()) sampler_.rehearse(plans_.sample, plans_.slide);
     if (!o_.merge.empty() && plans_.merge.is_empty()) plans_.merge = merge_.rehearse();
     if (export_.uses_arena() && plans_.exported.is_empty()) plans_.exported = export_.rehearse();
     if (in_.gguf) plans_.load = arena_.rehearse([&] { model_.load_gguf(arena_, stream_, nullptr); });
     if (model_.looks_up_prompt())
-        plans_.first_prompt = arena_.rehearse([&] { gpt_.ends().token_rows(in_.first_prompt); });
+        plans_.first_prompt =
+            arena_.rehearse([&] { gpt_.embedding_and_head().token_rows(in_.first_prompt); });
     report_ = report_of_run(o_, in_, plans_, {model_, offloaded_, batches_, metrics_, loss_by_position_},
                             choices_, rates_);
     return report_;
@@ -766,7 +769,8 @@ void Trainer::prepare() {
         peak = device_peak_flops<floatX>(stream_, report_.allocated());
         printf("MFU is relative to %.0f GFLOP/s, %s\n", peak.flops / 1e9, peak.of);
     }
-    // Other algorithms may need another workspace, so the plan is made again.
+    // An algorithm that was found may compute a bias's gradient too. That changes the operations of a step,
+    // from which its time is estimated, but not its memory.
     if (use_algorithms_for<floatX>(plans_.all(), o_.matmul_algorithms, stream_)) rehearse();
     take_memory();
     batches_.open();
@@ -801,9 +805,9 @@ void Trainer::take_memory() {
     arena_.allocate(plans_.all());
     metrics_.allocate();
     batches_.allocate();
-    micro_.dropout = batches_.dropout();
+    micro_.dropout = batches_.dropout();  // again: the keys have an address now
     loss_by_position_.allocate();
-    model_.allocate(in_.feeds() ? o_.seq_len + in_.adapter.prompt_tokens : 0, stream_);
+    model_.allocate(in_.uses_batches() ? o_.seq_len + in_.adapter.prompt_tokens : 0, stream_);
     offloaded_.make();
     if (o_.slices_weights()) gathered_.emplace(divided_blocks(), exchange_.transfers());
     connect_streams();
@@ -814,6 +818,7 @@ void Trainer::take_memory() {
 }
 
 void Trainer::load() {
+    // An adapter's model is loaded even on a resume, because the save has only the adapter.
     if (model_.adapter || in_.resumed.empty())
         model_.load(arena_, plans_.load, stream_, offloaded_.blocks_in_files());
     if (!in_.resumed.empty() && o_.steps == 0) {
@@ -825,7 +830,7 @@ void Trainer::load() {
         if (!evaluated_ && in_.progress->validated) validated_step_ = step_;
     } else if (model_.adapter) {
         model_.begin_adapter(arena_, plans_.first_prompt, stream_,
-                             [this] { return gpt_.ends().token_rows(in_.first_prompt); });
+                             [this] { return gpt_.embedding_and_head().token_rows(in_.first_prompt); });
     }
     if (o_.rank.is_first()) in_.remark_bad_saves();
     in_.release_files();
@@ -871,8 +876,7 @@ void Trainer::bench() {
     metrics_.finish();
     replays_ = graphs;
     if (graphs) bench_replays(r, stream_, o_.bench_steps, run_one);
-    updates_.wait_for_all_weights();
-    metrics_.finish();
+    finish_steps();
     r.taken_bytes = taken_bytes();
     print_bench(r, o_.json);
 }
@@ -890,7 +894,7 @@ int run(int argc, char** argv, RankEngine* engine) {
     command.begin(engine);
     Options& options = command.options;
     start_threads(options.threads, options.rank);
-    if (planned_gpu) keep_memory_of_lists();
+    if (planned_gpu) keep_memory_of_lists();  // the program ends with its answer
     tf32_products = options.tf32;
     if (!options.calibrate.empty()) {
         check_device(options);
@@ -935,7 +939,7 @@ int main(int argc, char** argv) {
     try {
         if (!rank.is_alone()) {
             see_own_gpu(rank);
-            memory_free_at_start();  // before any of the ranks takes much
+            measure_free_memory();  // before any of the ranks takes much
             engine = begin_rank(rank, errors);
         }
         const int code = run(argc, argv, engine.get());

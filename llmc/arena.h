@@ -160,23 +160,26 @@ inline void find_peak(Plan& plan) {
         if (t.born == plan.peak_time) plan.peak_at = std::string(t.born_at) + ", " + t.name;
 }
 
+// Whether a plan says where in the arena each tensor is. Callers that only compare plans need no offsets;
+// such a plan's bytes are the lower bound.
+enum class Offsets { Planned, None };
+
 class Arena : simt::Source {
   public:
     Arena() = default;
     Arena(const Arena&) = delete;
     ~Arena() { open_memory(memory_.data(), memory_.bytes()); }  // for the next user of these addresses
 
-    // Does a dry run of the step and plans its memory. Needs no device. With placed = false, for callers that
-    // only compare plans, takes get no offsets, and the plan's bytes are the lower bound.
+    // Does a dry run of the step and plans its memory. Needs no device.
     template <class Step>
-    Plan rehearse(Step&& step, bool placed = true) {
+    Plan rehearse(Step&& step, Offsets offsets = Offsets::Planned) {
         Plan plan;
         plan.transfers.reserve(most_transfers_);
         perform(plan, true, step);
         most_transfers_ = std::max(most_transfers_, plan.transfers.size());
         find_peak(plan);
         plan.bytes = plan.lower_bound;
-        if (placed) place(plan);
+        if (offsets == Offsets::Planned) place(plan);
         return plan;
     }
 

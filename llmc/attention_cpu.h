@@ -44,7 +44,7 @@ void tile_product(float* c, int64_t c_row, StridedMatrix<T> a, StridedMatrix<T> 
     const OnednnProduct product{m, n, k, a.row, a.column, b.row, b.column, c_row, accumulate};
     onednn::Operands& kept = onednn::operands<T, float>(product);
     onednn_matmul(kept, product, c, a.data, b.data, static_cast<const T*>(nullptr),
-                  scratch.grow(kept.made->scratch_bytes));
+                  scratch.grow(kept.product->scratch_bytes));
 }
 
 // Hands out parts of a worker's scratch, one after the other. With a null `base` it only counts bytes.

@@ -46,7 +46,7 @@ class Batches {
     }
     void allocate() {
         for (Feeder& f : feeders_)
-            if (in_.feeds()) f.allocate();
+            if (in_.uses_batches()) f.allocate();
         if (drops()) dropout_memory_ = DeviceBuffer(dropout_keys() * sizeof(uint64_t), "the dropout's keys");
     }
     // Opens the data. Fails if a validation would have no loss.
@@ -71,7 +71,7 @@ class Batches {
     }
     const DeviceBatch& first_on_device() const { return feeders_[0].batch(); }
     // Their buffers, or null if the run reads no batches.
-    const std::vector<Feeder>* feeders() const { return in_.feeds() ? &feeders_ : nullptr; }
+    const std::vector<Feeder>* feeders() const { return in_.uses_batches() ? &feeders_ : nullptr; }
     // The data, or null.
     const SequenceLoader* training() const { return loader_ ? &*loader_ : nullptr; }
     const SequenceLoader* validation() const { return val_loader_ ? &*val_loader_ : nullptr; }

@@ -216,7 +216,7 @@ class Decoding {
         documents.positions = tokens_on_device(arena_, stream_, positions);
         Rows rows;
         rows.documents = &documents;
-        rows.of_texts = arena_.rehearsing() ? static_cast<int64_t>(slots_.size()) : count;
+        rows.rows_of_texts = arena_.rehearsing() ? static_cast<int64_t>(slots_.size()) : count;
         const TensorX x = model_.forward_only(inputs, rows, &together);
         const TensorX logits = model_.logits_of(x, rows);
         if (arena_.rehearsing()) return false;

@@ -223,9 +223,10 @@ class EmbeddingAndHead {
     template <class Use>
     void for_each_streamed_slice(Use&& use) {
         const int slices = offloaded_->slices();
-        const bool back = slices > 1 && streamed_.holds(slices - 1);
-        streamed_.expect(numbers_in_order(slices, !back));  // for the next call
-        for (const int slice : numbers_in_order(slices, back))
+        const bool goes_back = slices > 1 && streamed_.holds(slices - 1);
+        const From from = goes_back ? From::Last : From::First, next = goes_back ? From::First : From::Last;
+        streamed_.expect(numbers_in_order(slices, next));
+        for (const int slice : numbers_in_order(slices, from))
             use(offloaded_->first_row(slice), offloaded_->slice(slice, streamed_.fetch(slice)));
     }
     // Calls use(first, slice) with slices (rows, C) of the head in the build's precision.
@@ -258,13 +259,15 @@ class EmbeddingAndHead {
     BlockStream streamed_;  // slices of the head
 };
 
-// The gradients of embeddings and head during one backward pass. Tied weights have one gradient, which both
-// ends add to, so the embeddings' unit is taken before the head. Otherwise it is taken after the blocks'
+// The gradients of embeddings and head during one backward pass. Tied weights have one gradient, to which
+// both add, so the embeddings' unit is taken before the head. Otherwise it is taken after the blocks'
 // backward, so that the two are not in memory together.
-class EndGradients {
+class EmbeddingAndHeadGradients {
   public:
-    EndGradients(Gradients& gradients, Stream stream, const Layout& layout, bool tied, bool adds)
-        : gradients_(gradients), stream_(stream), layout_(layout), tied_(tied), adds_(adds) {}
+    // `tied`: embeddings and head are one trained matrix.
+    EmbeddingAndHeadGradients(Gradients& gradients, Stream stream, const Layout& layout, bool tied,
+                              const StepPass& pass)
+        : gradients_(gradients), stream_(stream), layout_(layout), tied_(tied), adds_(pass.adds) {}
 
     Head<floatX>& take_head() {
         if (tied_) take_embedding_unit();

@@ -8,7 +8,7 @@
 
 #include "llmc/arena.h"                // Arena: plans a step's memory by a dry run
 #include "llmc/attention_layer.h"      // AttentionLayer: qkv, heads, attention
-#include "llmc/embedding_and_head.h"   // EmbeddingAndHead, EndGradients
+#include "llmc/embedding_and_head.h"   // EmbeddingAndHead and its gradients
 #include "llmc/gradient_sums.cuh"      // BlockGradient: where gradients go
 #include "llmc/gradients.h"            // Gradients: of each unit, until the update
 #include "llmc/mlp_layer.h"            // MlpLayer: norm, products, activation
@@ -24,9 +24,8 @@
 
 // How a micro-batch is run.
 struct MicroBatchOptions {
-    int64_t head_rows = 0;        // rows that have logits at a time; 0: all
-    std::vector<Keep> keep;       // what each layer keeps for backward
-    bool continues_step = false;  // adds to the gradients of micro-batches before these; else overwrites them
+    int64_t head_rows = 0;   // rows that have logits at a time; 0: all
+    std::vector<Keep> keep;  // what each layer keeps for backward
     DropoutOptions dropout;  // its key is the first micro-batch's; the keys of the others follow in memory
 };
 
@@ -81,23 +80,25 @@ class Gpt {
     // Forward and backward of one micro-batch, or of several that go through each block together
     // (--by-block). Adds loss_scale, or the batch's own scale, times the sum of its losses to `loss` (1).
     void forward_backward(const std::vector<const DeviceBatch*>& batches, const MicroBatchOptions& options,
-                          float loss_scale, TensorF& loss);
-    // Runs forward only, and adds the losses to `loss` as forward_backward() does. If position_losses (T) is
-    // given, adds the loss of each position to it.
-    void evaluate(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale, TensorF& loss,
+                          const StepPass& pass, float loss_scale, TensorF& loss);
+    // Runs forward only, with the logits of `head_rows` rows at a time (0: all), and adds the losses to
+    // `loss` as forward_backward() does. If position_losses (T) is given, adds the loss of each position to
+    // it.
+    void evaluate(const DeviceBatch& batch, int64_t head_rows, float loss_scale, TensorF& loss,
                   TensorF position_losses = {});
-    // The last block's output for `tokens` (B, T), without backward. With a cache the tokens follow those
-    // that it has.
+    // The last block's output for `tokens` (B, T), without backward. With a cache the tokens follow the
+    // cache->length that it has. Their keys and values are written there; the caller adds to cache->length.
     TensorX forward_only(const Tensor<int>& tokens, const Rows& rows, KvCache* cache);
-    // The logits (1, V) of the last row of x (.., C), the last block's output; and of all rows.
+    // The logits (1, padded vocabulary) of the last row of x (.., C), which is the last block's output.
     TensorX last_logits(const TensorX& x) { return logits_of(x.rows_at(x.rows() - 1, 1)); }
+    // The logits (rows, padded vocabulary) of x (.., C). A head in slices leaves the padding unwritten.
     TensorX logits_of(const TensorX& x, const Rows& rows = {});
     int64_t prompt_len() const { return embedding_and_head_.prompt_len(); }
 
     // Its parts, which are connected to what is outside the arena (OffloadedMemory::connect()).
     Weights& weights() { return weights_; }
     Gradients& gradients() { return gradients_; }
-    EmbeddingAndHead& ends() { return embedding_and_head_; }
+    EmbeddingAndHead& embedding_and_head() { return embedding_and_head_; }
     OffloadedInputs<floatX>& inputs() { return inputs_; }
     SequenceKeys& keys() { return attention_.keys(); }
     // Sets the sizes of chunks: rows of the batch in an MLP, queries of a sequence in attention. 0: all.
@@ -115,11 +116,11 @@ class Gpt {
 
   private:
     // A pass of micro-batches.
-    std::vector<MicroBatch> begin(const std::vector<const DeviceBatch*>& batches,
-                                  const MicroBatchOptions& options) const;
+    std::vector<MicroBatch> micro_batches_of(const std::vector<const DeviceBatch*>& batches,
+                                             const MicroBatchOptions& options, const StepPass& pass) const;
     Rows rows_of(const DeviceBatch& batch) const;
     void forward_blocks(std::vector<MicroBatch>& micro_batches, const std::vector<Keep>& keep);
-    void backward_blocks(std::vector<MicroBatch>& micro_batches, bool continues_step);
+    void backward_blocks(std::vector<MicroBatch>& micro_batches, const StepPass& pass);
     TensorX head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, TensorF& loss,
                           const Head<floatX>& d_head);
     HeadActivations forward_head(const TensorX& x, const Rows& rows = {});

@@ -11,6 +11,13 @@
 #include "llmc/state.h"
 #include "llmc/tensor.h"
 
+// One pass of a training step: a micro-batch, or several together (--by-block), go forward and back.
+struct StepPass {
+    bool adds = false;         // to the gradients of the passes before it; the first pass overwrites
+    bool sums_squares = true;  // of each unit's gradients, for their norm
+    bool is_last = true;       // completes the gradients of the step; several ranks then exchange them
+};
+
 class Gradients {
   public:
     // A unit's gradients `all`. If they are in the arena, `buffer` owns their memory.
@@ -33,11 +40,11 @@ class Gradients {
     }
     bool streams_blocks() const { return trained_.options.streams_block_gradients(); }
 
-    // Begins a backward pass, which takes the blocks from the last to the first. With `adds` it adds to the
-    // gradients that are there, which are prefetched; else it overwrites them.
-    void begin_backward(bool adds) {
-        streamed_.come_with_contents(adds);
-        if (streams_blocks()) streamed_.expect(numbers_in_order(layers(), true));
+    // Begins a backward pass, which takes the blocks from the last to the first. If it adds to the gradients
+    // that are there, these are prefetched.
+    void begin_backward(const StepPass& pass) {
+        streamed_.come_with_contents(pass.adds);
+        if (streams_blocks()) streamed_.expect(numbers_in_order(layers(), From::Last));
     }
     // A unit's gradients, for backward to write or add to. Those of a streamed block are stored before their
     // buffer is reused.

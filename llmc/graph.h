@@ -103,6 +103,13 @@ void host_act(Act act) {
     act();
 }
 
+// Which graph: a plan's, and whether ranks exchange gradients in it.
+struct GraphKey {
+    const void* plan;
+    bool exchanges;
+    auto operator<=>(const GraphKey&) const = default;
+};
+
 class StepGraphs {
   public:
     // Whether steps are replayed; on a CPU work is done where it is enqueued.
@@ -117,7 +124,7 @@ class StepGraphs {
     // which cannot be recorded; then to be recorded. After that the recording is replayed, so the host's own
     // work must have been passed to host_act().
     template <class Enqueue>
-    void run(const void* key, [[maybe_unused]] Stream stream, Enqueue&& enqueue) {
+    void run([[maybe_unused]] GraphKey key, [[maybe_unused]] Stream stream, Enqueue&& enqueue) {
 #if defined(SIMT_GPU)
         const auto [it, first] = recordings_.try_emplace(key, nullptr);
         if (first) return enqueue();
@@ -126,13 +133,12 @@ class StepGraphs {
         recording->record(stream, enqueue);  // if that fails, the next call tries again
         it->second = std::move(recording);
 #else
-        static_cast<void>(key);
         enqueue();
 #endif
     }
 
 #if defined(SIMT_GPU)
   private:
-    std::map<const void*, std::unique_ptr<Recording>> recordings_;  // null: ran once, not recorded yet
+    std::map<GraphKey, std::unique_ptr<Recording>> recordings_;  // null: ran once, not recorded yet
 #endif
 };

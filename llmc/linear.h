@@ -53,7 +53,7 @@ inline TensorX linear_forward(Arena& arena, Stream stream, const char* name, con
                {.transpose_b = w.by_outputs,
                 .bias = w.bias ? &w.bias : nullptr,
                 .gelu = gelu && !gelu_comes_last,
-                .rows_alone = rows.of_texts});
+                .rows_alone = rows.rows_of_texts});
     }
     if (w.adapter) add_lora(arena, stream, out, x, w.adapter, rows);
     if (gelu && gelu_comes_last) gelu_forward(out, out, stream);

@@ -123,7 +123,7 @@ auto with_buffer(Call&& call) {
 enum class How { kOneCall, kWidened, kRowGroups };
 
 // One product, which any thread may execute.
-struct Made {
+struct CompiledProduct {
     How how = How::kOneCall;
     size_t scratch_bytes = 0;
     // Of one call; it is compiled when it is first made.
@@ -133,7 +133,7 @@ struct Made {
 
 // One thread's operands for calls of a product, kept so that a call only sets pointers.
 struct Operands {
-    Made* made = nullptr;
+    CompiledProduct* product = nullptr;
     memory a, b, c, bias, scratch;
     std::unordered_map<int, memory> arguments;
 };
@@ -149,7 +149,7 @@ inline size_t copied_bytes(const OnednnProduct& p) {
     return static_cast<size_t>((p.m + p.n) * std::min<int64_t>(p.k, 384)) * sizeof(float);
 }
 
-inline std::recursive_mutex making;  // held by the thread that describes or compiles
+inline std::recursive_mutex describing;  // held by the thread that describes or compiles
 
 // Whether oneDNN multiplies matrices of bf16 on this CPU.
 inline bool multiplies_bf16() {
@@ -181,7 +181,7 @@ inline bool without_avx512() {
 // no bit of a row depends on which other rows there are.
 constexpr int64_t kRowGroup = 12;
 
-template <class In, class Out>
+template <class In>
 How how_to_multiply(const OnednnProduct& p) {
     if (!std::is_same_v<In, float> && !multiplies_bf16()) return How::kWidened;
     if (p.m % kRowGroup > 0 && without_avx512()) return How::kRowGroups;
@@ -193,16 +193,16 @@ template <class In, class Out>
 size_t row_groups_bytes(const OnednnProduct& p);
 
 template <class In, class Out>
-Made& made(const OnednnProduct& p, const Key& key) {
-    static auto& known = *new std::map<Key, Made>();
-    const std::lock_guard lock(making);
+CompiledProduct& find_or_describe(const OnednnProduct& p, const Key& key) {
+    static auto& known = *new std::map<Key, CompiledProduct>();
+    const std::lock_guard lock(describing);
     const auto [at, is_new] = known.try_emplace(key);
     if (!is_new) return at->second;
     const OneThread alone;
     try {
         require_memory_for(kMemoryToCompile, "a product");
-        Made& m = at->second;
-        m.how = how_to_multiply<In, Out>(p);
+        CompiledProduct& m = at->second;
+        m.how = how_to_multiply<In>(p);
         if (m.how == How::kWidened) {
             m.scratch_bytes = widened_bytes<Out>(p);
         } else if (m.how == How::kRowGroups) {
@@ -221,8 +221,8 @@ Made& made(const OnednnProduct& p, const Key& key) {
     }
 }
 
-inline void compile(Made& m) {
-    const std::lock_guard lock(making);
+inline void compile(CompiledProduct& m) {
+    const std::lock_guard lock(describing);
     if (m.product) return;
     const OneThread alone;
     require_memory_for(kMemoryToCompile, "a product");
@@ -230,7 +230,7 @@ inline void compile(Made& m) {
 }
 
 inline void make_operands(Operands& o) {
-    const dnnl::matmul::primitive_desc& description = o.made->description;
+    const dnnl::matmul::primitive_desc& description = o.product->description;
     auto argument = [&](int which, memory& at, const memory::desc& shape) {
         at = memory(shape, cpu(), nullptr);
         o.arguments[which] = at;
@@ -239,7 +239,7 @@ inline void make_operands(Operands& o) {
     argument(DNNL_ARG_WEIGHTS, o.b, description.weights_desc());
     argument(DNNL_ARG_DST, o.c, description.dst_desc());
     if (description.bias_desc().get_size() > 0) argument(DNNL_ARG_BIAS, o.bias, description.bias_desc());
-    if (o.made->scratch_bytes > 0) argument(DNNL_ARG_SCRATCHPAD, o.scratch, description.scratchpad_desc());
+    if (o.product->scratch_bytes > 0) argument(DNNL_ARG_SCRATCHPAD, o.scratch, description.scratchpad_desc());
 }
 
 // The calling thread's operands of a product, which point to the shared description.
@@ -248,7 +248,7 @@ Operands& operands(const OnednnProduct& p) {
     static thread_local std::map<Key, Operands> known;
     const Key key = key_of(p);
     Operands& o = known[key];
-    if (!o.made) o.made = &made<In, Out>(p, key);
+    if (!o.product) o.product = &find_or_describe<In, Out>(p, key);
     return o;
 }
 }  // namespace onednn
@@ -260,7 +260,7 @@ struct OnednnBytes {
 };
 template <class In, class Out>
 OnednnBytes onednn_bytes(const OnednnProduct& p) {
-    return {onednn::made<In, Out>(p, onednn::key_of(p)).scratch_bytes, onednn::copied_bytes(p)};
+    return {onednn::find_or_describe<In, Out>(p, onednn::key_of(p)).scratch_bytes, onednn::copied_bytes(p)};
 }
 
 template <class Out>
@@ -280,12 +280,12 @@ void onednn_matmul(onednn::Operands& o, const OnednnProduct& p, Out* c, const In
     check_open(b, ((p.k - 1) * p.b_row + (p.n - 1) * p.b_column + 1) * sizeof(In));
     check_open(c, ((p.m - 1) * p.c_row + p.n) * sizeof(Out));
     if (p.bias) check_open(bias, p.n * sizeof(In));
-    check_open(scratch, o.made->scratch_bytes);
+    check_open(scratch, o.product->scratch_bytes);
     if constexpr (!std::is_same_v<In, float>)
-        if (o.made->how == onednn::How::kWidened) return multiply_widened(p, c, a, b, bias, scratch);
-    if (o.made->how == onednn::How::kRowGroups) return multiply_row_groups(p, c, a, b, bias, scratch);
+        if (o.product->how == onednn::How::kWidened) return multiply_widened(p, c, a, b, bias, scratch);
+    if (o.product->how == onednn::How::kRowGroups) return multiply_row_groups(p, c, a, b, bias, scratch);
     if (o.arguments.empty()) {
-        onednn::compile(*o.made);
+        onednn::compile(*o.product);
         onednn::make_operands(o);
     }
     o.a.set_data_handle(const_cast<In*>(a));
@@ -295,7 +295,7 @@ void onednn_matmul(onednn::Operands& o, const OnednnProduct& p, Out* c, const In
     if (o.scratch) o.scratch.set_data_handle(scratch);
     const onednn::OneThread alone;
     onednn::with_buffer([&] {
-        o.made->product.execute(stream, o.arguments);
+        o.product->product.execute(stream, o.arguments);
         stream.wait();
     });
 }
@@ -305,7 +305,7 @@ void onednn_matmul(onednn::Operands& o, const OnednnProduct& p, Out* c, const In
 template <class In, class Out>
 void onednn_matmul(const OnednnProduct& p, Out* c, const In* a, const In* b, const In* bias, void* scratch) {
     onednn::Operands o;
-    o.made = &onednn::made<In, Out>(p, onednn::key_of(p));
+    o.product = &onednn::find_or_describe<In, Out>(p, onednn::key_of(p));
     onednn_matmul(o, p, c, a, b, bias, scratch);
 }
 

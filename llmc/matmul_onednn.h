@@ -8,9 +8,9 @@
 //
 // Sizes of pieces were measured with oneDNN 2.6 on two cores with AVX-512 and AMX, on products of 256 and
 // 1024 rows of GPT-2 124M and SmolLM2-135M. Beside oneDNN's own division among two threads a step of 1024
-// rows takes 0.97 to 1.00 times as long, one of 256 rows 0.97 to 1.04 times. The slowest beside it is 256 x
-// 3072 x 576 with a transposed b in fp32: 175 GFLOP/s where pieces of 128 x 768 have 193, which are slower
-// elsewhere.
+// rows takes 0.97 to 1.00 times as long, one of 256 rows 0.97 to 1.04 times. The worst case is 256 x
+// 3072 x 576 in fp32 with a transposed b: 175 GFLOP/s. Pieces of 128 x 768 would reach 193 there, but are
+// slower for other products.
 #pragma once
 
 #include "llmc/matmul_cpu.h"
@@ -29,7 +29,7 @@ constexpr int64_t kManySummands = 16384, kSummands = 4096;
 // pieces of weight gradients may be halved by columns. Those of other products are halved by rows alone: then
 // their columns are cut the same way for any number of rows, and a chunk of rows has the bits that it has
 // among all rows.
-constexpr int64_t kLeastPieces = 2, kLeastFlops = 2'000'000;
+constexpr int64_t kLeastPieces = 2, kLeastMultiplyAdds = 2'000'000;
 
 // The length of the `parts` equal parts that n is cut into: a multiple of `tile`.
 inline int64_t equal_parts(int64_t n, int64_t parts, int64_t tile = 16) {
@@ -57,7 +57,7 @@ inline OnednnPiece piece_of(const OnednnProduct& p) {
         piece = {256, 384, p.k};
     piece.rows = even_parts(p.m, piece.rows, tile), piece.columns = even_parts(p.n, piece.columns);
     const auto pieces = [&] { return ceil_div(p.m, piece.rows) * ceil_div(p.n, piece.columns); };
-    while (pieces() < kLeastPieces && piece.rows * piece.columns * p.k >= kLeastFlops) {
+    while (pieces() < kLeastPieces && piece.rows * piece.columns * p.k >= kLeastMultiplyAdds) {
         int64_t& longer = transposed_a && piece.columns > piece.rows ? piece.columns : piece.rows;
         if (longer < 64) break;
         longer = equal_parts(longer, 2, &longer == &piece.rows ? tile : 16);
@@ -75,17 +75,18 @@ class PiecesOfProduct {
     explicit PiecesOfProduct(const OnednnProduct& p)
         : whole_(p),
           piece_(piece_of(p)),
-          beside_(sizeof(Out) < sizeof(float) ? piece_.summands < p.k : p.accumulate),
-          down_(static_cast<size_t>(ceil_div(p.m, piece_.rows))) {}
+          sums_in_scratch_(sizeof(Out) < sizeof(float) ? piece_.summands < p.k : p.accumulate),
+          row_pieces_(static_cast<size_t>(ceil_div(p.m, piece_.rows))) {}
 
-    size_t count() const { return down_ * static_cast<size_t>(ceil_div(whole_.n, piece_.columns)); }
+    size_t count() const { return row_pieces_ * static_cast<size_t>(ceil_div(whole_.n, piece_.columns)); }
 
     // The bytes that a thread needs for any of the pieces: the four corner pieces stand for all.
     OnednnBytes bytes() const {
         OnednnBytes most;
-        for (const size_t i : {size_t{0}, down_ - 1, count() - down_, count() - 1})
+        for (const size_t i : {size_t{0}, row_pieces_ - 1, count() - row_pieces_, count() - 1})
             for_each_call(product(i), [&](const OnednnProduct& call, int64_t) {
-                const OnednnBytes b = beside_ ? onednn_bytes<T, float>(call) : onednn_bytes<T, Out>(call);
+                const OnednnBytes b =
+                    sums_in_scratch_ ? onednn_bytes<T, float>(call) : onednn_bytes<T, Out>(call);
                 most.scratch = std::max(most.scratch, b.scratch);
                 most.copied = std::max(most.copied, b.copied);
             });
@@ -102,23 +103,23 @@ class PiecesOfProduct {
         const int64_t row = row_of(i), column = column_of(i);
         c += row * whole_.c_row + column, a += row * p.a_row, b += column * p.b_column;
         if (p.bias) bias += column;
-        if (!beside_) return add_up(p, c, a, b, bias, scratch);
+        if (!sums_in_scratch_) return add_up(p, c, a, b, bias, scratch);
         auto* const sums = reinterpret_cast<float*>(scratch);
         add_up(p, sums, a, b, bias, scratch + sums_bytes());
         round_sums(c, whole_.c_row, sums, p.m, p.n, whole_.accumulate);
     }
 
   private:
-    int64_t row_of(size_t i) const { return static_cast<int64_t>(i % down_) * piece_.rows; }
-    int64_t column_of(size_t i) const { return static_cast<int64_t>(i / down_) * piece_.columns; }
+    int64_t row_of(size_t i) const { return static_cast<int64_t>(i % row_pieces_) * piece_.rows; }
+    int64_t column_of(size_t i) const { return static_cast<int64_t>(i / row_pieces_) * piece_.columns; }
     size_t sums_bytes() const {
-        return beside_ ? static_cast<size_t>(ceil_div(piece_.rows * piece_.columns, 16) * 64) : 0;
+        return sums_in_scratch_ ? static_cast<size_t>(ceil_div(piece_.rows * piece_.columns, 16) * 64) : 0;
     }
     OnednnProduct product(size_t i) const {
         OnednnProduct p = whole_;
         p.m = std::min(piece_.rows, whole_.m - row_of(i));
         p.n = std::min(piece_.columns, whole_.n - column_of(i));
-        if (beside_) p.c_row = p.n, p.accumulate = false;
+        if (sums_in_scratch_) p.c_row = p.n, p.accumulate = false;
         return p;
     }
     // Calls f with each of a piece's calls of oneDNN and the index of the call's first summand.
@@ -140,8 +141,8 @@ class PiecesOfProduct {
 
     const OnednnProduct whole_;
     const OnednnPiece piece_;
-    const bool beside_;  // sums are kept in scratch, not in c
-    const size_t down_;  // pieces along the rows
+    const bool sums_in_scratch_;  // sums are kept in scratch, not in c
+    const size_t row_pieces_;     // pieces along the rows
 };
 
 // bytes() of a product, computed once: every step asks for it.

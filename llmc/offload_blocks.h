@@ -20,6 +20,7 @@
 #include "llmc/arena.h"
 #include "llmc/disk_reader.h"
 #include "llmc/offload_buffer.h"
+#include "llmc/rows.h"  // From
 #include "llmc/work.h"
 
 // ---- streaming blocks in order
@@ -43,10 +44,10 @@ constexpr StreamedKind kStreamedBlocks = {Transfer::StreamedBlock, "streamed_blo
                        kStreamedGradients = {Transfer::Gradients, "streamed_gradients", "parameter_gradient"};
 
 // The numbers of `count` blocks, from the first to the last, or back.
-inline std::vector<int> numbers_in_order(int count, bool back = false) {
+inline std::vector<int> numbers_in_order(int count, From from = From::First) {
     std::vector<int> blocks(static_cast<size_t>(count));
     std::iota(blocks.begin(), blocks.end(), 0);
-    if (back) std::reverse(blocks.begin(), blocks.end());
+    if (from == From::Last) std::reverse(blocks.begin(), blocks.end());
     return blocks;
 }
 

@@ -108,14 +108,14 @@ class OffloadedMemory {
         return memory_of(unit, on_device, with_host, block_gradients_.storage.get());
     }
     // Tells the parts of a model what they stream, and where from. The model has weights(), gradients(),
-    // ends(), inputs() and keys(). Call it again after make().
+    // embedding_and_head(), inputs() and keys(). Call it again after make().
     template <class Model>
     void connect(Model& model) const {
         model.weights().stream_blocks_from(blocks(),
                                            route_from(named<Placement>(kPlacementNames, o_.weights)),
                                            streamed_block_bytes(), o_.prefetch);
         model.gradients().stream_blocks_from(gradients(), streamed_gradient_bytes(), o_.prefetch);
-        model.ends().stream_head();
+        model.embedding_and_head().stream_head();
         model.inputs().use(inputs(), offloaded_layers(), o_.micro_batches_together(), input_chunk_rows());
         model.keys().offload_to(keys(), key_sums(), key_chunk_rows());
     }

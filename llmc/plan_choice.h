@@ -46,23 +46,24 @@ inline FreeMemory memory_for(const Options& o) {
 template <class Trial>
 Rehearsals rehearsals_of(Trial& trial, const Options& o, const RunInputs& inputs, int64_t most_sequences) {
     using T = typename Trial::Element;
-    return {.layers = static_cast<size_t>(inputs.config.layers),
-            .heads = inputs.config.heads,
-            .devices = o.devices,
-            .seq_len = inputs.feeds() ? o.seq_len : 0,
-            .most_sequences = most_sequences,
-            .rates = rates_of<T>(o),
-            .report = [&](const MemorySetting& s) { return trial.apply(s), trial.rehearse(); },
-            .outline = [&](const MemorySetting& s) { return trial.apply(s), trial.rehearse(false); },
-            .training =
-                [&](const MemorySetting& s) { return trial.apply(s), trial.rehearse_training(false, false); },
-            .chunk_seconds =
-                [&, rates = rates_of<T>(o, kChunkThreads)](const MemorySetting& s) {
-                    trial.apply(s);
-                    return seconds_without_update(o.steps > 0 ? trial.rehearse_training(false, false)
-                                                              : trial.rehearse_validation(false),
-                                                  rates);
-                }};
+    return {
+        .layers = static_cast<size_t>(inputs.config.layers),
+        .heads = inputs.config.heads,
+        .devices = o.devices,
+        .seq_len = inputs.uses_batches() ? o.seq_len : 0,
+        .most_sequences = most_sequences,
+        .rates = rates_of<T>(o),
+        .report = [&](const MemorySetting& s) { return trial.apply(s), trial.rehearse(); },
+        .outline = [&](const MemorySetting& s) { return trial.apply(s), trial.rehearse(Offsets::None); },
+        .training =
+            [&](const MemorySetting& s) { return trial.apply(s), trial.rehearse_training(0, Offsets::None); },
+        .chunk_seconds =
+            [&, rates = rates_of<T>(o, kChunkThreads)](const MemorySetting& s) {
+                trial.apply(s);
+                return seconds_without_update(o.steps > 0 ? trial.rehearse_training(0, Offsets::None)
+                                                          : trial.rehearse_validation(Offsets::None),
+                                              rates);
+            }};
 }
 
 // Calls choose(way) for each way in which several devices may share what is trained without changing other
@@ -87,7 +88,7 @@ auto largest_of_ways(const Options& given, Choose&& choose, Size&& size) {
 template <class Trial>
 Options with_setting_for_memory(const Options& given, RunInputs& inputs, Choices& choices) {
     using T = typename Trial::Element;
-    if (kHostIsDevice) memory_free_at_start();
+    if (kHostIsDevice) measure_free_memory();
     const bool has_budget = given.has("--memory");
     if (!has_budget && given.batch > 0 && given.head_rows >= 0 && given.mlp_rows >= 0 &&
         given.attention_rows >= 0)
@@ -282,7 +283,7 @@ Options with_longest_length(const Options& given, Choices& choices) {
     Options chosen = given;
     chosen.chose_length = true;
     if (!given.has("--batch")) chosen.batch = 1;
-    if (kHostIsDevice) memory_free_at_start();
+    if (kHostIsDevice) measure_free_memory();
     const FreeMemory space = memory_for(given);
     const DataKinds data = kinds_of_data(chosen);
     Options tried = options_without_data(chosen);

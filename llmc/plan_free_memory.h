@@ -55,6 +55,9 @@ struct LeastOfRanks {
 };
 inline LeastOfRanks least_of_ranks;
 
+// Measures now what memory_free_at_start() returns from then on.
+inline void measure_free_memory() { memory_free_at_start(); }
+
 // What one of the ranks on this machine may use: an equal share, on a GPU all of its own.
 inline FreeMemory memory_of_rank(const Rank& rank) {
     if (!kHostIsDevice || rank.on_this_machine == 1) return memory_free_at_start();

@@ -79,17 +79,17 @@ std::vector<ExchangeStep> gather_steps(const Slices& all, const Part& own, Arriv
 
 constexpr const char* kNcclChannels = "NCCL_MAX_P2P_NCHANNELS";  // the environment's variable
 
-// How many NCCL channels carry what a GPU sends to one other: as many as the environment says, or else the
-// fewer, the more ranks there are, because each channel has a buffer for each peer. A channel takes a
-// multiprocessor while it works.
+// How many NCCL channels carry what a GPU sends to one other: the environment's number if there is one;
+// otherwise 16, halved until channels times peers is at most 32, because each channel has a buffer for each
+// peer. A channel takes a multiprocessor while it works.
 inline int nccl_channels(int ranks) {
     if (const auto given = number_in_environment(kNcclChannels)) return std::max(1, *given);
     int channels = 16;
     while (channels > 1 && channels * (ranks - 1) > 32) channels /= 2;
     return channels;
 }
-// An exchange on a rank: when the rank started it and from when on it waited for it, by its clock; and the
-// seconds that these took.
+// An exchange on a rank, in seconds: by the rank's clock, when it started the exchange and when it began to
+// wait for it; how long the exchange took, and how long the rank waited.
 struct ExchangeTime {
     double began, asked, took, waited;
 };
@@ -222,7 +222,7 @@ inline void see_own_gpu(const Rank& rank) {
 inline void check_gpus_for_ranks(int ranks) {
     int count = 0;
     if (cudaGetDeviceCount(&count) != cudaSuccess || count >= ranks)
-        return;  // no GPU: that is said elsewhere
+        return;  // enough GPUs; or none, which check_device() reports
     const char* const visible = getenv("CUDA_VISIBLE_DEVICES");
     fail("--devices %d: this machine has %d GPU%s%s%s", ranks, count, count == 1 ? "" : "s",
          visible ? " in CUDA_VISIBLE_DEVICES=" : "", visible ? visible : "");
@@ -262,7 +262,7 @@ inline void check_gpus_differ(RankEngine& engine, const Rank& rank) {
 }
 
 // Measures exchanges between GPUs by events in their streams. While there is one, RankTransfers tells it of
-// every exchange.
+// every exchange. It must be there before the RankTransfers, because it numbers the exchanges from the first.
 class ExchangeTimer {
   public:
     ExchangeTimer() { now_timing = this; }
@@ -276,13 +276,13 @@ class ExchangeTimer {
     }
 
     // The next exchange begins after the work that this stream has by now.
-    void begins(Stream stream) {
+    void record_start(Stream stream) {
         exchanges_.push_back({.began = mark(stream)});
         computes_ = stream;
     }
-    void is_complete_in(Stream stream) { exchanges_.back().complete = mark(stream); }
+    void record_completion(Stream stream) { exchanges_.back().complete = mark(stream); }
     // Later work of this stream waits for the exchange of this number and for all before.
-    void is_asked_for(size_t number, Stream stream) {
+    void record_wait(size_t number, Stream stream) {
         for (; asked_ <= number; asked_++) exchanges_[asked_ - first_].asked = mark(stream);
         exchanges_[number - first_].ends_wait = true;
     }
@@ -374,7 +374,7 @@ class RankTransfers {
     size_t start(const std::vector<ExchangeStep>& steps, Stream stream) {
         if (started_ - joined_ >= kMostUnjoined) finish(joined_, stream);
         ExchangeTimer* const timer = ExchangeTimer::now_timing;
-        if (timer) timer->begins(stream);
+        if (timer) timer->record_start(stream);
         ready_.record(stream);
         ready_.block(own_.get());
         for (const ExchangeStep& step : steps) {
@@ -382,7 +382,7 @@ class RankTransfers {
             if (step.then) step.then();
         }
         arrived_[started_ % kMostUnjoined].record(own_.get());
-        if (timer) timer->is_complete_in(own_.get());
+        if (timer) timer->record_completion(own_.get());
         return started_++;
     }
     // Makes later work of `stream` wait for this exchange and for all that were started before it. The host
@@ -390,7 +390,7 @@ class RankTransfers {
     void finish(size_t number, Stream stream) {
         if (const std::string text = fault(); !text.empty()) fail("%s", text.c_str());
         if (number < joined_) return;
-        if (ExchangeTimer* const timer = ExchangeTimer::now_timing) timer->is_asked_for(number, stream);
+        if (ExchangeTimer* const timer = ExchangeTimer::now_timing) timer->record_wait(number, stream);
         arrived_[number % kMostUnjoined].block(stream);
         joined_ = number + 1;
     }

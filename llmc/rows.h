@@ -1,6 +1,6 @@
-// rows.h - says which rows of a micro-batch an operation works on. The rows' positions in documents depend on
-// it, and which elements dropout drops. A Rows is passed beside the tensors of these rows. The loops over
-// chunks of rows are here too; without chunks, all rows are one chunk.
+// rows.h - says which rows of a micro-batch an operation works on; positions in documents and dropout's masks
+// are computed from that. A Rows is passed beside the tensors of these rows. The loops over chunks of rows
+// are here too; without chunks, all rows are one chunk.
 #pragma once
 
 #include <algorithm>
@@ -42,17 +42,17 @@ struct Rows {
     int64_t first = 0;  // the number of the first row in the micro-batch
     const Documents* documents = &kWholeSequences;
     DropoutOptions dropout = {};
-    // If not 0, each row is of another text (decoding.h), and only the first `of_texts` rows are in use: see
-    // MatmulOptions::rows_alone.
-    int64_t of_texts = 0;
+    // If not 0, each row is of another text (decoding.h), and only the first `rows_of_texts` rows are in use:
+    // see MatmulOptions::rows_alone.
+    int64_t rows_of_texts = 0;
 
-    // How many of `all` rows a product with a quantized matrix computes from its codes, without dequantizing
-    // it: the single row, or the rows of texts that are continued. 0: the matrix is dequantized first, as for
-    // more than 16 rows on a GPU, because the kernel for few rows does not use tensor cores.
+    // How many of `all` rows a product with a quantized matrix computes directly from the codes; 0: the
+    // matrix is dequantized first. Directly goes a single row, or the rows of texts that are continued. On a
+    // GPU these are at most 16, because the kernel for few rows does not use tensor cores.
     int64_t rows_from_codes(int64_t all) const {
         constexpr int64_t kMostOnGpu = 16;
         if (all == 1) return 1;
-        return kFastCpu || all <= kMostOnGpu ? of_texts : 0;
+        return kFastCpu || all <= kMostOnGpu ? rows_of_texts : 0;
     }
 
     // These rows without the first `row` of them.

@@ -54,9 +54,9 @@ struct FilePrompt {
 
 class RunInputs {
   public:
-    // `resumed_save` is the save of --resume, held until it is loaded. Options that follow from the inputs
-    // are filled in if they were not given: --data, --seq-len, and those of sampling. The options must
-    // outlive the inputs.
+    // `resumed_save` is the save of --resume, held until it is loaded. Changes the options: fills in --data,
+    // --seq-len, --chat-date and those of sampling if they were not given, and drops a --merge whose model is
+    // there already. The options must outlive the inputs.
     RunInputs(Options& o, std::optional<HeldSave> resumed_save);
     RunInputs(const RunInputs&) = delete;
 
@@ -141,10 +141,10 @@ class RunInputs {
     }
     // True if --model is a GGUF file.
     static bool is_gguf(const std::string& path) { return path.ends_with(".gguf"); }
-    // reads_training_data: batches have training data instead of random tokens. feeds: there are batches of
-    // data at all.
-    bool reads_training_data() const { return o_.steps > 0 || o_.bench == "forward"; }
-    bool feeds() const { return reads_training_data() || val_data; }
+    // True if training batches are run: of data or, in a bench without --data, of random tokens.
+    bool uses_training_batches() const { return o_.steps > 0 || o_.bench == "forward"; }
+    // True if any batches are run: of training, or of a validation.
+    bool uses_batches() const { return uses_training_batches() || val_data; }
     // True if a new model without data gets the vocabulary of bytes: if it is the default model, or will
     // train on the built-in text (which a bench does not).
     bool learns_bytes(const NewModel& made) const {
@@ -223,7 +223,7 @@ class RunInputs {
     bool is_dynamic() const { return config.rope.type == RopeType::kDynamic; }
     // True if batches have sequences that `dynamic` scales.
     bool scales_by_length() const {
-        return is_dynamic() && feeds() && o_.seq_len + adapter.prompt_tokens > config.positions;
+        return is_dynamic() && uses_batches() && o_.seq_len + adapter.prompt_tokens > config.positions;
     }
     std::optional<Tokenizer> open_tokenizer();
     void tokenize_texts();
@@ -276,7 +276,7 @@ inline RunInputs::RunInputs(Options& o, std::optional<HeldSave> resumed_save)
     check_chunks();
     check_example_options();
     tokenize_texts();
-    if (data && reads_training_data() && o.bench.empty()) open_validation();
+    if (data && uses_training_batches() && o.bench.empty()) open_validation();
     if (!o.loss_by_position.empty() && !val_data)
         fail("--loss-by-position %s: there is nothing to validate on; give --val-data",
              o.loss_by_position.c_str());
@@ -506,7 +506,7 @@ inline void RunInputs::tokenize_texts() {
             check_bytes(*d, config.vocabulary);
             continue;
         }
-        if (d == data.get() && !reads_training_data()) continue;
+        if (d == data.get() && !uses_training_batches()) continue;
         const uint64_t batch_tokens = static_cast<uint64_t>(o_.batch) * static_cast<uint64_t>(o_.seq_len);
         if (o_.plan && !chooses && is_long_text(*d, batch_tokens)) continue;
         tokenize_text(*d, *tokenizer);

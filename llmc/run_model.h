@@ -67,6 +67,10 @@ template <class T>
 const T* pointer_to(const std::optional<T>& optional) {
     return optional ? &*optional : nullptr;
 }
+template <class T>
+T* pointer_to(std::optional<T>& optional) {
+    return optional ? &*optional : nullptr;
+}
 
 class RunModel {
   public:

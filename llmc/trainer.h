@@ -45,19 +45,20 @@ class Trainer {
 
     // Applies a setting that the search in plan_choice.h tries.
     void apply(const MemorySetting& s);
-    Plan rehearse_training(bool continues_step, bool placed);
-    Plan rehearse_validation(bool placed);
-    // Rehearses every step that the run may take. `placed`: also decides where in the arena the tensors of a
-    // training step are.
-    const MemoryReport& rehearse(bool placed = true);
+    // The plan of a step's pass that begins with this micro-batch, and that of a batch of validation.
+    Plan rehearse_training(int first_micro_batch, Offsets offsets);
+    Plan rehearse_validation(Offsets offsets);
+    // Rehearses every step that the run may take; `offsets` is for the training step.
+    const MemoryReport& rehearse(Offsets offsets = Offsets::Planned);
 
   private:
     // The loop and the step.
     void train();
     bool train_step();
-    void micro_batches(float loss_scale, bool is_last);
+    StepPass pass_from(int first_micro_batch) const;
+    void forward_backward_pass(const StepPass& pass, float loss_scale);
     template <class Operations>
-    void run_step(Plan& plan, Operations&& operations, const void* graph_key = nullptr);
+    void run_step(Plan& plan, Operations&& operations, bool exchanges = false);
     void say_where();
     bool stopping();
 
@@ -70,6 +71,12 @@ class Trainer {
     void save() {
         updates_.wait_for_all_weights();
         saves_.save(step_, batches_.sequences_after(step_), evaluated_, validated_step_ == step_);
+    }
+    // Processes the results of all steps, and waits until this rank has all updated weights. Call it before
+    // anything but a step uses the weights.
+    void finish_steps() {
+        metrics_.finish();
+        updates_.wait_for_all_weights();
     }
     void save_if_asked();
     void finish();
@@ -97,8 +104,7 @@ class Trainer {
     bool may_sample() { return samples_here() && in_.samples() && !sampling_stops(); }
     bool is_time(int64_t every) const { return every > 0 && step_ > 0 && step_ % every == 0; }
     bool trains() const { return o_.steps > 0 && o_.bench.empty(); }
-    // How many micro-batches go through the model together.
-    int together() const { return o_.micro_batches_together(); }
+    int micro_batches_per_pass() const { return o_.micro_batches_together(); }
     double step_flops(bool forward_only = false) const {
         return batches_.tokens_of_step() * model_.flops_of_token(batches_.attended(), forward_only);
     }

@@ -63,6 +63,8 @@ class Updates {
           ring_(arena, stream),
           on_host_(arena, stream),
           gathers_(trained.layout.units().size()) {
+        // A unit's squares are summed as soon as its gradients are complete, unless one device keeps all
+        // gradients: then update_all() sums them.
         if (o_.update_in_backward)
             gradients_.on_complete([this](int unit, Gradients::OfUnit& g) {
                 complete_sums(unit, g.all.data());
@@ -70,11 +72,11 @@ class Updates {
             });
         else if (gradients_.streams_blocks())  // on the device now, but not later
             gradients_.on_complete([this](int unit, Gradients::OfUnit& g) {
-                if (may_be_last_) complete_sums(unit, g.all.data());
+                if (pass_.sums_squares) complete_sums(unit, g.all.data());
             });
         else if (!exchange_.is_alone())
             gradients_.on_complete([this](int unit, Gradients::OfUnit& g) {
-                if (may_be_last_) exchange_beside_backward(unit, g);
+                if (pass_.sums_squares) exchange_beside_backward(unit, g);
             });
     }
     Updates(const Updates&) = delete;
@@ -100,32 +102,28 @@ class Updates {
         set_factors(factors_, step, stream_);
         on_host_.use(step);
     }
-    // Call before a forward pass; `is_first`: of a step. Then wait_for_weights() must be called before a
-    // unit's weights are used: ranks gather them while the forward pass computes the units before.
-    void begin_forward(bool is_first) {
-        forward_waits_ = is_first;
-        if (!is_first) return;
-        for (const int unit : units_in_order())
-            if (gathers_beside_forward(unit))
-                exchange_.note_gather(size_of(unit), gathers_[static_cast<size_t>(unit)]);
+    // Call before a pass of a step goes forward. In the first one wait_for_weights() must then be called
+    // before a unit's weights are used: ranks gather them while forward computes the units before. With
+    // --update-in-backward this takes the buffers of the optimizer state, and starts to fetch it.
+    void begin_pass(const StepPass& pass) {
+        pass_ = pass;
+        if (!pass.adds)
+            for (const int unit : units_in_order())
+                if (gathers_beside_forward(unit))
+                    exchange_.note_gather(size_of(unit), gathers_[static_cast<size_t>(unit)]);
+        exchange_.set_active(pass.is_last);
+        if (o_.update_in_backward) fetch_state(units_in_order(From::Last));
     }
     void wait_for_weights(int unit) {
-        if (forward_waits_ && gathers_beside_forward(unit))
+        if (!pass_.adds && gathers_beside_forward(unit))
             exchange_.finish(gathers_[static_cast<size_t>(unit)]);
     }
     // Call it before weights are used by anything else than a step.
     void wait_for_all_weights() {
         for (Exchange::Started& gather : gathers_) exchange_.finish(gather);
     }
-    // Call around a backward pass. `is_last`: it is the step's last pass, which completes the gradients.
-    // `may_be_last`: it shares the plan of the last pass, so it takes the same memory, and sums squares too;
-    // ranks exchange in the last pass alone.
-    void begin_backward(bool may_be_last, bool is_last) {
-        may_be_last_ = may_be_last;
-        exchange_.set_active(is_last);
-        if (o_.update_in_backward) fetch_state(units_in_order(true));
-    }
-    void end_backward() {
+    // Call after the pass has gone back.
+    void end_pass() {
         if (exchanged_.unit >= 0) {
             Range range("backward");
             finish_exchange();
@@ -142,17 +140,17 @@ class Updates {
             if (!gradients_.streams_blocks() && exchange_.is_alone())
                 complete_sums(unit, gradients_.of(unit).data());
         compute_norm_and_loss();
-        const bool weights_come = weights_.streams_trained_blocks() && !trained_.options.slices_blocks &&
-                                  !places_.updates_on_host();
+        const bool streams_weights = weights_.streams_trained_blocks() && !trained_.options.slices_blocks &&
+                                     !places_.updates_on_host();
         fetch_state(units);
-        if (weights_come) weights_.expect_blocks();
+        if (streams_weights) weights_.expect_blocks();
         if (!gradients_stay_with_host()) gradients_.expect_update();
         for (const int unit : units) {
             TensorX gradients;
             {
                 Range range_of_unit("update", unit);
                 const bool is_block = trained_.layout.is_block(unit);
-                if (weights_come && is_block) weights_.block(Layout::layer_of(unit));
+                if (streams_weights && is_block) weights_.block(Layout::layer_of(unit));
                 if (!is_block || !gradients_stay_with_host()) gradients = gradients_.of(unit);
             }
             update(unit, gradients.data());
@@ -169,8 +167,8 @@ class Updates {
     bool gradients_stay_with_host() const {
         return places_.updates_on_host() && gradients_.streams_blocks() && !norm_of_each();
     }
-    std::vector<int> units_in_order(bool back = false) const {
-        return numbers_in_order(static_cast<int>(trained_.layout.units().size()), back);
+    std::vector<int> units_in_order(From from = From::First) const {
+        return numbers_in_order(static_cast<int>(trained_.layout.units().size()), from);
     }
     void fetch_state(const std::vector<int>& units) {
         if (!places_.updates_on_host()) ring_.take(trained_, units, o_.state_buffers);
@@ -327,11 +325,10 @@ class Updates {
     HostUpdates<floatX> on_host_;
     std::vector<Exchange::Started> gathers_;  // of weights, by unit
     Exchange::Started gathered_gradients_;    // with --zero 0
-    bool forward_waits_ = true;               // for gathers
     std::vector<int> ungathered_;  // units that the host updates, and whose weights ranks then gather
     DeviceBuffer memory_;
     UpdateFactors* factors_ = nullptr;  // on the device: of the current step
-    bool may_be_last_ = true;           // of the current backward pass
+    StepPass pass_;                     // the current one
     // The unit whose gradients are being exchanged, and the buffer if they are in one.
     struct {
         int unit = -1;

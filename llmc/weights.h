@@ -87,8 +87,8 @@ class Weights {
 
     // Begins a sweep over the blocks, from the first to the last or for backward from the last to the first,
     // and prefetches the first of the sweep.
-    void expect_blocks() { begin_sweep(false); }
-    void expect_blocks_for_backward() { begin_sweep(true); }
+    void expect_blocks() { begin_sweep(From::First); }
+    void expect_blocks_for_backward() { begin_sweep(From::Last); }
     // Waits for a block's weights, if they are streamed, and lets the next ones of the sweep be prefetched.
     void fetch(int layer) { block(layer); }
     // A block's weights, on the device until another block is asked for. Call it in the order of the sweep.
@@ -117,7 +117,7 @@ class Weights {
     void release() { streamed_.release(); }
 
   private:
-    void begin_sweep(bool back) { streamed_.expect(numbers_in_order(streams_blocks() ? layers() : 0, back)); }
+    void begin_sweep(From from) { streamed_.expect(numbers_in_order(streams_blocks() ? layers() : 0, from)); }
     int layers() const { return model_.layout.config().layers; }
     // Points the matrices of a block at their parts of the bytes at `block`; null if they are not there yet.
     void bind_matrices(int layer, const char* block) {

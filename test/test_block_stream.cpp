@@ -83,7 +83,7 @@ TEST(BlockStream, ForwardAndBack) {
         Streamed l(kBlocks, ahead);
         const int buffers = std::min(ahead + 1, kBlocks);
         const auto pass = [&] {
-            for (const auto& route : {numbers_in_order(kBlocks), numbers_in_order(kBlocks, true)}) {
+            for (const auto& route : {numbers_in_order(kBlocks), numbers_in_order(kBlocks, From::Last)}) {
                 l.blocks.expect(route);
                 for (const int block : route) {
                     const int* const at = l.fetch(block);
@@ -131,8 +131,8 @@ TEST(BlockStream, WithoutContents) {
     Streamed l(5, 1);
     l.blocks.come_with_contents(false);
     const auto pass = [&] {
-        l.blocks.expect(numbers_in_order(5, true));
-        for (const int block : numbers_in_order(5, true)) {
+        l.blocks.expect(numbers_in_order(5, From::Last));
+        for (const int block : numbers_in_order(5, From::Last)) {
             l.fetch(block);
             int* const at = reinterpret_cast<int*>(l.blocks.change());
             if (!l.arena.rehearsing()) *at = 7 * block;

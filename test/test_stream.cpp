@@ -156,7 +156,7 @@ TEST(StepGraphs, ReplaysWhatWasEnqueued) {
     for (int i = 0; i < 2 * runs; i++) {
         const int which = i % 2;
         device_fill(x.data(), i, sizeof(unsigned), stream.get());
-        graphs.run(&calls[which], stream.get(), [&] {
+        graphs.run({&calls[which], false}, stream.get(), [&] {
             calls[which]++;
             for (int k = 0; k < 2; k++)
                 launch<fold_kernel>(1, 1, 0, stream.get(), sums.data() + which, x.data());
@@ -181,7 +181,7 @@ TEST(StepGraphs, TheHostActsBetweenGraphs) {
     const auto fold = [&] { launch<fold_kernel>(1, 1, 0, stream.get(), sum.data(), x.data()); };
     const auto look = [&] { seen.push_back(sum.download()[0]); };
     for (int i = 0; i < 5; i++) {
-        graphs.run(&sum, stream.get(), [&] {
+        graphs.run({&sum, false}, stream.get(), [&] {
             host_act(look);  // with nothing before it
             fold();
             host_act([&, moved = std::make_unique<int>(2)] {
@@ -209,7 +209,7 @@ TEST(StepGraphs, AFailureIsPassedOn) {
     const DeviceArray<unsigned> sum(std::vector<unsigned>{1}), x(std::vector<unsigned>{1});
     for (const bool fails : {false, true, false, false}) {
         auto run = [&] {
-            graphs.run(&sum, stream.get(), [&] {
+            graphs.run({&sum, false}, stream.get(), [&] {
                 if (fails) throw std::runtime_error("a test");
                 launch<fold_kernel>(1, 1, 0, stream.get(), sum.data(), x.data());
             });

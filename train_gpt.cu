@@ -629,6 +629,7 @@ void Trainer::finish() {
     if (saves_.wanted() && !is_saved_already) save();
     if (batches_.validation() && validated_step_ != step_) validate_and_log();
     saves_.remove_fallback();
+    saves_.remark_best(step_);
     if (may_sample()) sample();
     if (export_.wanted() && !stopping()) {
         metrics_.finish();

@@ -466,7 +466,7 @@ template <class Write>
 void write_folder(const std::string& path, Write&& write) {
     const std::string folder = without_last_slashes(path);
     make_folders(folder_above(folder));
-    const std::string temporary = folder + ".tmp";
+    const std::string temporary = unfinished_folder(folder);
     remove_folder(temporary);
     check_call(mkdir(temporary.c_str(), 0777) == 0, temporary, "make the folder");
     try {

@@ -96,8 +96,8 @@ void read_utf8(const FileReader& file, Use&& use) {
 inline void check_bytes(const Dataset& text, int vocabulary) {
     if (vocabulary == 256) return;
     fail(
-        "%s is text, which is read as bytes (vocabulary 256) where the model's folder has no tokenizer.json, "
-        "vocab.json with merges.txt, or tokenizer.model, but its vocabulary is %d",
+        "%s: the model's folder has no tokenizer (tokenizer.json, vocab.json with merges.txt, or "
+        "tokenizer.model); without one, text is read as bytes, a vocabulary of 256, and the model has %d",
         text.stream_name(0).c_str(), vocabulary);
 }
 

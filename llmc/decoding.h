@@ -6,8 +6,8 @@
 //
 // The functions are templates, so that any model can be used that has
 //     TensorX forward_only(const Tensor<int>& tokens, const Rows&, KvCache*)   the last block's output
-//     TensorX last_logits(const TensorX& x)                                    (1, V), of the last row of x
-//     TensorX logits_of(const TensorX& x, const Rows&)                         (rows, V), of all rows
+//     TensorX last_logits(const TensorX& x)              the logits (1, padded vocabulary) of x's last row
+//     TensorX logits_of(const TensorX& x, const Rows&)   those of all rows (rows, padded vocabulary)
 //     int64_t prompt_len()                                                     vectors of a soft prompt
 #pragma once
 
@@ -39,7 +39,9 @@ template <class Model>
 TensorX append_tokens(Arena& arena, Stream stream, Model& model, const std::vector<int>& tokens,
                       KvCache& cache) {
     const Tensor<int> inputs = tokens_on_device(arena, stream, tokens);
-    TensorX x = model.forward_only(inputs, {}, &cache);
+    Rows rows;
+    if (tokens.size() == 1) rows.rows_of_texts = 1;
+    TensorX x = model.forward_only(inputs, rows, &cache);
     cache.length += static_cast<int>(x.rows());
     return x;
 }

@@ -90,9 +90,11 @@ class Gpt {
     // cache->length that it has. Their keys and values are written there; the caller adds to cache->length.
     TensorX forward_only(const Tensor<int>& tokens, const Rows& rows, KvCache* cache);
     // The logits (1, padded vocabulary) of the last row of x (.., C), which is the last block's output.
-    TensorX last_logits(const TensorX& x) { return logits_of(x.rows_at(x.rows() - 1, 1)); }
+    TensorX last_logits(const TensorX& x) {
+        return logits_of(x.rows_at(x.rows() - 1, 1), Rows{.rows_of_texts = 1});
+    }
     // The logits (rows, padded vocabulary) of x (.., C). A head in slices leaves the padding unwritten.
-    TensorX logits_of(const TensorX& x, const Rows& rows = {});
+    TensorX logits_of(const TensorX& x, const Rows& rows);
     int64_t prompt_len() const { return embedding_and_head_.prompt_len(); }
 
     // Its parts, which are connected to what is outside the arena (OffloadedMemory::connect()).

@@ -106,11 +106,12 @@ inline std::string find_on_hub(const char* option, const std::string& text, bool
     if (!is_hub_name(text) || file_exists(text)) return text;
     const std::string folder = hub_snapshot(text, revision);
     if (folder.empty() && resumes) return text;
+    if (folder.empty() && (text.ends_with(".gguf") || file_exists(text.substr(0, text.find('/')))))
+        fail("%s %s: there is no such file or folder", option, text.c_str());
     if (folder.empty())
         fail(
             "%s %s: there is no such folder, and no such model in %s: `hf download %s` gets it if Hugging "
-            "Face "
-            "has it",
+            "Face has it",
             option, text.c_str(), hub_cache().c_str(), text.c_str());
     if (file_exists(folder + "/config.json") || file_exists(folder + "/adapter_config.json")) return folder;
     std::vector<std::string> ggufs;

@@ -72,9 +72,10 @@ inline void scale_lora(TensorX& columns, const Adapter<floatX>& adapter, Stream 
 }
 
 // x A^T (rows, ranks), scaled. x is lora_input().
-inline TensorX lora_columns(Arena& arena, Stream stream, const TensorX& x, const Adapter<floatX>& adapter) {
+inline TensorX lora_columns(Arena& arena, Stream stream, const TensorX& x, const Adapter<floatX>& adapter,
+                            int64_t rows_alone = 0) {
     TensorX columns = arena.take<floatX>("lora_columns", {x.rows(), adapter.a.rows()});
-    matmul(arena, stream, columns, x, adapter.a, {.transpose_b = true});
+    matmul(arena, stream, columns, x, adapter.a, {.transpose_b = true, .rows_alone = rows_alone});
     scale_lora(columns, adapter, stream);
     return columns;
 }
@@ -82,7 +83,8 @@ inline TensorX lora_columns(Arena& arena, Stream stream, const TensorX& x, const
 // out (rows, outputs) += scale B A dropout(x), x (rows, inputs).
 inline void add_lora(Arena& arena, Stream stream, TensorX& out, const TensorX& x,
                      const Adapter<floatX>& adapter, const Rows& rows) {
-    const TensorX columns = lora_columns(arena, stream, lora_input(arena, stream, x, adapter, rows), adapter);
+    const TensorX columns =
+        lora_columns(arena, stream, lora_input(arena, stream, x, adapter, rows), adapter, rows.rows_of_texts);
     int64_t first = 0;
     for (const auto& part : adapter.parts) {
         const int64_t rank = part.b.columns();

@@ -21,9 +21,9 @@ struct MatmulOptions {
     // (N) += the sums of b's columns: a bias's gradient, beside its weight's. Without `accumulate` it must be
     // zero before, as the product may overwrite it. b must not be transposed.
     Tensor<T>* bias_gradient = nullptr;
-    // If not 0, the rows are few and of different texts (decoding.h), and only the first `rows_alone` are
-    // needed. On a CPU, each of these then has the bits of a product with this row alone, and the others are
-    // not computed.
+    // If not 0, the rows are few, as in decoding, and only the first `rows_alone` are needed. On a CPU their
+    // products are made by matvec_cpu.h: each row has the same bits beside any others, and the rows that are
+    // not needed are not computed.
     int64_t rows_alone = 0;
 };
 

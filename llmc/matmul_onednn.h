@@ -178,14 +178,14 @@ void matmul(Arena& arena, Stream stream, Tensor<Out>& out, const Tensor<T>& a, c
     const Product p = matmul_product(out, a, b, options);
     matmul_bias_gradient(arena, stream, b, options, false);
     if constexpr (kFastCpu)
-        if ((p.m == 1 || options.rows_alone > 0) && !p.transpose_a && !p.accumulate && !p.gelu_backward &&
-            !p.b_row && !p.a_row && !p.out_row) {
+        if (options.rows_alone > 0 && !p.transpose_a && !p.accumulate && !p.gelu_backward && !p.b_row &&
+            !p.a_row && !p.out_row) {
             const Operation operation = matmul_operation<T, Out>(p, false);
             const T* const bias = options.bias ? options.bias->data() : nullptr;
-            const int64_t rows = options.rows_alone > 0 ? options.rows_alone : 1;
             return matvec_on_cpu<T, Out>(
-                arena, {out.data(), a.data(), b.data(), bias, rows, p.n, p.k, p.transpose_b, p.gelu}, p.m,
-                stream);
+                arena,
+                {out.data(), a.data(), b.data(), bias, options.rows_alone, p.n, p.k, p.transpose_b, p.gelu},
+                p.m, stream);
         }
     const OnednnProduct product = onednn_product(p, a, b, options);
     const PiecesOfProduct<T, Out> pieces(product);

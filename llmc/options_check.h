@@ -72,7 +72,7 @@ inline void check_answers(const Options& o) {
                              "--merge", "--export", "--epochs", "--save-base", "--log", "--loss-by-position",
                              "--eval-every", "--timeline", "--bench", "--memory"})
         if (o.has(name) && !o.saved.contains(name))
-            fail("%s: only answers: leave %s out", self.c_str(), o.spelled(name).c_str());
+            fail("%s only answers: leave %s out", self.c_str(), o.spelled(name).c_str());
     if (o.steps > 0) fail("%s trains nothing: leave --steps %s out", self.c_str(), o.first("--steps"));
     if (o.batch == 0) fail("--batch auto is a training's; %s takes a number", self.c_str());
     if (o.sample_tokens == 0) fail("%s: --sample tokens=0 leaves nothing to answer", self.c_str());
@@ -85,9 +85,9 @@ inline void check_answers(const Options& o) {
 inline void check_adapter_options(const Options& o) {
     for (const char* name : {"--lora-rank", "--lora-alpha", "--lora-targets", "--lora-dropout"}) {
         if (!o.has(name)) continue;
-        if (o.train != "lora") fail("%s %s is of an adapter: add --train lora", name, o.first(name));
         if (!o.adapter.empty() && name != std::string("--lora-dropout"))
-            fail("%s %s: --adapter %s has its own", name, o.first(name), o.adapter.c_str());
+            fail("%s %s: the adapter %s has its own", name, o.first(name), o.adapter.c_str());
+        if (o.train != "lora") fail("%s %s is of an adapter: add --train lora", name, o.first(name));
     }
     if (o.has("--soft-prompt")) {
         const char* const prompt = o.first("--soft-prompt");

@@ -256,8 +256,8 @@ inline void declare_training_options(CLI::App& app, Options& o) {
         ->default_str("10Gbit/s on CPUs, 100Gbit/s with GPUs");
     group
         .add("--steps", o.steps, "N",
-             "Training steps. 0 only validates, merges or generates, as a run with --prompt and no --data "
-             "does. With --bench, the steps to measure.")
+             "Training steps. 0: no training, only --val-data, --merge, --export or --prompt; that is the "
+             "default with --prompt and no --data. With --bench, the steps to measure.")
         ->transform(whole(0, 1e12))
         ->default_str(format("%lld; with --bench %d", static_cast<long long>(o.steps), o.bench_steps));
     group.add("--epochs", o.epochs, "X", "Instead of --steps: trains until the data were read X times.")
@@ -553,8 +553,8 @@ inline void declare_output_options(CLI::App& app, Options& o) {
         ->transform(whole(0, 1e12));
     saving
         .add("--keep", o.keep, "N",
-             "How many saves stay, beside the last good one, at which the loss was not far above the first "
-             "one and the gradient not zero; 0: all. --out shows the last good one.")
+             "How many saves stay; 0: all. The last good one stays too, and --out shows it: its loss was not "
+             "far above that of the first step, and its gradient not zero.")
         ->transform(whole(0, kMostCount));
     saving.add_flag(
         "--keep-best", o.keep_best,

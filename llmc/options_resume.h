@@ -8,6 +8,7 @@
 #include "llmc/file.h"
 #include "llmc/options.h"
 #include "llmc/options_placement.h"
+#include "llmc/save_folder.h"
 
 // True if the library for matrix products lets us choose its algorithms.
 constexpr bool kSearchesAlgorithms = !kHostIsDevice;
@@ -98,7 +99,7 @@ inline void check_saved_adapter(const SavedOptions& before, const Options& o) {
 // the same each time, so what it chose when the run began is not chosen again.
 inline void resume_what_is_there(Options& o) {
     if (o.out.empty()) fail("--resume auto is for the save in --out: give --out DIR");
-    o.resume = file_exists(o.out + "/latest/trainer_state.json") ? o.out : "";
+    o.resume = file_exists(o.out + "/latest/trainer_state.json") ? o.out : save_without_link(o.out);
     if (!o.resume.empty()) o.allow_8bit = false;
 }
 

@@ -149,6 +149,22 @@ inline constexpr Hint kHints[] = {
     {"--packing", "examples are always packed"},
     {"--dataset-name", "nothing is downloaded: --data FILE"},
     {"--eval-strategy", "write --eval-every N"},
+    {"--evaluation-strategy", "write --eval-every N"},
+    {"--metric-for-best-model", "--keep-best and --early-stopping compare validation losses"},
+    {"--train-on-inputs", "answers alone are learnt; --loss-on all learns all"},
+    {"--train-on-responses-only", "that is the default; --loss-on all learns all"},
+    {"--sample-packing", "examples are always packed"},
+    {"--base-model", "write --model DIR"},
+    {"--datasets", "write --data FILE"},
+    {"--val-set-size", "a tenth of the data is held out; --val-data FILE gives other data"},
+    {"--lora-target-linear", "that is the default; --lora-targets names layers"},
+    {"--use-gradient-checkpointing", "write --recompute block, or --memory SIZE, which chooses"},
+    {"--flash-attention", "attention is always computed in tiles, as FlashAttention does"},
+    {"--attn-implementation", "attention is always computed in tiles, as FlashAttention does"},
+    {"--use-flash-attn", "attention is always computed in tiles, as FlashAttention does"},
+    {"--wandb-project", "write --log FILE"},
+    {"--ctx-size", "write --seq-len N"},
+    {"--n-gpu-layers", "write --offload, or --memory SIZE, which chooses"},
     {"--save-strategy", "write --save-every N"},
     {"--assistant-only-loss", "that is the default; --loss-on all learns all"},
     {"--completion-only-loss", "that is the default; --loss-on all learns all"},
@@ -345,6 +361,7 @@ class WordReader {
 
     // Adds the parts of "key=value,key=value". A value may be in double quotes.
     void add_keys(const KeyedOption& keyed, const std::string& written, const std::string& text) {
+        bool has_value_alone = false;
         for (size_t start = 0; start <= text.size();) {
             const size_t end = std::min(text.find(',', start), text.size());
             const std::string part = text.substr(start, end - start);
@@ -365,6 +382,9 @@ class WordReader {
             if (keyed.alone.empty())
                 fail("%s %s needs a key and a value, as in %s=...", written.c_str(), printable(text).c_str(),
                      keys_of(keyed.name)[0].c_str());
+            if (std::exchange(has_value_alone, true))
+                fail("%s %s: %s has no key; its keys are %s", written.c_str(), printable(text).c_str(),
+                     printable(part).c_str(), CLI::detail::join(keys_of(keyed.name), ", ").c_str());
             for (const char* setting : keyed.alone) set(setting, {part});
         }
     }

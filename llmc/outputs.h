@@ -93,14 +93,23 @@ inline bool is_part_of(const std::string& path, const std::string& folder) {
     namespace fs = std::filesystem;
     const fs::path way = fs::path(resolved(path)).lexically_relative(resolved(folder));
     const std::string first = way.begin() == way.end() ? "" : way.begin()->string();
-    const std::string base = first.substr(0, first.find('.'));  // without .tmp, .old
-    if (first == "latest" || first == ".lock" || step_of(base) >= 0) return true;
-    if (way == first && is_model_file(first)) return true;
+    std::string name = first;  // without .tmp and .old, with which a file begins or ends its life
+    for (const std::string_view end : {".tmp", ".old"})
+        if (name.ends_with(end)) name.resize(name.size() - end.size());
+    if (name == "latest" || name == "best" || name == ".lock" || step_of(name) >= 0) return true;
+    if (way == first && is_model_file(name)) return true;
     std::error_code none;
     if (!fs::is_directory(folder, none)) return false;
     for (const std::string& name : list_folder(folder))
         if (is_model_file(name) && same_file(path, folder + "/" + name)) return true;
     return false;
+}
+
+// True if `path` is the folder, or in it.
+inline bool is_in_folder(const std::string& path, const std::string& folder) {
+    const std::filesystem::path way =
+        std::filesystem::path(resolved(path)).lexically_relative(resolved(folder));
+    return !way.empty() && *way.begin() != "..";
 }
 
 // A file that an option tells the run to write.
@@ -115,12 +124,28 @@ struct Output {
     } kind = Written;
 };
 
+// Fails if something is at the place of an unfinished folder that no killed run can have left there.
+inline void check_unfinished_folder(const char* option, const std::string& path) {
+    const std::string folder = unfinished_folder(path);
+    struct stat info;
+    if (lstat(folder.c_str(), &info) != 0) return;
+    bool is_ours = S_ISDIR(info.st_mode);
+    if (is_ours)
+        for (const std::string& name : list_folder(folder))
+            is_ours =
+                is_ours && is_model_file(name.ends_with(".tmp") ? name.substr(0, name.size() - 4) : name);
+    if (!is_ours)
+        fail("%s %s: it is written as %s, and something else is there: choose another name", option,
+             path.c_str(), folder.c_str());
+}
+
 // Fails unless write_folder() can make the folder, which must not exist yet. Leaves nothing behind.
 inline void check_new_folder(const char* option, const std::string& path) {
-    const std::string folder = without_last_slashes(path), temporary = folder + ".tmp";
+    const std::string folder = without_last_slashes(path), temporary = unfinished_folder(path);
     struct stat info;
     if (lstat(folder.c_str(), &info) == 0)
         fail("%s %s is there already; name a folder that is not", option, path.c_str());
+    check_unfinished_folder(option, path);
     std::vector<std::string> missing;  // innermost first
     for (std::string above = folder_above(folder); !file_exists(above) && above != folder_above(above);
          above = folder_above(above))
@@ -189,6 +214,12 @@ inline void check_outputs(const std::vector<Output>& files, const std::string& o
             if (is_part_of(o.path, folder))
                 fail("%s %s is a part of %s: choose another name", o.option, o.path.c_str(), folder.c_str());
     };
+    // An unfinished folder must not be, or contain, what the run reads or writes besides.
+    const auto check_place_of = [&](const Output& o, const std::string& other, const char* what) {
+        if (o.kind == Output::Folder && is_in_folder(other, unfinished_folder(o.path)))
+            fail("%s %s: it is written as %s, which has %s", o.option, o.path.c_str(),
+                 unfinished_folder(o.path).c_str(), what);
+    };
     std::vector<Output> before;
     if (!out.empty()) {
         before.push_back({"--out", out, ""});
@@ -198,9 +229,13 @@ inline void check_outputs(const std::vector<Output>& files, const std::string& o
     for (const Output& o : files) {
         if (o.path.empty()) continue;
         check_apart(o);
-        for (const Output& other : before)
+        for (const std::string& folder : folders) check_place_of(o, folder, folder.c_str());
+        for (const Output& other : before) {
             if (same_file(o.path, other.path))
                 fail("%s %s is %s too", o.option, o.path.c_str(), other.option);
+            check_place_of(o, other.path, other.option);
+            check_place_of(other, o.path, o.option);
+        }
         if (o.kind == Output::Folder)
             check_new_folder(o.option, o.path);
         else

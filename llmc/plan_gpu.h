@@ -123,15 +123,18 @@ inline std::string costs_of_fitting(const MemoryReport& r, int ranks_on_a_machin
 inline void print_gpu_answer(FILE* to, const Options& o, const MemoryReport& r) {
     const size_t room = memory_of_planned_gpu().bytes;
     const bool fits = r.total() <= room;
-    const char* const trains = o.steps == 0         ? "a validation"
-                               : o.train == "lora"  ? "LoRA"
-                               : o.trains_adapter() ? "a soft prompt"
-                                                    : "full training";
+    const char* const trains = o.steps == 0          ? "a validation"
+                               : o.train == "lora"   ? "LoRA"
+                               : o.train == "prompt" ? "a soft prompt"
+                               : o.trains_adapter()  ? "training the adapter"
+                                                     : "full training";
     const std::string gpu = o.devices > 1 ? format("each of %d GPUs %s", o.devices, planned_gpu->name)
                                           : format("the %s", planned_gpu->name);
     fprintf(to, "%s %s: %s with %d x %d tokens at a time takes %.2f GiB of the %.2f that a run may use",
             fits ? "fits" : "does not fit", gpu.c_str(), trains, r.batch, r.seq_len, gibibytes(r.total()),
             gibibytes(room));
+    if (const size_t pinned = r.all_pinned(); fits && pinned > size_t{1} << 30)
+        fprintf(to, ", and %.1f GiB of the host's memory", gibibytes(pinned));
     if (const std::string others = fits ? "" : gpus_with_room(r.total()); !others.empty())
         fprintf(to, "; GPUs that have room: %s", others.c_str());
     if (!fits && o.steps > 0 && o.has("--recompute"))

@@ -42,16 +42,15 @@ struct Rows {
     int64_t first = 0;  // the number of the first row in the micro-batch
     const Documents* documents = &kWholeSequences;
     DropoutOptions dropout = {};
-    // If not 0, each row is of another text (decoding.h), and only the first `rows_of_texts` rows are in use:
-    // see MatmulOptions::rows_alone.
+    // If not 0, each row continues another text (decoding.h), and only the first `rows_of_texts` rows are in
+    // use: see MatmulOptions::rows_alone.
     int64_t rows_of_texts = 0;
 
     // How many of `all` rows a product with a quantized matrix computes directly from the codes; 0: the
-    // matrix is dequantized first. Directly goes a single row, or the rows of texts that are continued. On a
-    // GPU these are at most 16, because the kernel for few rows does not use tensor cores.
+    // matrix is dequantized first. Directly go rows that continue texts; on a GPU at most 16, because the
+    // kernel for few rows does not use tensor cores.
     int64_t rows_from_codes(int64_t all) const {
         constexpr int64_t kMostOnGpu = 16;
-        if (all == 1) return 1;
         return kFastCpu || all <= kMostOnGpu ? rows_of_texts : 0;
     }
 

@@ -44,7 +44,7 @@ class RunSaves {
         if (!folder_.others.empty())
             fprintf(stderr,
                     "%s holds saves of another run, up to step %lld: they stay, except for steps that are "
-                    "saved again, but `latest` will be this run's save\n",
+                    "saved again; `latest` and `best` will be of this run\n",
                     o_.out.c_str(), static_cast<long long>(*folder_.others.rbegin()));
     }
     // Fails if what the run will save cannot be written beside what is there. If all saves are kept, they
@@ -111,6 +111,9 @@ class RunSaves {
         if (is_best(step)) folder_.best = step;
         save_checkpoint(folder_, model_.trained(), progress, in_.saved_tokenizer(), o_.steps > 0, in_.adapter,
                         read);
+        // `best` of another run in this folder.
+        const bool continues = !in_.resumed.empty() && same_file(folder_above(in_.resumed), o_.out);
+        if (saved_step_ < 0 && !continues && !folder_.best) unlink((o_.out + "/best").c_str());
         if (good) metrics_.last_save = o_.out + "/" + step_name(step);
         metrics_.judge_save = nullptr;
         if (good && goes_on)
@@ -139,6 +142,15 @@ class RunSaves {
         if (step == saved_step_) remove_old_saves(folder_, step);
     }
 
+    // At the end of a run: says so if an earlier state than the last one had the lowest validation loss.
+    void remark_best(int64_t step) const {
+        if (!o_.keep_best || !o_.rank.is_first() || !metrics_.best || metrics_.best->step == step) return;
+        const bool uses_last = !o_.merge.empty() || !o_.export_file.empty();
+        printf("the lowest validation loss was %.6f, at step %lld: %s/best is of that step%s\n",
+               metrics_.best->loss, static_cast<long long>(metrics_.best->step), o_.out.c_str(),
+               uses_last ? ", and what is merged or exported is of the last one" : "");
+    }
+
     // Removes the good save that stayed in case that the weights of the last one are bad: a step has shown
     // that they are not, or none will follow.
     void remove_fallback() {
@@ -152,15 +164,18 @@ class RunSaves {
         load_training_state(model_.trained(), in_.resumed, in_.adapter);
         const Progress& progress = *in_.progress;
         metrics_.first_loss = progress.first_loss;
-        if (!o_.validates_otherwise() && !in_.validates_on_other_data) metrics_.best = progress.best;
+        const bool validates_alike = !o_.validates_otherwise() && !in_.validates_on_other_data;
+        if (validates_alike) metrics_.best = progress.best;
         const bool good = !progress.first_loss || progress.last_good == progress.step;
         const std::string last_good =
             progress.last_good ? folder_above(in_.resumed) + "/" + step_name(*progress.last_good) : "none";
         metrics_.last_save = good ? in_.resumed : last_good;
         metrics_.began_good = good;
-        if (wanted() && same_file(folder_above(in_.resumed), o_.out) && progress.step < o_.steps) {
-            resumed_step_ = progress.step;
-            if (o_.keep_best && o_.rank.is_first()) show_best();
+        if (wanted() && same_file(folder_above(in_.resumed), o_.out)) {
+            const bool has_steps = progress.step < o_.steps;
+            // Without steps left it makes the validation that an interrupted end has left out.
+            if (has_steps || (validates_alike && !progress.validated)) resumed_step_ = progress.step;
+            if (has_steps && o_.keep_best && o_.rank.is_first()) show_best();
         }
         printf("resuming %s at step %lld\n", o_.resume.c_str(), static_cast<long long>(progress.step));
         if (!good)

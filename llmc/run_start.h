@@ -24,6 +24,15 @@ inline void count_epochs(Options& o, const RunInputs& in, const Batches& batches
     if (!o.has("--warmup")) o.warmup = std::min(o.warmup, (o.steps + 9) / 10);
 }
 
+// For the line about examples that were cut: which --seq-len would cut none, or that the model has too few
+// positions for that.
+inline std::string longer_length(const Options& o, const RunInputs& in, size_t longest) {
+    const auto most = static_cast<size_t>(in.config.positions);
+    if (longest <= most) return format("; --seq-len %zu cuts none", longest);
+    if (static_cast<size_t>(o.seq_len) >= most) return "";
+    return format("; --seq-len %zu, all that the model has, cuts fewer", most);
+}
+
 // Prints the size of the data, and how much of them is read until the last step, or by one validation.
 inline void print_data(const Options& o, const RunInputs& in, const Batches& batches, int64_t first_step) {
     const auto number = [](uint64_t n) { return static_cast<unsigned long long>(n); };
@@ -60,9 +69,9 @@ inline void print_data(const Options& o, const RunInputs& in, const Batches& bat
         if (d && d->examples_cut() > 0)
             printf(
                 "%s: %llu examples are longer than --seq-len %d and were cut to %d tokens: what comes later "
-                "is not learnt; --seq-len %zu cuts none\n",
+                "is not learnt%s\n",
                 d->stream_name(0).c_str(), number(d->examples_cut()), o.seq_len, o.seq_len + 1,
-                d->longest_example() - 1);
+                longer_length(o, in, d->longest_example() - 1).c_str());
     }
 }
 
@@ -148,7 +157,15 @@ inline void print_start(const Options& o, const RunInputs& in, int64_t first_ste
     if (!o.resume.empty() && trains) print_changes(o, first_step);
     if (has_adapter || in.resumed.empty())
         print_longer_positions(o.notes(), in.config, o.rope_scaling, has_adapter);
+    const bool does_nothing = o.steps == 0 && !in.val_data && !in.samples() && o.merge.empty() &&
+                              o.export_file.empty() && o.save_base.empty();
+    if (does_nothing)
+        fprintf(stderr, "--steps 0 without --val-data, --merge, --export or --prompt: nothing to do\n");
     if (!trains) return;
+    const char* const compares = o.keep_best ? "--keep-best" : "--early-stopping";
+    if ((o.keep_best || o.early_stopping > 0) && o.eval_every > o.steps)
+        printf("%s: the run has one validation, at its end: --eval-every %lld is more than its %lld steps\n",
+               compares, static_cast<long long>(o.eval_every), static_cast<long long>(o.steps));
     if (o.warmup > o.steps && o.bench.empty())
         printf("--warmup %lld is not over after %lld steps: the learning rate does not reach --lr %g\n",
                static_cast<long long>(o.warmup), static_cast<long long>(o.steps), o.lr);

@@ -173,6 +173,19 @@ inline int64_t step_of(const std::string& name) {
     return std::sscanf(name.c_str(), "step-%18lld", &step) == 1 && step_name(step) == name ? step : -1;
 }
 
+// Where write_folder() (checkpoint.h) writes a folder before it is complete. What it finds there it removes.
+inline std::string unfinished_folder(const std::string& path) { return without_last_slashes(path) + ".tmp"; }
+
+// The newest save in OUT, if a run was killed before `latest` led to its first one; else "".
+inline std::string save_without_link(const std::string& out) {
+    std::error_code none;
+    if (!link_target(out + "/latest").empty() || !std::filesystem::is_directory(out, none)) return "";
+    int64_t newest = -1;
+    for (const std::string& name : list_folder(out))
+        if (file_exists(out + "/" + name + "/trainer_state.json")) newest = std::max(newest, step_of(name));
+    return newest < 0 ? "" : out + "/" + step_name(newest);
+}
+
 // The save that a folder of saves shows now; any other folder is returned as it is. Read files that belong
 // together from the returned folder, because `latest` may switch in between.
 inline std::string resolve_save(const std::string& folder) {
@@ -433,7 +446,7 @@ inline void check_disk_room(const std::vector<Written>& all) {
     for (const Written& w : all) {
         const std::string named = format("%s %s: %s", w.option, w.path.c_str(), w.what);
         if (w.each.largest > file_size_limit())
-            fail("%s has a file of %zu bytes, and ulimit -f allows %llu", named.c_str(), w.each.largest,
+            fail("%s: a file takes %zu bytes, and ulimit -f allows %llu", named.c_str(), w.each.largest,
                  static_cast<unsigned long long>(file_size_limit()));
         const Disk disk = disk_of(w.path);
         if (disk.free < 0) continue;

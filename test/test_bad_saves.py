@@ -101,7 +101,8 @@ def test_resume_where_data_is_gone(train, saved):
 
 @pytest.mark.parametrize("options", [
     {"--log": "out/config.json"}, {"--log": "out/latest/trainer_state.json"}, {"--log": "out/step-00000002/log"},
-    {"--timeline": "out/model.safetensors"}, {"--out": "out/latest/more"}, {"--out": "other", "--log": "out/.lock"}],
+    {"--timeline": "out/model.safetensors"}, {"--out": "out/latest/more"}, {"--out": "other", "--log": "out/.lock"},
+    {"--log": "out/best"}, {"--log": "out/latest.tmp"}, {"--log": "out/config.json.tmp"}],
     ids=str)
 def test_outputs_of_a_resume(train, saved, options):
     refused(train, saved, RESUME | {"--resume": "out"} | options, "part of ", *list(options.items())[-1])
@@ -122,10 +123,21 @@ LORA = {"--train": "lora", "--lora-rank": 2}
     (LORA | {"--base": "nf4", "--save-base": "text/base"}, "--save-base text/base: cannot make the folder: Not a directory"),
     (LORA | {"--base": "nf4", "--save-base": "dangling"}, "--save-base dangling is there already"),
     (LORA | {"--base": "nf4", "--save-base": "same", "--merge": "same/"}, "is --merge too"),
+    (LORA | {"--merge": "mine"}, "--merge mine: it is written as mine.tmp, and something else is there"),
+    (LORA | {"--merge": "m", "--out": "m.tmp"}, "--merge m: it is written as m.tmp, which has --out"),
+    (LORA | {"--merge": "m", "--out": "m.tmp/out"}, "--merge m: it is written as m.tmp, which has --out"),
+    (LORA | {"--merge": "m", "--log": "m.tmp/log"}, "--log m.tmp/log: No such file"),
+    (LORA | {"--merge": "m", "--log": "m.tmp"}, "--merge m: it is written as m.tmp, which has --log"),
+    (LORA | {"--merge": "m", "--export": "m.tmp"}, "--merge m: it is written as m.tmp, which has --export"),
+    (LORA | {"--model": "b.tmp", "--merge": "b"}, "--merge b: it is written as b.tmp, which has b.tmp"),
+    (LORA | {"--model": "b.tmp", "--base": "nf4", "--save-base": "b"}, "--save-base b: it is written as b.tmp, which has b.tmp"),
 ], ids=str)
 def test_folders_that_cannot_be_made(train_fp32, work, options, said):
     """Found before the training. A missing folder, or a slash after its name, is not a mistake."""
     (work / "dangling").symlink_to("nothing")
+    (work / "mine.tmp").mkdir()
+    (work / "mine.tmp" / "notes").write_text("precious")
+    shutil.copytree(work / "model", work / "b.tmp")
     if said:
         refused(train_fp32, work, options, said)
     else:

@@ -89,6 +89,31 @@ def test_a_save_that_is_validated_later_may_be_the_best(train_fp32, work, tmp_pa
     assert sorted(path.name for path in out.glob("step-*")) == ["step-00000002", "step-00000008"]
 
 
+def test_the_validation_at_the_end_is_made_up_for(train_fp32, work, tmp_path):
+    """A run that is killed between its last save and its last validation has no step left when it is resumed."""
+    out = tmp_path / "out"
+    run(train_fp32, work, "--keep-best", "--steps", 4, "--out", out)
+    state = progress(out / "latest")
+    (out / "latest" / "trainer_state.json").write_text(json.dumps(state | {"validated": False, "best": None}))
+    (out / "best").unlink()
+    train_fp32("--resume", out)
+    assert os.readlink(out / "best") == "step-00000004"
+    assert {key: progress(out / "latest")[key] for key in ("best", "validated")} == {"best": state["best"], "validated": True}
+
+
+def test_the_end_says_which_step_was_the_best(train_fp32, work, tmp_path):
+    """What is merged is of the last step. A new run in the same folder does not leave the link to the other run's best."""
+    out = tmp_path / "out"
+    run(train_fp32, work, "--keep-best", "--steps", 2, "--out", out)
+    state = progress(out / "latest")
+    (out / "latest" / "trainer_state.json").write_text(json.dumps(state | {"best": state["best"] | {"loss": 0.001}}))
+    said = train_fp32("--resume", out, "--steps", 4).stdout.decode()
+    assert f"the lowest validation loss was 0.001000, at step 2: {out}/best is of that step\n" in said
+    assert os.readlink(out / "best") == "step-00000002"
+    run(train_fp32, work, "--steps", 1, "--out", out)
+    assert not os.path.lexists(out / "best")
+
+
 def test_a_validation_counts_once(train_fp32, work, tmp_path):
     """Although the sample after it was interrupted, and made again by the resumed run. Other data of the same name are compared anew."""
     out, log, data = tmp_path / "out", tmp_path / "log", tmp_path / "val"

@@ -301,7 +301,7 @@ def test_bad_prompts(train_fp32, work, line, named):
 def test_what_cannot_be_combined(train_fp32, work):
     (work / "empty.jsonl").write_text("\n")
     (work / "talk.jsonl").write_text(json.dumps({"messages": [says("user", "a")]}) + "\n")
-    for options, named in ((("--chat", "--data", "x"), "--chat: only answers: leave --data x out"),
+    for options, named in ((("--chat", "--data", "x"), "--chat only answers: leave --data x out"),
                            (("--chat", "--steps", 5), "--chat trains nothing"), (("--chat", "--raw-prompt"), "--raw-prompt"),
                            (("--chat", "--prompts", "empty.jsonl"), "--chat"), (("--chat", "--prompt", "x"), "--prompt x"),
                            (("--chat", "--sample", "tokens=0"), "tokens=0"), (("--prompt", "x", "--sample", "tokens=0"), "nothing to answer"),

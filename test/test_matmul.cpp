@@ -75,6 +75,7 @@ Results<T> multiply(const Case& c, const Operands<T>& o) {
     options.transpose_b = c.transpose_b;
     options.accumulate = c.accumulate;
     options.gelu = c.gelu;
+    options.rows_alone = c.m == 1 ? 1 : 0;  // as in decoding
     if (c.bias) options.bias = &t_bias;
     if (c.gelu_input) options.gelu_input = &t_x;
     if (c.bias_gradient) options.bias_gradient = &t_sums;

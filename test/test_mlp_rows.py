@@ -63,6 +63,17 @@ def test_frozen_mlps_are_the_same_to_the_bit(train, work, family, rows):
         check_equal(train, adapter_trained(train, work, "chunks", *options, "--chunk-rows", f"mlp={rows}"), whole)
 
 
+@pytest.mark.parametrize("options", [("--train", "lora", "--lora-targets", "attention"),
+                                     ("--train", "lora", "--lora-targets", "attention", "--base", "nf4")], ids=" ".join)
+def test_a_chunk_of_one_row(train, work, family, options):
+    """33 rows in chunks of 8 or 16 leave one."""
+    options = ("--model", "model", "--data", "data.bin", "--batch", 1, "--seq-len", 33, "--steps", 2, "--sample", "tokens=0", *options)
+    for rows in ("all", 8, 16):
+        train(*options, "--chunk-rows", f"mlp={rows}", "--out", f"rows{rows}", cwd=work)
+    whole, *chunks = (saved_bytes(work / f"rows{rows}") for rows in ("all", 8, 16))
+    assert train.device != "cpu" or (chunks[0] == whole and chunks[1] == whole)
+
+
 @pytest.mark.parametrize("rows", [8, 48])
 def test_lora_at_the_mlp(train, work, family, rows):
     """Also with dropout: the loss and the gradients (in m after a step) are the same except for rounding.

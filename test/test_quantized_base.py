@@ -142,7 +142,7 @@ def test_a_run_saves_the_base_of_its_adapter(train_fp32, work):
     """PEFT opens the two folders as they are. A resumed run does not change the base, and neither does one
     that starts anew."""
     (work / "base.tmp").mkdir()
-    (work / "base.tmp" / "of a run that was killed").touch()
+    (work / "base.tmp" / "model.safetensors.tmp").touch()  # of a run that was killed
     options = (*DATA, "--adapter", "adapter", "--base", "nf4-double", "--sample", "tokens=0", "--save-base", "base")
     train_fp32(*options, "--steps", 4, "--save-every", 2, "--keep", 0, "--out", "out", cwd=work)
     assert not (work / "base.tmp").exists()

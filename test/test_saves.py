@@ -251,8 +251,8 @@ def limited(train, work, most_bytes, *options):
 
 
 @pytest.mark.parametrize("bytes, options, said", [
-    (100_000, ("--out", "out"), r"--out out: a save has a file of \d+ bytes, and ulimit -f allows 100000"),
-    (100_000, ("--train", "lora", "--lora-rank", 1, "--merge", "out"), r"--merge out: the merged model has a file of \d+ bytes, and "
+    (100_000, ("--out", "out"), r"--out out: a save: a file takes \d+ bytes, and ulimit -f allows 100000"),
+    (100_000, ("--train", "lora", "--lora-rank", 1, "--merge", "out"), r"--merge out: the merged model: a file takes \d+ bytes, and "
      "ulimit -f allows 100000"),
     (10_000, ("--timeline", "out"), r"--timeline out: cannot write: File too large \(ulimit -f allows 10000 bytes\)"),
     pytest.param(100_000, ("--offload", "state=disk"), r"--offload state=disk: .*: File too large \(ulimit -f allows 100000 bytes\)",

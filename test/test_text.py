@@ -172,7 +172,7 @@ def test_no_room_for_the_tokens(train, work):
     (("--data", "a", "shards/b_train_000000.bin"), "--data: a is a text and shards/b_train_000000.bin a 16-bit token"),
     (("--data", "tiny"), "--data: tiny has "),
     (("--data", "a", "--val-data", "long"), "long: near byte 6 a piece of more than 256 KiB begins that the tokenizer"),
-    (("--model", "bare", "--data", "a"), "a is text, which is read as bytes (vocabulary 256) where "),
+    (("--model", "bare", "--data", "a"), "a: the model's folder has no tokenizer (tokenizer.json, vocab.json with merges.txt, or tokenizer.model); without one, "),
     (("--model", "d1", "--data", "a", "--val-data", "shards/b_train_000000.bin"), "not below the vocabulary size 256"),
     (("--val-data", "a"), "--val-data needs --data, or --steps 0"),
     (("--val-data", "a", "--steps", 0, "--batch", "auto"), "--batch auto is a training's"),

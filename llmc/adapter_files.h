@@ -380,7 +380,7 @@ inline void write_adapter_config(const std::string& path, const nlohmann::ordere
 inline AdapterConfig read_adapter(const std::string& folder, const ModelConfig& c) {
     const std::string path = folder + "/" + kAdapterConfigFile;
     if (!file_exists(folder))
-        fail("%s: there is no such folder of an adapter; --train lora begins a new one", folder.c_str());
+        fail("%s is no adapter: there is no such folder; --train lora begins a new one", folder.c_str());
     if (!file_exists(path)) fail("%s is no adapter: it has no %s", folder.c_str(), kAdapterConfigFile);
     const nlohmann::ordered_json config = read_adapter_config(path);
     const nlohmann::json json = config;

@@ -40,7 +40,8 @@ TensorX append_tokens(Arena& arena, Stream stream, Model& model, const std::vect
                       KvCache& cache) {
     const Tensor<int> inputs = tokens_on_device(arena, stream, tokens);
     Rows rows;
-    if (tokens.size() == 1) rows.rows_of_texts = 1;
+    const bool follows_prompt = cache.length > 0 || model.prompt_len() == 0;
+    if (tokens.size() == 1 && follows_prompt) rows.rows_of_texts = 1;
     TensorX x = model.forward_only(inputs, rows, &cache);
     cache.length += static_cast<int>(x.rows());
     return x;

@@ -86,7 +86,8 @@ inline void check_adapter_options(const Options& o) {
     for (const char* name : {"--lora-rank", "--lora-alpha", "--lora-targets", "--lora-dropout"}) {
         if (!o.has(name)) continue;
         if (!o.adapter.empty() && name != std::string("--lora-dropout"))
-            fail("%s %s: the adapter %s has its own", name, o.first(name), o.adapter.c_str());
+            fail("%s %s: %s %s has its own", name, o.first(name),
+                 o.has("--adapter") ? "--adapter" : "--model", o.adapter.c_str());
         if (o.train != "lora") fail("%s %s is of an adapter: add --train lora", name, o.first(name));
     }
     if (o.has("--soft-prompt")) {

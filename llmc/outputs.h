@@ -229,7 +229,7 @@ inline void check_outputs(const std::vector<Output>& files, const std::string& o
     for (const Output& o : files) {
         if (o.path.empty()) continue;
         check_apart(o);
-        for (const std::string& folder : folders) check_place_of(o, folder, folder.c_str());
+        for (const std::string& input : inputs) check_place_of(o, input, input.c_str());
         for (const Output& other : before) {
             if (same_file(o.path, other.path))
                 fail("%s %s is %s too", o.option, o.path.c_str(), other.option);

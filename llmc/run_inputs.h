@@ -169,6 +169,7 @@ class RunInputs {
     mutable std::vector<int> first_tokens_;  // filled by the first call of first_tokens()
 
   public:
+    std::string adapter_is_of;  // the model that --adapter names, if it is here and is not --model
     std::optional<HeldSave> held_save, held_model, held_adapter;  // held until they are loaded
     std::string resumed;                      // the save that --resume continues from; empty without --resume
     std::string model;                        // the folder of --model, or the save that it shows

@@ -66,10 +66,11 @@ inline void RunInputs::check_base() const {
                                            : !o_.store.empty() ? o_.store[0]
                                                                : "head=" + o_.head);
     check_stored(stored(), config);
-    const std::string why = is_so ? "--model " + o_.model : asked;
+    const std::string why =
+        is_so ? "--model " + o_.model + ": its files are " + (gguf ? "GGUF" : "NF4") : asked;
     if ((is_so || quantizes) && o_.steps > 0 && !adapter)
         fail("%s: %s weights are not trained; --train lora or prompt trains beside them", why.c_str(),
-             gguf ? "a GGUF's" : "quantized");
+             gguf ? "such" : "quantized");
     if (is_so && stores)
         fail("%s: the files of --model %s are quantized already", asked.c_str(), o_.model.c_str());
     if ((is_so || quantizes) && o_.steps == 0 && !o_.out.empty() && !adapter)
@@ -135,14 +136,10 @@ inline AdapterBase RunInputs::describe_base() const {
 inline void RunInputs::check_adapter_base() {
     if (!adapter || parse_new_model(o_.model)) return;
     if (o_.plan && config.has_nf4 && !has_weights(model)) return;  // the weights' files would say the formats
-    // If the model that the adapter names is here too, this one is another.
     const auto name = adapter.json.find("base_model_name_or_path");
-    const bool names_model = held_adapter && name != adapter.json.end() && name->is_string();
-    const std::string named_model = names_model ? name->get<std::string>() : "";
-    if (o_.rank.is_first() && !named_model.empty() && file_exists(named_model) &&
-        !same_file(named_model, o_.model))
-        fprintf(stderr, "--adapter %s was trained on %s, and this run uses it on %s\n", o_.adapter.c_str(),
-                named_model.c_str(), o_.model.c_str());
+    if (held_adapter && name != adapter.json.end() && name->is_string())
+        if (const auto of = name->get<std::string>(); file_exists(of) && !same_file(of, o_.model))
+            adapter_is_of = of;
     const AdapterBase now = describe_base();
     const std::optional<AdapterBase> then = adapter.base;
     if (o_.steps > 0 || !then) adapter.base = now;

@@ -155,6 +155,9 @@ inline void print_start(const Options& o, const RunInputs& in, int64_t first_ste
     else if (o.has("--resume") && o.resume.empty())
         printf("--resume auto: %s holds no save yet: beginning\n", o.out.c_str());
     if (!o.resume.empty() && trains) print_changes(o, first_step);
+    if (!in.adapter_is_of.empty() && o.rank.is_first())
+        fprintf(stderr, "--adapter %s was trained on %s, and this run uses it on %s\n", o.adapter.c_str(),
+                in.adapter_is_of.c_str(), o.model.c_str());
     if (has_adapter || in.resumed.empty())
         print_longer_positions(o.notes(), in.config, o.rope_scaling, has_adapter);
     const bool does_nothing = o.steps == 0 && !in.val_data && !in.samples() && o.merge.empty() &&

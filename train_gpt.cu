@@ -599,7 +599,10 @@ void Trainer::sample() {
     const auto explain = [this] {
         if (o_.steps == 0) model_.check_streamed_finite();
     };
-    sampler_.sample(plans_.sample, plans_.slide, step_, stops, explain);
+    const auto agree = [this](int token) {
+        return o_.slices_weights() ? exchange_.gather(std::vector{token})[0] : token;
+    };
+    sampler_.sample(plans_.sample, plans_.slide, step_, stops, explain, agree);
 }
 
 // Saves the last complete step if a signal has asked for it. Before this run has completed a step, the
@@ -884,7 +887,16 @@ void Trainer::bench() {
 
 // ---- the program
 
-int run(int argc, char** argv, RankEngine* engine) {
+// Reports the error that is being handled, ends all ranks if there are several, and returns the exit code.
+int end_with_error(FILE* errors, const Rank& rank, RankEngine* engine) {
+    if (!rank.is_first()) usleep(300000);  // if the first rank has the same error, it prints it
+    const int code = report_error(errors, rank.is_first() ? "train" : "train: " + rank.text());
+    tell_starter_exit_code(code);
+    if (engine) engine->end_all(code);
+    return code;
+}
+
+int run(int argc, char** argv, RankEngine* engine, FILE* errors) {
     RunOptions command(argc, argv);
     if (command.starts_ranks()) {
         check_gpus_for_ranks(command.options.devices);
@@ -916,14 +928,21 @@ int run(int argc, char** argv, RankEngine* engine) {
     std::optional<MeasuredEngine> measured;
     if (engine && !options.bench.empty()) engine = &measured.emplace(*engine);
     Trainer trainer(chosen, inputs, std::move(choices));
-    trainer.rehearse();
-    if (engine) trainer.connect(*engine);
-    if (options.plan)
-        trainer.print_plan();
-    else if (!options.bench.empty())
-        trainer.bench();
-    else
-        trainer.run();
+    try {
+        trainer.rehearse();
+        if (engine) trainer.connect(*engine);
+        if (options.plan)
+            trainer.print_plan();
+        else if (!options.bench.empty())
+            trainer.bench();
+        else
+            trainer.run();
+    } catch (...) {
+        // All ranks end while the Trainer is there: its destructor could wait for ranks that wait for this
+        // one.
+        if (engine) return end_with_error(errors, options.rank, engine);
+        throw;
+    }
     if (interrupted) return 128 + interrupted;
     if (fflush(stdout) != 0 || ferror(stdout)) fail("what was printed could not all be written");
     return 0;
@@ -943,14 +962,10 @@ int main(int argc, char** argv) {
             measure_free_memory();  // before any of the ranks takes much
             engine = begin_rank(rank, errors);
         }
-        const int code = run(argc, argv, engine.get());
+        const int code = run(argc, argv, engine.get(), errors);
         if (code) tell_starter_exit_code(code);
         return code;
     } catch (...) {
-        if (!rank.is_first()) usleep(300000);  // if the first rank has the same error, it prints it
-        const int code = report_error(errors, rank.is_first() ? "train" : "train: " + rank.text());
-        tell_starter_exit_code(code);
-        if (engine) engine->end_all(code);
-        return code;
+        return end_with_error(errors, rank, engine.get());
     }
 }

@@ -486,7 +486,8 @@ void write_folder(const std::string& path, Write&& write) {
 template <class Write>
 std::string rescue(const std::string& wanted, const std::string& failed, const char* what, Write&& write) {
     std::string folder = wanted;
-    for (int i = 2; file_exists(folder); i++) folder = format("%s-%d", wanted.c_str(), i);
+    for (int i = 2; file_exists(folder) || file_exists(unfinished_folder(folder)); i++)
+        folder = format("%s-%d", wanted.c_str(), i);
     try {
         write_folder(folder, write);
     } catch (const UserError& error) {

@@ -53,7 +53,7 @@ class DrawnText {
         penalize_repetition(logits, tokens_, o_.sampling.repetition_penalty);
         const double uniform = random_uniform(o_.seed, kSampleStream, static_cast<uint64_t>(number_),
                                               static_cast<uint64_t>(drawn_++));
-        const int token = sample_token(logits, o_.sampling, uniform);
+        const int token = agree(sample_token(logits, o_.sampling, uniform));
         tokens_.push_back(token);
         ended_ = in_.ends_text(token);
         if (!ended_) {
@@ -64,6 +64,9 @@ class DrawnText {
         ended_ = ended_ || drawn_ >= most_;
         return ended_ ? -1 : token;
     }
+    // Of several ranks that draw one text: returns the first rank's token for this rank's.
+    std::function<int(int)> agree = [](int token) { return token; };
+
     bool ended() const { return ended_; }
     int drawn() const { return drawn_; }
     // True if a token was drawn that does not end the text.

@@ -143,10 +143,27 @@ inline Key key_of(const OnednnProduct& p) {
     return {p.m, p.n, p.k, p.a_row, p.a_column, p.b_row, p.b_column, p.c_row, p.accumulate, p.bias, p.gelu};
 }
 
+// Whether this is an x86 CPU for which oneDNN has no kernels with AVX-512.
+inline bool without_avx512() {
+#ifdef __x86_64__
+    constexpr auto kAvx512 = static_cast<unsigned>(dnnl::cpu_isa::avx512_core);
+    static const bool is = (static_cast<unsigned>(dnnl::get_effective_cpu_isa()) & kAvx512) != kAvx512;
+    return is;
+#else
+    return false;
+#endif
+}
+
+// oneDNN's fp32 kernels for AVX2 compute six rows at a time, and sum the rows that are left in another order.
+// Measured with oneDNN 2.6: of products of whole groups of 12 rows, and of at most 384 rows and 768 columns,
+// no bit of a row depends on which other rows there are.
+constexpr int64_t kRowGroup = 12;
+
 // The most bytes of its operands that a product may copy into heap memory: 384 summands of both in fp32, or
 // 768 in bf16. Not all of oneDNN's implementations copy, but which one it uses changes with the shape.
 inline size_t copied_bytes(const OnednnProduct& p) {
-    return static_cast<size_t>((p.m + p.n) * std::min<int64_t>(p.k, 384)) * sizeof(float);
+    const int64_t rows = without_avx512() ? ceil_div(p.m, kRowGroup) * kRowGroup : p.m;
+    return static_cast<size_t>((rows + p.n) * std::min<int64_t>(p.k, 384)) * sizeof(float);
 }
 
 inline std::recursive_mutex describing;  // held by the thread that describes or compiles
@@ -165,22 +182,6 @@ inline bool multiplies_bf16() {
     }();
     return does;
 }
-// Whether this is an x86 CPU for which oneDNN has no kernels with AVX-512.
-inline bool without_avx512() {
-#ifdef __x86_64__
-    constexpr auto kAvx512 = static_cast<unsigned>(dnnl::cpu_isa::avx512_core);
-    static const bool is = (static_cast<unsigned>(dnnl::get_effective_cpu_isa()) & kAvx512) != kAvx512;
-    return is;
-#else
-    return false;
-#endif
-}
-
-// oneDNN's fp32 kernels for AVX2 compute six rows at a time, and sum the rows that are left in another order.
-// Measured with oneDNN 2.6: of products of whole groups of 12 rows, and of at most 384 rows and 768 columns,
-// no bit of a row depends on which other rows there are.
-constexpr int64_t kRowGroup = 12;
-
 template <class In>
 How how_to_multiply(const OnednnProduct& p) {
     if (!std::is_same_v<In, float> && !multiplies_bf16()) return How::kWidened;

@@ -142,10 +142,11 @@ class HostUpdates {
     static size_t pinned_bytes(const State<T>& state) {
         return buffers_of(state) * buffer_bytes(state) + (is_on_disk(state) ? kStorageAlignment : 0);
     }
-    // Allocates it. `place` has the state's chunks. If it is on a disk, it must not be staged, so that its
-    // join() makes the host wait; and it must end before this does, since its transfers use the buffers.
-    void allocate(const State<T>& state, OffloadStorage& place) {
-        place_ = &place;
+    // Allocates it. `place` has the state's chunks; a rank may have none, and then it is null. If it is on a
+    // disk, it must not be staged, so that its join() makes the host wait; and it must end before this does,
+    // since its transfers use the buffers.
+    void allocate(const State<T>& state, OffloadStorage* place) {
+        place_ = place;
         link_ = std::make_unique<Link>(state);
     }
     // Sets the optimizer step of the updates from here on.
@@ -155,12 +156,13 @@ class HostUpdates {
     // queued on the stream from here on may overwrite the unit's gradients on the device.
     void update(const State<T>& state, int unit, UnitMemory<T> weights, UnitMemory<const T> gradients,
                 const Tensor<float>& norm) {
+        const auto of_unit = state.chunks_of(unit);
+        if (of_unit.first == of_unit.end) return;
         updates_under_way_ = true;
         state_bytes_ = is_on_disk(state) ? state.chunk_bytes() : 0;
-        host_act([this, &state, unit, weights, gradients, norm = norm.view()] {
+        host_act([this, &state, of_unit, weights, gradients, norm = norm.view()] {
             const Waiting waiting(Transfer::State);  // for buffers, and for the copies to the host
             if (!arena_.rehearsing()) link_->asked.record(stream_), link_->asked.block(link_->stores.get());
-            const auto of_unit = state.chunks_of(unit);
             for (size_t c = of_unit.first; c < of_unit.end; c++) begin(state, c, weights, gradients, norm);
             if (arena_.rehearsing()) return note_wait(Transfer::State, last_to_host_);
             link_->gone.record(link_->stores.get());

@@ -96,7 +96,9 @@ inline bool is_part_of(const std::string& path, const std::string& folder) {
     std::string name = first;  // without .tmp and .old, with which a file begins or ends its life
     for (const std::string_view end : {".tmp", ".old"})
         if (name.ends_with(end)) name.resize(name.size() - end.size());
-    if (name == "latest" || name == "best" || name == ".lock" || step_of(name) >= 0) return true;
+    const bool has_saves = !link_target(folder + "/latest").empty() || !file_exists(folder + "/config.json");
+    if (name == "best" && has_saves) return true;
+    if (name == "latest" || name == ".lock" || step_of(name) >= 0) return true;
     if (way == first && is_model_file(name)) return true;
     std::error_code none;
     if (!fs::is_directory(folder, none)) return false;
@@ -131,9 +133,10 @@ inline void check_unfinished_folder(const char* option, const std::string& path)
     if (lstat(folder.c_str(), &info) != 0) return;
     bool is_ours = S_ISDIR(info.st_mode);
     if (is_ours)
-        for (const std::string& name : list_folder(folder))
-            is_ours =
-                is_ours && is_model_file(name.ends_with(".tmp") ? name.substr(0, name.size() - 4) : name);
+        for (const std::string& name : list_folder(folder)) {
+            const std::string complete = name.ends_with(".tmp") ? name.substr(0, name.size() - 4) : name;
+            is_ours = is_ours && (complete == kTemplateFolder || is_model_file(complete));
+        }
     if (!is_ours)
         fail("%s %s: it is written as %s, and something else is there: choose another name", option,
              path.c_str(), folder.c_str());

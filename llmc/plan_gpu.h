@@ -133,8 +133,9 @@ inline void print_gpu_answer(FILE* to, const Options& o, const MemoryReport& r) 
     fprintf(to, "%s %s: %s with %d x %d tokens at a time takes %.2f GiB of the %.2f that a run may use",
             fits ? "fits" : "does not fit", gpu.c_str(), trains, r.batch, r.seq_len, gibibytes(r.total()),
             gibibytes(room));
-    if (const size_t pinned = r.all_pinned(); fits && pinned > size_t{1} << 30)
-        fprintf(to, ", and %.1f GiB of the host's memory", gibibytes(pinned));
+    const size_t pinned = r.all_pinned() * static_cast<size_t>(o.devices / o.machines);
+    if (fits && pinned > size_t{1} << 30)
+        fprintf(to, ", and %.1f GiB of %s host's memory", gibibytes(pinned), o.machines > 1 ? "each" : "the");
     if (const std::string others = fits ? "" : gpus_with_room(r.total()); !others.empty())
         fprintf(to, "; GPUs that have room: %s", others.c_str());
     if (!fits && o.steps > 0 && o.has("--recompute"))

@@ -101,7 +101,13 @@ void for_each_chunk(Arena& arena, const Rows& rows, int64_t count, int64_t at_a_
                     From from = From::First) {
     const int64_t size = at_a_time > 0 ? std::min(at_a_time, count) : count;
     const int64_t turns = count / size, rest = count % size;
-    const auto call = [&](int64_t first, int64_t n) { chunk(rows.from(first), first, n); };
+    const auto call = [&](int64_t first, int64_t n) {
+        Rows part = rows.from(first);
+        // A chunk whose texts have all ended works as in the dry run, on one of them.
+        if (rows.rows_of_texts > 0)
+            part.rows_of_texts = std::clamp<int64_t>(rows.rows_of_texts - first, 1, n);
+        chunk(part, first, n);
+    };
     const bool down = from == From::Last;
     if (down && rest) call(turns * size, rest);
     int64_t turn = 0;

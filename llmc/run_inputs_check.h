@@ -137,8 +137,8 @@ inline void RunInputs::check_adapter_base() {
     if (!adapter || parse_new_model(o_.model)) return;
     if (o_.plan && config.has_nf4 && !has_weights(model)) return;  // the weights' files would say the formats
     const auto name = adapter.json.find("base_model_name_or_path");
-    if (held_adapter && name != adapter.json.end() && name->is_string())
-        if (const auto of = name->get<std::string>(); file_exists(of) && !same_file(of, o_.model))
+    if (held_adapter && o_.save_base.empty() && name != adapter.json.end() && name->is_string())
+        if (const auto of = name->get<std::string>(); file_exists(of) && !same_file(resolve_save(of), model))
             adapter_is_of = of;
     const AdapterBase now = describe_base();
     const std::optional<AdapterBase> then = adapter.base;

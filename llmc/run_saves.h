@@ -44,7 +44,7 @@ class RunSaves {
         if (!folder_.others.empty())
             fprintf(stderr,
                     "%s holds saves of another run, up to step %lld: they stay, except for steps that are "
-                    "saved again; `latest` and `best` will be of this run\n",
+                    "saved again, but `latest` will be this run's save\n",
                     o_.out.c_str(), static_cast<long long>(*folder_.others.rbegin()));
     }
     // Fails if what the run will save cannot be written beside what is there. If all saves are kept, they
@@ -111,9 +111,9 @@ class RunSaves {
         if (is_best(step)) folder_.best = step;
         save_checkpoint(folder_, model_.trained(), progress, in_.saved_tokenizer(), o_.steps > 0, in_.adapter,
                         read);
-        // `best` of another run in this folder.
-        const bool continues = !in_.resumed.empty() && same_file(folder_above(in_.resumed), o_.out);
-        if (saved_step_ < 0 && !continues && !folder_.best) unlink((o_.out + "/best").c_str());
+        // If this is a new run in a folder of another one, `best` is that one's.
+        if (saved_step_ < 0 && !goes_on_in_folder() && !folder_.best && step_of(best_link()) >= 0)
+            unlink((o_.out + "/best").c_str());
         if (good) metrics_.last_save = o_.out + "/" + step_name(step);
         metrics_.judge_save = nullptr;
         if (good && goes_on)
@@ -146,8 +146,10 @@ class RunSaves {
     void remark_best(int64_t step) const {
         if (!o_.keep_best || !o_.rank.is_first() || !metrics_.best || metrics_.best->step == step) return;
         const bool uses_last = !o_.merge.empty() || !o_.export_file.empty();
-        printf("the lowest validation loss was %.6f, at step %lld: %s/best is of that step%s\n",
-               metrics_.best->loss, static_cast<long long>(metrics_.best->step), o_.out.c_str(),
+        const std::string name = step_name(metrics_.best->step);
+        printf("the lowest validation loss was %.6f, at step %lld: %s%s\n", metrics_.best->loss,
+               static_cast<long long>(metrics_.best->step),
+               best_link() == name ? (o_.out + "/best is of that step").c_str() : "it is not saved here",
                uses_last ? ", and what is merged or exported is of the last one" : "");
     }
 
@@ -171,11 +173,15 @@ class RunSaves {
             progress.last_good ? folder_above(in_.resumed) + "/" + step_name(*progress.last_good) : "none";
         metrics_.last_save = good ? in_.resumed : last_good;
         metrics_.began_good = good;
-        if (wanted() && same_file(folder_above(in_.resumed), o_.out)) {
+        if (wanted() && goes_on_in_folder()) {
             const bool has_steps = progress.step < o_.steps;
             // Without steps left it makes the validation that an interrupted end has left out.
-            if (has_steps || (validates_alike && !progress.validated)) resumed_step_ = progress.step;
+            const bool makes_up = validates_alike && !progress.validated && is_newest_save(progress.step);
+            if (has_steps || makes_up) resumed_step_ = progress.step;
             if (has_steps && o_.keep_best && o_.rank.is_first()) show_best();
+            // A run that was killed while it published its first save left no link.
+            if (o_.rank.is_first() && link_target(o_.out + "/latest").empty())
+                publish(o_.out, folder_.shown(progress.step));
         }
         printf("resuming %s at step %lld\n", o_.resume.c_str(), static_cast<long long>(progress.step));
         if (!good)
@@ -184,6 +190,19 @@ class RunSaves {
     }
 
   private:
+    // True if the run resumes a save that is in --out.
+    bool goes_on_in_folder() const {
+        return !in_.resumed.empty() && same_file(folder_above(in_.resumed), o_.out);
+    }
+    // True if the run has no later save in --out.
+    bool is_newest_save(int64_t step) const {
+        const std::vector<std::string> names = list_folder(o_.out);
+        return std::ranges::none_of(names, [&](const std::string& name) {
+            return step_of(name) > step && !folder_.others.contains(step_of(name));
+        });
+    }
+    // The name of the save that `best` leads to; "" if there is none.
+    std::string best_link() const { return link_target(o_.out + "/best"); }
     // Makes `best` lead to the best save that the resumed one knows. Later ones, which it does not know, are
     // those of another way to go on.
     void show_best() const {

@@ -27,7 +27,7 @@ inline void count_epochs(Options& o, const RunInputs& in, const Batches& batches
 // For the line about examples that were cut: which --seq-len would cut none, or that the model has too few
 // positions for that.
 inline std::string longer_length(const Options& o, const RunInputs& in, size_t longest) {
-    const auto most = static_cast<size_t>(in.config.positions);
+    const auto most = static_cast<size_t>(in.most_tokens());
     if (longest <= most) return format("; --seq-len %zu cuts none", longest);
     if (static_cast<size_t>(o.seq_len) >= most) return "";
     return format("; --seq-len %zu, all that the model has, cuts fewer", most);
@@ -160,15 +160,18 @@ inline void print_start(const Options& o, const RunInputs& in, int64_t first_ste
                 in.adapter_is_of.c_str(), o.model.c_str());
     if (has_adapter || in.resumed.empty())
         print_longer_positions(o.notes(), in.config, o.rope_scaling, has_adapter);
-    const bool does_nothing = o.steps == 0 && !in.val_data && !in.samples() && o.merge.empty() &&
+    const bool does_nothing = o.steps == 0 && !in.val_data && !in.samples() && !saves && !o.has("--merge") &&
                               o.export_file.empty() && o.save_base.empty();
     if (does_nothing)
-        fprintf(stderr, "--steps 0 without --val-data, --merge, --export or --prompt: nothing to do\n");
+        fprintf(stderr,
+                "--steps 0 without --val-data, --merge, --export, --out or --prompt: nothing to do\n");
     if (!trains) return;
     const char* const compares = o.keep_best ? "--keep-best" : "--early-stopping";
-    if ((o.keep_best || o.early_stopping > 0) && o.eval_every > o.steps)
-        printf("%s: the run has one validation, at its end: --eval-every %lld is more than its %lld steps\n",
-               compares, static_cast<long long>(o.eval_every), static_cast<long long>(o.steps));
+    const bool validates_at_end_alone =
+        o.eval_every > 0 && (o.steps - 1) / o.eval_every == first_step / o.eval_every;
+    if ((o.keep_best || o.early_stopping > 0) && validates_at_end_alone)
+        printf("%s: the only validation is at the end of the run, after step %lld: --eval-every is %lld\n",
+               compares, static_cast<long long>(o.steps), static_cast<long long>(o.eval_every));
     if (o.warmup > o.steps && o.bench.empty())
         printf("--warmup %lld is not over after %lld steps: the learning rate does not reach --lr %g\n",
                static_cast<long long>(o.warmup), static_cast<long long>(o.steps), o.lr);

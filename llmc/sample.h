@@ -28,12 +28,14 @@ class Sample {
   public:
     // Writes the prompt, or the question in a chat. Without a tokenizer, tokens are written as numbers. Token
     // i of the sample after `step` steps uses random number (step, i). explain() is called before a logit
-    // that is not finite is reported; it fails if it knows the reason.
-    Sample(const Options& o, const RunInputs& in, int64_t step, std::function<void()> explain)
+    // that is not finite is reported; it fails if it knows the reason. agree() as for DrawnText.
+    Sample(const Options& o, const RunInputs& in, int64_t step, std::function<void()> explain,
+           std::function<int(int)> agree)
         : o_(o),
           in_(in),
           text_(o, in, in.first_tokens(), step, o.sample_tokens, o.prompt.empty() && !in.chat,
                 std::move(explain)) {
+        text_.agree = std::move(agree);
         if (o.steps > 0) printf("--- sample after %lld steps ---\n", static_cast<long long>(step));
         if (!in.chat) output_.write(o.prompt);
         if (!in.chat || o.steps == 0) return;
@@ -148,13 +150,14 @@ class Sampler {
             slide = arena_.rehearse([&] { fill_window(std::vector<int>(half_window()), any); });
     }
     // Prints the prompt and its continuation by the model after `step` steps. It ends early when stops()
-    // returns true. explain() as for DrawnText.
+    // returns true. explain() and agree() as for DrawnText.
     template <class Stops>
-    void sample(Plan& sample, Plan& slide, int64_t step, Stops&& stops, std::function<void()> explain) {
+    void sample(Plan& sample, Plan& slide, int64_t step, Stops&& stops, std::function<void()> explain,
+                std::function<int(int)> agree) {
         const auto decode = [&](auto&& texts) { arena_.run(sample, [&] { decoding().run(texts); }); };
         if (o_.chat) return decode(ChatSession(o_, in_, explain));
         if (!o_.prompts.empty()) return decode(AnsweredPrompts(o_, in_, explain));
-        Sample text(o_, in_, step, std::move(explain));
+        Sample text(o_, in_, step, std::move(explain), std::move(agree));
         const auto choose = [&](const TensorX& logits) {
             const int token = text.next(logits, stream_);
             return stops() ? -1 : token;

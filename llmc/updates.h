@@ -86,7 +86,7 @@ class Updates {
         memory_ = DeviceBuffer(sizeof(UpdateFactors), "the step's factors");
         factors_ = reinterpret_cast<UpdateFactors*>(memory_.data());
         ring_.use(places_.state_chunks());
-        if (places_.updates_on_host()) on_host_.allocate(trained_, *places_.updated_state());
+        if (places_.updates_on_host()) on_host_.allocate(trained_, places_.updated_state());
     }
 
     // Sets the factors of the updates of a step, counted from 0.

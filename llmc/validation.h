@@ -42,7 +42,10 @@ std::optional<double> validation_loss(const Options& o, Exchange& exchange, Tens
         evaluate(std::min(number, count - 1));
         if (ranks_share && number < count) losses[number] = loss_on_host();
     }
-    return double{ranks_share ? exchange.sum_in_turn(losses) : loss_on_host()};
+    if (ranks_share) return double{exchange.sum_in_turn(losses)};
+    // The ranks decide by it, so they take that of the first one: unlike GPUs may have other last bits.
+    const float loss_here = loss_on_host();
+    return double{exchange.is_alone() ? loss_here : exchange.gather(std::vector{loss_here})[0]};
 }
 
 // Prints and logs the validation loss after `step`. `is_due` says that --eval-every asked for it there, so

@@ -236,6 +236,18 @@ def test_a_saved_base_is_the_same(train_fp32, work):
     assert losses[0] == losses[1] == losses[2]
 
 
+def test_an_adapter_on_another_model(train_fp32, work):
+    """Is used, and said; not if the model is the one that it was trained on, whichever of its names is given."""
+    train_fp32(*DATA, "--steps", 1, "--sample", "tokens=0", "--out", "saves", cwd=work)
+    for name, model in (("first", "model"), ("second", "saves")):
+        train_fp32("--model", model, *DATA[2:], "--train", "lora", "--lora-rank", 2, "--steps", 1, "--sample", "tokens=0", "--out", name,
+                   cwd=work)
+    for adapter, model, differs in (("first", "model", False), ("first", "saves", True), ("second", "saves", False),
+                                    ("second", "saves/latest", False), ("second", "model", True)):
+        said = train_fp32("--model", model, "--adapter", adapter, *DATA[2:], "--steps", 0, "--val-data", DATA[3], cwd=work).stderr.decode()
+        assert (f"--adapter {adapter} was trained on {work}/" in said and f"this run uses it on {model}\n" in said) == differs, said
+
+
 def test_a_base_in_a_gguf(train_fp32, wide):
     model = transformers.AutoModelForCausalLM.from_pretrained(wide / "model", dtype=torch.float32)
     write_gguf(wide / "m.gguf", model, "llama")

@@ -271,6 +271,16 @@ def test_several_at_a_time_with_adapters_and_quantized(train_fp32, work, tmp_pat
     assert plain != one
 
 
+@pytest.mark.parametrize("more", [(), ("--base", "nf4"), ("--adapter", "adapter", "--train", "lora")], ids=" ".join)
+def test_several_at_a_time_in_chunks_of_rows(train_fp32, work, tmp_path, more):
+    """Twelve texts, of which eight, and then four, go through an MLP together."""
+    make_adapter(work, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"))
+    options = ["--model", work / "model", *(work / "adapter" if word == "adapter" else word for word in more), *GREEDY, "--sample", "tokens=9"]
+    lines = (QUESTIONS + QUESTIONS)[:12]
+    whole, chunks = (answers(train_fp32, tmp_path, lines, *options, "--batch", 12, "--chunk-rows", f"mlp={rows}") for rows in ("all", 8))
+    assert chunks == whole
+
+
 @pytest.mark.not_played("an emulated GPU takes ten minutes for the 150 tokens of each answer")
 @pytest.mark.parametrize("kind", ["nf4", "8bit", "q4_k"])
 def test_several_at_a_time_on_quantized_matrices(train_bf16, tmp_path, tokenizer, kind):

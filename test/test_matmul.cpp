@@ -19,6 +19,7 @@ struct Case {
     int64_t m, n, k;
     bool transpose_a, transpose_b, accumulate, bias, gelu, gelu_input;
     bool bias_gradient = false;
+    bool alone = false;  // MatmulOptions::rows_alone
 };
 
 constexpr int64_t kShapes[][3] = {{64, 192, 64}, {37, 72, 24}, {1, 256, 64}, {33, 5, 7},    {130, 128, 300},
@@ -75,7 +76,7 @@ Results<T> multiply(const Case& c, const Operands<T>& o) {
     options.transpose_b = c.transpose_b;
     options.accumulate = c.accumulate;
     options.gelu = c.gelu;
-    options.rows_alone = c.m == 1 ? 1 : 0;  // as in decoding
+    options.rows_alone = c.alone ? c.m : 0;
     if (c.bias) options.bias = &t_bias;
     if (c.gelu_input) options.gelu_input = &t_x;
     if (c.bias_gradient) options.bias_gradient = &t_sums;
@@ -143,9 +144,14 @@ TYPED_TEST(Matmul, OneRow) {
                                {257, 65},
                                {96, 128},
                                {1000, 193}}) {
-        for (Case c : forms_of_the_step(1, n, k)) check<TypeParam>(c);
-        for (const bool by_outputs : {false, true})
-            check<TypeParam>({1, n, k, false, by_outputs, false, true, true, false});
+        for (const bool alone : {false, true}) {
+            for (Case c : forms_of_the_step(1, n, k)) {
+                c.alone = alone;
+                check<TypeParam>(c);
+            }
+            for (const bool by_outputs : {false, true})
+                check<TypeParam>({1, n, k, false, by_outputs, false, true, true, false, false, alone});
+        }
     }
 }
 
@@ -156,7 +162,8 @@ TYPED_TEST(Matmul, OneRowHasTheSameBitsWithAnyNumberOfThreads) {
         std::vector<unsigned char> first;
         for (const int threads : {1, 2, 5}) {
             omp_set_num_threads(threads);
-            auto bytes = check<TypeParam>({1, 333, 555, false, by_outputs, false, true, false, false});
+            auto bytes =
+                check<TypeParam>({1, 333, 555, false, by_outputs, false, true, false, false, false, true});
             if (threads == 1) first = bytes;
             EXPECT_TRUE(bytes == first) << threads << " threads";
         }

@@ -418,3 +418,18 @@ def test_names_that_are_not_utf8(train, work):
     assert saved["options"]["--data"] == [{"percent": "t%25ext%20%FF"}]
     train("--resume", os.fsdecode(place + b"/out"), "--steps", 2, cwd=work)
     assert b"--data t%ext \xff: no file" not in train("--resume", "out", "--steps", 3, cwd=os.fsdecode(place)).stderr
+
+
+@pytest.mark.parametrize("steps", [2, 4])
+def test_a_save_that_nothing_leads_to(train_fp32, work, steps):
+    """A run that was killed between its first save and the link to it. --resume auto goes on from there, or finds nothing left to
+    do, and the folder shows the save."""
+    options = (*RUN, "--resume", "auto", "--out", "out")
+    train_fp32(*options, "--steps", 2, cwd=work)
+    for path in (work / "out").iterdir():
+        if path.is_symlink():
+            path.unlink()
+    said = train_fp32(*options, "--steps", steps, cwd=work)
+    assert b"resuming out/step-00000002 at step 2" in said.stdout and b"another run" not in said.stderr
+    assert os.readlink(work / "out" / "latest") == f"step-{steps:08}"
+    train_fp32("--model", "out", "--steps", 0, "--val-data", "text", "--seq-len", 24, cwd=work)

@@ -85,8 +85,8 @@ class RunInputs {
     }
     // Embeddings and head, if `placement` places them outside the device; else nothing.
     std::optional<OffloadedEmbeddings> offloaded_embeddings(const std::string& placement) const;
-    // True if the run samples. It does not if it only initializes, or if the prompt leaves no position for a
-    // further token.
+    // True if the run samples. It does not if it only initializes, or if the first conversation of its data
+    // leaves no position for a further token. Fails if --prompt leaves none.
     bool samples() const;
     // The tokens that a sample starts from: the question, in a chat; else the prompt; without one, the token
     // that begins a text or the one that ends a text; without these, a line end.

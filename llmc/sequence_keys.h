@@ -41,7 +41,7 @@ struct KvRows {
     int64_t rows = 0;        // how many the whole sequence has
     int rows_before = 0;     // how many come before the current ones
     int entry = 0;           // number of the sequence in the batch
-    bool grows = true;       // a cache, to which rows are added; else chunks of a whole
+    bool grows = true;       // a cache, which rows are added to; else a sequence that goes in chunks of rows
     bool offloaded = false;  // the keys before the current rows are offloaded
     int begin = 0;
     TensorF dk_sums = {}, dv_sums = {};  // backward: sums of the gradients, (.., kv_width())

@@ -113,6 +113,8 @@ class Trainer {
     // True if steps run as graphs. With offloaded keys a graph would grow with the square of the sequence.
     bool replays() const { return StepGraphs::kReplays && replays_ && offloaded_.key_chunk_rows() == 0; }
 
+    // This run's own copy: a setting, --epochs and the prompts at a time change it. RunInputs keeps the
+    // options that it was made with; nothing that it is asked later depends on what changes here.
     Options o_;
     RunInputs& in_;
     const ModelConfig& config_;

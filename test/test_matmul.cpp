@@ -198,7 +198,7 @@ TYPED_TEST(Matmul, RowsOfSeveralTexts) {
                 };
                 std::vector<TypeParam> alone;
                 for (int64_t row = 0; row < kMost; row++)
-                    for (const TypeParam x : of_rows(row, 1, 0)) alone.push_back(x);
+                    for (const TypeParam x : of_rows(row, 1, 1)) alone.push_back(x);
                 const std::vector<TypeParam> poison = poisoned<TypeParam>(size(2, n));
                 for (int64_t rows = 1; rows <= kMost; rows++) {
                     const std::vector<TypeParam> all = of_rows(0, std::min(rows + 2, kMost), rows);

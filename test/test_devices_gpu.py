@@ -67,6 +67,8 @@ MORE_CASES = {
     "update in backward": ((1, 3, 0), ("--by-block", "--update-in-backward")),
     "state on disk": ((3, 2, 1), ("--offload", "state=disk")),
     "updates by the hosts": ((3, 2, 1), ("--offload", "state=host,updates=host")),
+    "a rank without state, updates by the hosts": ((3, 2, 1), ("--train", "lora", "--lora-rank", 1, "--offload", "state=host,updates=host")),
+    "a rank without state on disk": ((1, 2, 3), ("--train", "lora", "--lora-rank", 1, "--offload", "state=disk,updates=host")),
     "updates in backward by the hosts": ((1, 3, 0), ("--by-block", "--update-in-backward", "--offload", "state=disk,updates=host")),
     "weights in host memory": ((1, 1, 0), ("--offload", "weights=host,gradients=host,state=host")),
 }

@@ -16,6 +16,7 @@ from trainer_runs import by_key, make, random_tokens, read_log, refused, saved_b
 
 # For each model: the targets of its adapter, and settings besides rank and alpha. They cover parts of joined
 # tensors, different ranks and scales, all layers and a single one.
+USUALLY = "fp32"  # see conftest.py
 LORA = {
     "gpt2": ("all-linear", {}),
     "llama": ("all-linear", {"rank_pattern": {"v_proj": 5}, "alpha_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 9}}),

@@ -355,6 +355,7 @@ def test_attention_beside_pytorchs(tmp_path):
     assert "## bf16" in text and "## fp32" not in text and f"- PyTorch: {torch.__version__}" in text
 
 
+@pytest.mark.more
 def test_naive_attention_runs_out_of_memory(tmp_path):
     text, raw = attention(tmp_path, "--precision", "fp32", "--lengths", 1024, "--tokens", 1024, "--head-sizes", 16,
                           "--memory", 24)

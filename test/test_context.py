@@ -8,6 +8,7 @@ import context_table
 import pytest
 from trainer_runs import cpu_seconds, make, random_tokens, write_shard
 
+USUALLY = "fp32"  # see conftest.py
 LORA = ("--train", "lora", "--lora-rank", 4, "--sample", "tokens=0")
 LLAMA_8B = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
             "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,

@@ -16,6 +16,7 @@ from trainer_runs import by_key, figures, read_log, saved_bytes
 
 SHARE, SEED, STEPS = 0.2, 1337, 6
 PLACES, ATTENTION, PROJECTED, OUTPUT = 16, 4, 5, 6  # places in a block
+USUALLY = "fp32"  # see conftest.py
 LINEAR = (("c_attn", "query_key_value"), ("attn.c_proj", "self_attention.dense"), ("c_fc", "dense_h_to_4h"),
           ("mlp.c_proj", "dense_4h_to_h"))
 

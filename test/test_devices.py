@@ -199,7 +199,7 @@ def test_several_micro_batches_a_rank(train_fp32, work, one_device, tmp_path, op
 
 
 @pytest.mark.parametrize("options", [(), ("--state-formats", "master=split,m=bf16"), ("--state-formats", "master=none,m=8bit,v=8bit"),
-                                     ("--by-block", "--update-in-backward"), ("--train", "lora", "--dropout", "0.1"),
+                                     ("--by-block", "--update-in-backward"), ("--train", "lora", "--lora-dropout", "0.1"),
                                      ("--train", "lora", "--base", "nf4", "--recompute", "block")], ids=" ".join)
 def test_bf16_is_the_same_every_time(train_bf16, work, one_device, tmp_path, options):
     """A rank's gradients are rounded to bf16 before they are added, so one device differs, but little."""

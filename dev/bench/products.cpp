@@ -139,6 +139,9 @@ int main() {
     } catch (const UserError& e) {
         fprintf(stderr, "products: %s\n", e.what());
         return 2;
+    } catch (const dnnl::error& e) {
+        fprintf(stderr, "products: oneDNN has no such product for this CPU (%s)\n", e.what());
+        return 2;
     } catch (const nlohmann::json::exception& e) {
         fprintf(stderr, "products: %s\n", e.what());
         return 2;

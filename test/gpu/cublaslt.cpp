@@ -173,6 +173,29 @@ std::vector<float> read_matrix(const Work& work, const void* at, const Layout& l
     return x;
 }
 
+// c (n, m) = b (n, k) a (k, m), row-major; `tb` and `ta`: stored transposed. Rows of op(b) and of op(a) are
+// ldb and lda apart as they are stored.
+void multiply_floats(bool tb, bool ta, int64_t n, int64_t m, int64_t k, const float* b, int64_t ldb,
+                     const float* a, int64_t lda, float* c) {
+#ifdef __AVX512F__
+    dnnl_sgemm(tb ? 'T' : 'N', ta ? 'T' : 'N', n, m, k, 1.f, b, ldb, a, lda, 0.f, c, m);
+#else
+    // Without AVX-512, oneDNN sums the last rows of a product in another order (llmc/matmul_cpu.h). In blocks
+    // of 48 rows, filled up with zeros, a row has the same bits among any others.
+    constexpr int64_t kBlock = 48;
+    std::vector<float> rows(static_cast<size_t>(kBlock * k)), sums(static_cast<size_t>(kBlock * m));
+    for (int64_t first = 0; first < n; first += kBlock) {
+        const int64_t count = std::min(kBlock, n - first);
+        std::fill(rows.begin(), rows.end(), 0.f);
+        for (int64_t r = 0; r < count; r++)
+            for (int64_t q = 0; q < k; q++)
+                rows[static_cast<size_t>(r * k + q)] = tb ? b[q * ldb + first + r] : b[(first + r) * ldb + q];
+        dnnl_sgemm('N', ta ? 'T' : 'N', kBlock, m, k, 1.f, rows.data(), k, a, lda, 0.f, sums.data(), m);
+        std::copy_n(sums.begin(), count * m, c + first * m);
+    }
+#endif
+}
+
 void multiply(const Work& work, const Description& d, const Layout& la, const Layout& lb, const Layout& lc,
               const Layout& lout, const void* a, const void* b, const void* c, void* out, float beta,
               const Algorithm& algorithm, void* workspace) {
@@ -189,8 +212,7 @@ void multiply(const Work& work, const Description& d, const Layout& la, const La
         if (from == to) continue;
         const float* pa = xa.data() + (ta ? from : from * m);
         const float* pb = xb.data() + (tb ? from * n : from);
-        dnnl_sgemm(tb ? 'T' : 'N', ta ? 'T' : 'N', n, m, to - from, 1.f, pb, tb ? n : k, pa, ta ? k : m, 0.f,
-                   part.data(), m);
+        multiply_floats(tb, ta, n, m, to - from, pb, tb ? n : k, pa, ta ? k : m, part.data());
         for (size_t i = 0; i < sum.size(); i++) sum[i] += part[i];
     }
     const bool has_bias = d.epilogue == CUBLASLT_EPILOGUE_BIAS || d.epilogue == CUBLASLT_EPILOGUE_GELU_BIAS;

@@ -211,7 +211,7 @@ def test_deps_are_installed_by_who_may(bare_make, tmp_path):
 def test_a_missing_header_is_said_before_the_compiler_says_it(bare_make, target, says):
     error = bare_make("-W", "Makefile", target, "CXX=compiler", programs={
         "compiler": f'case "$*" in *" -E "*|"-E "*) exec {shutil.which("g++")} -nostdinc -I. "$@" ;; *) echo COMPILED >&2 ;; esac'})
-    assert "missing: CLI/CLI.hpp nlohmann/json.hpp pcre2.h" in error and f"({says} installs what is missing)" in error
+    assert "missing: CLI/CLI.hpp nlohmann/json.hpp toml++/toml.h pcre2.h" in error and f"({says} installs what is missing)" in error
     assert "COMPILED" not in error
     assert f"there is no nothing: {says} installs what is missing" in bare_make("-W", "Makefile", target, "CXX=nothing")
 

@@ -53,5 +53,5 @@ def run(train, *options, inside=None, address_space=None, timeout=100):
             (inside / "cgroup.procs").write_text("0")
         if address_space:
             resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
-    return subprocess.run(train.command(*options, "--threads", 2, "--sample", "tokens=0"), env=ENVIRONMENT,
+    return subprocess.run(train.command("--threads", 2, "--sample", "tokens=0", *options), env=ENVIRONMENT,
                           preexec_fn=limit, capture_output=True, timeout=timeout)

@@ -63,10 +63,11 @@ def test_a_plan_beyond_the_limit_is_refused(train, text, tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", LIMITS)
-def test_a_bench_and_a_generation_are_refused_too(train, kind):
+def test_a_bench_and_a_generation_are_refused_too(train, text, kind):
     with limited(kind, 220 * MIB) as limits:
         refused(run(train, *LARGE[:-2], "--bench", "--warmup", "0", "--steps", "1", **limits), LIMITS[kind])
-        refused(run(train, "--model", "d12", "--steps", 0, "--prompt", "a", **limits, timeout=30), LIMITS[kind])
+        generation = ("--model", "d12", "--data", text, "--steps", 0, "--prompt", "a", "--sample", "tokens=9")
+        refused(run(train, *generation, **limits, timeout=30), LIMITS[kind])
 
 
 @pytest.mark.parametrize("kind", LIMITS)

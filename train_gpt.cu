@@ -624,8 +624,7 @@ void Trainer::check_logs() const {
 // The end of a run that was not interrupted: it has made all of its steps, or --early-stopping has ended it.
 void Trainer::finish() {
     // True if this run resumed a save in --out and has made no step since.
-    const bool is_saved_already =
-        step_ == first_step_ && !in_.resumed.empty() && same_file(folder_above(in_.resumed), o_.out);
+    const bool is_saved_already = step_ == first_step_ && saves_.goes_on_in_folder();
     // The save comes first, so that a validation that fails loses nothing. The save says already that the
     // validation and the sample are done: a run that resumes it and has steps left does not make them again.
     evaluated_ = true;

@@ -40,8 +40,9 @@ TensorX append_tokens(Arena& arena, Stream stream, Model& model, const std::vect
                       KvCache& cache) {
     const Tensor<int> inputs = tokens_on_device(arena, stream, tokens);
     Rows rows;
-    const bool follows_prompt = cache.length > 0 || model.prompt_len() == 0;
-    if (tokens.size() == 1 && follows_prompt) rows.rows_of_texts = 1;
+    // A soft prompt's rows go before the first token.
+    const bool has_prompt_rows = cache.length == 0 && model.prompt_len() > 0;
+    if (tokens.size() == 1 && !has_prompt_rows) rows.rows_of_texts = 1;
     TensorX x = model.forward_only(inputs, rows, &cache);
     cache.length += static_cast<int>(x.rows());
     return x;

@@ -64,7 +64,8 @@ class DrawnText {
         ended_ = ended_ || drawn_ >= most_;
         return ended_ ? -1 : token;
     }
-    // Of several ranks that draw one text: returns the first rank's token for this rank's.
+    // If several ranks draw the same text: takes the token that this rank has drawn, and returns the one that
+    // the first rank has drawn, with which all go on.
     std::function<int(int)> agree = [](int token) { return token; };
 
     bool ended() const { return ended_; }

@@ -126,9 +126,8 @@ enum class How { kOneCall, kWidened, kRowGroups };
 struct CompiledProduct {
     How how = How::kOneCall;
     size_t scratch_bytes = 0;
-    // Of one call; it is compiled when it is first made.
-    dnnl::matmul::primitive_desc description;
-    dnnl::matmul product;
+    dnnl::matmul::primitive_desc description;  // for kOneCall alone, as is the product,
+    dnnl::matmul product;                      // which the first call compiles
 };
 
 // One thread's operands for calls of a product, kept so that a call only sets pointers.
@@ -326,8 +325,9 @@ void round_sums(Out* c, int64_t c_row, const float* sums, int64_t m, int64_t n, 
 
 // ---- on CPUs without AVX-512: rows in whole groups
 
-// A product's whole groups of rows, and the group of the rows that are left (1 ... kRowGroup - 1) and zeros.
-// Those operands of that group that have rows are copied to scratch, as dense as they were stored.
+// A product in two: `whole` has all complete groups of rows; `last` has the 1 ... kRowGroup - 1 rows that are
+// left, filled up with rows of zeros. For `last`, the rows of a and of c are copied to scratch, without gaps;
+// b and the bias are used where they are.
 template <class In, class Out>
 struct RowGroups {
     OnednnProduct whole, last;

@@ -24,6 +24,10 @@ class RunSaves {
     bool wanted() const { return o_.saves(); }
     // True if the state after `step` steps was saved last.
     bool has(int64_t step) const { return saved_step_ == step; }
+    // True if the run resumes a save that is in --out.
+    bool goes_on_in_folder() const {
+        return !in_.resumed.empty() && same_file(folder_above(in_.resumed), o_.out);
+    }
     // True if --keep-best is given and the state after `step` steps has the lowest validation loss so far.
     bool is_best(int64_t step) const { return o_.keep_best && metrics_.best && metrics_.best->step == step; }
     // The save that --resume auto would continue from, for messages.
@@ -190,10 +194,6 @@ class RunSaves {
     }
 
   private:
-    // True if the run resumes a save that is in --out.
-    bool goes_on_in_folder() const {
-        return !in_.resumed.empty() && same_file(folder_above(in_.resumed), o_.out);
-    }
     // True if the run has no later save in --out.
     bool is_newest_save(int64_t step) const {
         const std::vector<std::string> names = list_folder(o_.out);

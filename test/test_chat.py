@@ -273,7 +273,7 @@ def test_several_at_a_time_with_adapters_and_quantized(train_fp32, work, tmp_pat
 
 @pytest.mark.parametrize("more", [(), ("--base", "nf4"), ("--adapter", "adapter", "--train", "lora")], ids=" ".join)
 def test_several_at_a_time_in_chunks_of_rows(train_fp32, work, tmp_path, more):
-    """Twelve texts, of which eight, and then four, go through an MLP together."""
+    """With 12 texts and chunks of 8 rows, an MLP processes 8 rows and then 4."""
     make_adapter(work, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"))
     options = ["--model", work / "model", *(work / "adapter" if word == "adapter" else word for word in more), *GREEDY, "--sample", "tokens=9"]
     lines = (QUESTIONS + QUESTIONS)[:12]

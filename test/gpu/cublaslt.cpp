@@ -173,8 +173,8 @@ std::vector<float> read_matrix(const Work& work, const void* at, const Layout& l
     return x;
 }
 
-// c (n, m) = b (n, k) a (k, m), row-major; `tb` and `ta`: stored transposed. Rows of op(b) and of op(a) are
-// ldb and lda apart as they are stored.
+// c (n, m) = b (n, k) a (k, m), row-major. With `tb` or `ta` that operand is stored transposed. The rows of
+// an operand, as it is stored, are ldb or lda apart.
 void multiply_floats(bool tb, bool ta, int64_t n, int64_t m, int64_t k, const float* b, int64_t ldb,
                      const float* a, int64_t lda, float* c) {
 #ifdef __AVX512F__

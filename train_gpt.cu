@@ -110,7 +110,7 @@ bool Trainer::train_step() {
         const StepPass pass = pass_from(first);
         const bool exchanges = pass.is_last && !exchange_.is_alone();
         run_step(
-            pass.adds ? plans_.add : plans_.train, [&] { forward_backward_pass(pass, loss_scale); },
+            pass.accumulate ? plans_.add : plans_.train, [&] { forward_backward_pass(pass, loss_scale); },
             exchanges);
     }
     if (!o_.update_in_backward) run_step(plans_.update, [&] { updates_.update_all(); });
@@ -122,9 +122,11 @@ bool Trainer::train_step() {
 // passes that share its plan must take the same memory, so they compute the sums too. On one device these are
 // all passes but the first, or the only pass; on several devices all, because each plan has the exchange.
 StepPass Trainer::pass_from(int first_micro_batch) const {
-    const bool adds = first_micro_batch > 0;
+    const bool accumulate = first_micro_batch > 0;
     const bool is_last = first_micro_batch + micro_batches_per_pass() >= o_.own_micro_batches();
-    return {.adds = adds, .sums_squares = adds || is_last || !exchange_.is_alone(), .is_last = is_last};
+    return {.accumulate = accumulate,
+            .sums_squares = accumulate || is_last || !exchange_.is_alone(),
+            .is_last = is_last};
 }
 
 // Forward and backward of a pass; also the update, with --update-in-backward.
@@ -206,7 +208,7 @@ std::vector<MicroBatch> Gpt::micro_batches_of(const std::vector<const DeviceBatc
     for (size_t k = 0; k < batches.size(); k++) {
         MicroBatch m = {.batch = *batches[k],
                         .number = static_cast<int>(k),
-                        .adds = pass.adds || k > 0,
+                        .accumulate = pass.accumulate || k > 0,
                         .rows = rows_of(*batches[k]),
                         .blocks = {}};
         m.rows.dropout = options.dropout;
@@ -247,14 +249,14 @@ void Gpt::backward_blocks(std::vector<MicroBatch>& micro_batches, const StepPass
     gradients_.begin_backward(pass);
     for (int l = config_.layers - 1; l >= 0; l--) {
         Range range("block", l);
-        Gradients::OfUnit gradients = gradients_.take(Layout::block_unit(l), pass.adds);
+        Gradients::OfUnit gradients = gradients_.take(Layout::block_unit(l), pass.accumulate);
         weights_.fetch(l);
         for (MicroBatch& m : micro_batches) {
             BlockActivations& a = m.blocks[static_cast<size_t>(l)];
             // An offloaded input is fetched by chunks of attention only if the block is recomputed.
             const bool recomputes_block = !a.middle;
             inputs_.begin_backward(l, m.number, a.input, recomputes_block);
-            BlockGradient<floatX> g(trained_.layout.block(gradients.all.data(), l), m.adds);
+            BlockGradient<floatX> g(trained_.layout.block(gradients.all.data(), l), m.accumulate);
             backward_block(l, g, a, m.rows, m.d_residual);
         }
         gradients_.complete(Layout::block_unit(l), gradients);
@@ -389,7 +391,7 @@ TensorX Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, T
     const int64_t row_count = residual.rows(), C = config_.channels;
     const LossScale scale = {loss_scale, m.batch.loss_scale.data()};
     TensorF losses = arena_.take<float>("losses", {row_count, 1});
-    HeadGradient<floatX> g(d_head, m.adds);
+    HeadGradient<floatX> g(d_head, m.accumulate);
     g.begin(arena_, stream_, head_rows > 0 && head_rows < row_count);
     embedding_and_head_.prefetch_head();
     for_each_chunk(arena_, {}, row_count, head_rows, [&](const Rows&, int64_t first, int64_t count) {
@@ -766,7 +768,7 @@ void Trainer::prepare() {
         print_plan();
     }
     if (!o_.prompts.empty() && !o_.has("--batch")) answer_as_many_as_fit();
-    require_memory(report_, memory_of_rank(o_.rank), trains());
+    require_memory(report_, memory_of_rank(o_.rank), trains() ? Suggest::MemoryOption : Suggest::SmallerRun);
     PeakRate peak = {};
     if (trains()) {
         peak = device_peak_flops<floatX>(stream_, report_.allocated());
@@ -855,7 +857,8 @@ void Trainer::forward_step() {
 // --bench: runs steps, or their forwards alone, and prints what they took and reached.
 void Trainer::bench() {
     open_device();
-    require_memory(report_, memory_of_rank(o_.rank), false);  // begin_bench() takes memory to measure
+    require_memory(report_, memory_of_rank(o_.rank),
+                   Suggest::SmallerRun);  // begin_bench() takes memory to measure
     BenchReport r = begin_bench<floatX>(o_, report_, rates_, stream_);
     r.tokens = batches_.tokens_of_step();
     if (r.forward_only)

@@ -139,11 +139,12 @@ class EmbeddingAndHead {
     void logits_backward(TensorX& d_x, const TensorX& d_logits) {
         if (!comes_in_slices()) return matmul(arena_, stream_, d_x, d_logits, weights_.head.logits.weight);
         TensorF sum = arena_.take<float>("d_head_sum", d_x.shape());
-        bool adds = false;
+        bool accumulate = false;
         for_each_slice([&](int64_t first, const TensorX& slice) {
             const TensorX columns(d_logits.at(first), {d_logits.rows(), slice.rows()});
-            matmul(arena_, stream_, sum, columns, slice, {.accumulate = adds, .a_row = d_logits.columns()});
-            adds = true;
+            matmul(arena_, stream_, sum, columns, slice,
+                   {.accumulate = accumulate, .a_row = d_logits.columns()});
+            accumulate = true;
         });
         const auto* const bytes = reinterpret_cast<const unsigned char*>(sum.data());
         dequantize(d_x.data(), {&kStoredF32, bytes, sum.rows(), sum.columns()}, stream_);  // rounds
@@ -267,11 +268,15 @@ class EmbeddingAndHeadGradients {
     // `tied`: embeddings and head are one trained matrix.
     EmbeddingAndHeadGradients(Gradients& gradients, Stream stream, const Layout& layout, bool tied,
                               const StepPass& pass)
-        : gradients_(gradients), stream_(stream), layout_(layout), tied_(tied), adds_(pass.adds) {}
+        : gradients_(gradients),
+          stream_(stream),
+          layout_(layout),
+          tied_(tied),
+          accumulate_(pass.accumulate) {}
 
     Head<floatX>& take_head() {
         if (tied_) take_embedding_unit();
-        of_head_ = gradients_.take(layout_.head_unit(), adds_);
+        of_head_ = gradients_.take(layout_.head_unit(), accumulate_);
         head_ = layout_.head(of_head_.all.data());
         if (tied_) head_.logits.weight = embeddings_.token.view();
         return head_;
@@ -286,9 +291,9 @@ class EmbeddingAndHeadGradients {
   private:
     // The embeddings' backward adds, so that what it adds to is zeroed first. A tied head overwrites.
     void take_embedding_unit() {
-        of_embeddings_ = gradients_.take(layout_.embeddings_unit(), adds_);
+        of_embeddings_ = gradients_.take(layout_.embeddings_unit(), accumulate_);
         embeddings_ = layout_.embeddings(of_embeddings_.all.data());
-        if (adds_) return;
+        if (accumulate_) return;
         if (embeddings_.position) fill_zero(embeddings_.position, stream_);
         if (embeddings_.token && !tied_) fill_zero(embeddings_.token, stream_);
         if (embeddings_.prompt) fill_zero(embeddings_.prompt, stream_);
@@ -297,7 +302,7 @@ class EmbeddingAndHeadGradients {
     Gradients& gradients_;
     const Stream stream_;
     const Layout& layout_;
-    const bool tied_, adds_;
+    const bool tied_, accumulate_;
     Gradients::OfUnit of_embeddings_, of_head_;
     Embeddings<floatX> embeddings_;
     Head<floatX> head_;

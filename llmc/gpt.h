@@ -49,9 +49,9 @@ struct HeadActivations {
 // A micro-batch in the model.
 struct MicroBatch {
     const DeviceBatch& batch;
-    int number;  // among those that go through the model together
-    bool adds;   // adds to the gradients of earlier micro-batches
-    Rows rows;   // all of the batch
+    int number;       // among those that go through the model together
+    bool accumulate;  // adds to the gradients of earlier micro-batches
+    Rows rows;        // all of the batch
     std::vector<BlockActivations> blocks;
     TensorX residual = {};    // the residual stream (B, T, C) after the latest block
     TensorX d_residual = {};  // backward: its gradient

@@ -136,10 +136,10 @@ Tensor<uint8_t> take_low_bits(Arena& arena, Stream stream, const char* name, con
 // The last vector of a slice may then extend into the padding after d_weight, which stays zero.
 template <class T>
 void add_product(Arena& arena, Stream stream, Tensor<T>& d_weight, Tensor<uint8_t>& low, const Tensor<T>& a,
-                 const Tensor<T>& b, bool adds, int64_t a_row = 0, int64_t b_row = 0) {
+                 const Tensor<T>& b, bool accumulate, int64_t a_row = 0, int64_t b_row = 0) {
     if (!low)
         return matmul(arena, stream, d_weight, a, b,
-                      {.transpose_a = true, .accumulate = adds, .a_row = a_row, .b_row = b_row});
+                      {.transpose_a = true, .accumulate = accumulate, .a_row = a_row, .b_row = b_row});
     if constexpr (std::is_same_v<T, bf16>) {
         const int64_t m = d_weight.rows(), n = d_weight.columns(), slice = wide_rows(a.rows(), m, n);
         Tensor<float> buffer = arena.take<float>("d_weight_product", {whole_vectors(slice * n)});
@@ -163,7 +163,7 @@ template <class T>
 struct LinearGradient {
     Linear<T> view;  // of the unit's gradients
     // If false, the first product overwrites a matrix's gradient. A bias's gradient is always added to.
-    bool adds;
+    bool accumulate;
     bool in_chunks = false;
     Tensor<uint8_t> weight_low = {}, a_low = {};  // low bits, in chunks
     std::vector<Tensor<uint8_t>> b_low = {};
@@ -172,7 +172,7 @@ struct LinearGradient {
     // From here to end_chunks(), chunks of rows add their terms.
     void begin_chunks(Arena& arena, Stream stream) {
         const auto begin = [&](Tensor<T>& gradient) {
-            if (gradient && !adds) fill_zero(gradient, stream);
+            if (gradient && !accumulate) fill_zero(gradient, stream);
             return take_low_bits(arena, stream, "d_weight_low_bits", gradient);
         };
         weight_low = begin(view.weight);
@@ -182,7 +182,7 @@ struct LinearGradient {
             bias_sum = arena.take<float>("d_bias_sum", view.bias.shape());
             fill_zero(bias_sum, stream);
         }
-        in_chunks = adds = true;
+        in_chunks = accumulate = true;
     }
     void end_chunks(Stream stream) {
         if (view.bias)
@@ -196,18 +196,19 @@ struct LinearGradient {
     // Adds the terms of x (rows, inputs) and d_out (rows, outputs) to the gradients of weight and bias.
     void add(Arena& arena, Stream stream, const Tensor<T>& x, const Tensor<T>& d_out, bool by_outputs) {
         if (!in_chunks && !by_outputs)  // the product computes the bias's too
-            return matmul(
-                arena, stream, view.weight, x, d_out,
-                {.transpose_a = true, .accumulate = adds, .bias_gradient = view.bias ? &view.bias : nullptr});
+            return matmul(arena, stream, view.weight, x, d_out,
+                          {.transpose_a = true,
+                           .accumulate = accumulate,
+                           .bias_gradient = view.bias ? &view.bias : nullptr});
         add_product(arena, stream, view.weight, weight_low, by_outputs ? d_out : x, by_outputs ? x : d_out,
-                    adds);
+                    accumulate);
         if (!view.bias) return;
         in_chunks ? add_bias_gradient(arena, stream, bias_sum, d_out)
                   : add_bias_gradient(arena, stream, view.bias, d_out);
     }
     // Adds the term of d_columns (rows, ranks) and x (rows, inputs) to the gradient of an adapter's A.
     void add_a(Arena& arena, Stream stream, const Tensor<T>& d_columns, const Tensor<T>& x) {
-        add_product(arena, stream, view.adapter.a, a_low, d_columns, x, adds);
+        add_product(arena, stream, view.adapter.a, a_low, d_columns, x, accumulate);
     }
     // Adds the term of d_out (rows, outputs of the part) and `columns` (rows, rank) to the gradient of an
     // adapter part's B. Both are columns of wider tensors.
@@ -215,7 +216,7 @@ struct LinearGradient {
                const Tensor<T>& columns, int64_t columns_row) {
         Tensor<uint8_t> none;
         add_product(arena, stream, view.adapter.parts[part].b, in_chunks ? b_low[part] : none, d_out, columns,
-                    adds, d_out_row, columns_row);
+                    accumulate, d_out_row, columns_row);
     }
 };
 
@@ -264,16 +265,17 @@ struct BlockGradient {
     NormGradient<T> norm_2;
     LinearGradient<T> up, down;
 
-    // `view` has views of the block's gradients. `adds`: add to what is there; else matrices are overwritten.
-    BlockGradient(Block<T> view, bool adds)
+    // `view` has views of the block's gradients. `accumulate`: add to what is there; else matrices are
+    // overwritten.
+    BlockGradient(Block<T> view, bool accumulate)
         : norm_1{std::move(view.norm_1)},
-          qkv{std::move(view.qkv), adds},
+          qkv{std::move(view.qkv), accumulate},
           query_norm{std::move(view.query_norm)},
           key_norm{std::move(view.key_norm)},
-          projection{std::move(view.projection), adds},
+          projection{std::move(view.projection), accumulate},
           norm_2{std::move(view.norm_2)},
-          up{std::move(view.up), adds},
-          down{std::move(view.down), adds} {}
+          up{std::move(view.up), accumulate},
+          down{std::move(view.down), accumulate} {}
 
     void begin_mlp_chunks(Arena& arena, Stream stream) {
         norm_2.begin_chunks(arena, stream, "d_ln_2_sums");
@@ -310,21 +312,21 @@ struct HeadGradient {
     NormGradient<T> norm;
     Tensor<T> weight;  // absent if the head is frozen
     // If false, the first product overwrites the matrix's gradient.
-    bool adds;
+    bool accumulate;
     Tensor<uint8_t> weight_low = {};  // low bits, in several chunks
 
     // `head` has views of the unit's gradients.
-    HeadGradient(const Head<T>& head, bool adds)
+    HeadGradient(const Head<T>& head, bool accumulate)
         : norm{{head.norm.weight.view(), head.norm.bias.view()}},
           weight(head.logits.weight.view()),
-          adds(adds) {}
+          accumulate(accumulate) {}
 
     void begin(Arena& arena, Stream stream, bool in_chunks) {
         norm.begin_chunks(arena, stream, "d_ln_f_sums");
         if (!in_chunks) return;
-        if (weight && !adds) fill_zero(weight, stream);
+        if (weight && !accumulate) fill_zero(weight, stream);
         weight_low = take_low_bits(arena, stream, "d_wte_low_bits", weight);
-        adds = true;
+        accumulate = true;
     }
     void end(Stream stream) {
         weight_low = {};
@@ -332,6 +334,6 @@ struct HeadGradient {
     }
     // Adds the terms of the logits' gradient (rows, padded vocabulary) and of x (rows, C), the norm's output.
     void add(Arena& arena, Stream stream, const Tensor<T>& d_logits, const Tensor<T>& x) {
-        if (weight) add_product(arena, stream, weight, weight_low, d_logits, x, adds);
+        if (weight) add_product(arena, stream, weight, weight_low, d_logits, x, accumulate);
     }
 };

@@ -13,7 +13,7 @@
 
 // One pass of a training step: a micro-batch, or several together (--by-block), go forward and back.
 struct StepPass {
-    bool adds = false;         // to the gradients of the passes before it; the first pass overwrites
+    bool accumulate = false;   // to the gradients of the passes before it; the first pass overwrites
     bool sums_squares = true;  // of each unit's gradients, for their norm
     bool is_last = true;       // completes the gradients of the step; several ranks then exchange them
 };
@@ -43,12 +43,12 @@ class Gradients {
     // Begins a backward pass, which takes the blocks from the last to the first. If it adds to the gradients
     // that are there, these are prefetched.
     void begin_backward(const StepPass& pass) {
-        streamed_.come_with_contents(pass.adds);
+        streamed_.come_with_contents(pass.accumulate);
         if (streams_blocks()) streamed_.expect(numbers_in_order(layers(), From::Last));
     }
     // A unit's gradients, for backward to write or add to. Those of a streamed block are stored before their
     // buffer is reused.
-    OfUnit take(int unit, bool adds) {
+    OfUnit take(int unit, bool accumulate) {
         OfUnit g{{}, of(unit)};
         if (g.all.size() == 0) return g;
         if (trained_.layout.is_block(unit) && streams_blocks()) streamed_.change();
@@ -57,7 +57,7 @@ class Gradients {
             g.buffer = arena_.take<floatX>("unit_gradients", g.all.shape(), "parameter_gradient");
             g.all = g.buffer.view();
         }
-        if (!adds) zero_added(unit, g.all);
+        if (!accumulate) zero_added(unit, g.all);
         return g;
     }
     // The unit's gradients of this backward pass are complete.

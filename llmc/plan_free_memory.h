@@ -95,9 +95,12 @@ inline std::string describe_shortage(const MemoryReport& r, const FreeMemory& fr
                   mebibytes(free.bytes), free.limit.c_str());
 }
 
+// What the message about too little memory suggests: --memory chooses settings of a training only.
+enum class Suggest { MemoryOption, SmallerRun };
+
 // Fails if the plan takes more than is free or, with a GPU, pins more memory than the host has free. A GPU
 // that uses the host's memory leaves less of it to pin.
-inline void require_memory(const MemoryReport& r, const FreeMemory& free, bool trains) {
+inline void require_memory(const MemoryReport& r, const FreeMemory& free, Suggest suggest) {
     if (!kHostIsDevice) {
         FreeMemory host = host_memory_free();
         const size_t pinned = r.all_pinned() * static_cast<size_t>(r.ranks.on_a_machine);
@@ -115,8 +118,9 @@ inline void require_memory(const MemoryReport& r, const FreeMemory& free, bool t
     }
     if (still_to_take(r) <= free.bytes) return;
     const size_t budget = with_reserve(free, r.context).bytes;
-    const std::string chosen =
-        trains && budget > r.process ? format("--memory %zuMiB chooses what fits, or ", budget >> 20) : "";
+    const std::string chosen = suggest == Suggest::MemoryOption && budget > r.process
+                                   ? format("--memory %zuMiB chooses what fits, or ", budget >> 20)
+                                   : "";
     fail("%s; smaller: %sa smaller %s", describe_shortage(r, free).c_str(), chosen.c_str(),
          r.train->takes.empty() ? "--model" : "--batch, --seq-len or --model");
 }

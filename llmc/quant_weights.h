@@ -126,12 +126,16 @@ inline Layout layout_without(const ModelConfig& c, bool matrices, const std::vec
 
 class QuantizedWeights {
   public:
+    // FloatsOfFiles: all matrices are floats, in the format and the order of the model's files.
+    enum class Values { Quantized, FloatsOfFiles };
+
     // The matrices of a model's linear layers. format_of(module, name) returns the format of a matrix, given
-    // its layer and its name in files. With `floats`, all are floats in the format of the model's files.
-    // Streaming transfers a whole block at a time. Allocates nothing yet.
+    // its layer and its name in files. Streaming transfers a whole block at a time. Allocates nothing yet.
     template <class FormatOf>
-    QuantizedWeights(const ModelConfig& c, Placement placement, bool floats, FormatOf&& format_of)
-        : placement_(placement), floats_(floats), by_outputs_(!floats || c.family->by_outputs) {
+    QuantizedWeights(const ModelConfig& c, Placement placement, Values values, FormatOf&& format_of)
+        : placement_(placement),
+          floats_(values == Values::FloatsOfFiles),
+          by_outputs_(!floats_ || c.family->by_outputs) {
         for (LinearModule& m : linear_modules(c)) {
             const std::string name = full_name(c, m) + ".weight";
             while (static_cast<int>(blocks_.size()) <= m.layer) blocks_.push_back(bytes_);

@@ -86,7 +86,7 @@ class RunInputs {
     // Embeddings and head, if `placement` places them outside the device; else nothing.
     std::optional<OffloadedEmbeddings> offloaded_embeddings(const std::string& placement) const;
     // True if the run samples. It does not if it only initializes, or if the first conversation of its data
-    // leaves no position for a further token. Fails if --prompt leaves none.
+    // leaves no position for a further token.
     bool samples() const;
     // The tokens that a sample starts from: the question, in a chat; else the prompt; without one, the token
     // that begins a text or the one that ends a text; without these, a line end.
@@ -243,6 +243,7 @@ class RunInputs {
     int end_of_answer_ = -1;  // in the chat
     void open_validation();
     void check_example_options() const;
+    void check_prompt_leaves_room() const;
     void check_data() const;
     void check_resumed_data();
     void check_output_files() const;
@@ -277,6 +278,7 @@ inline RunInputs::RunInputs(Options& o, std::optional<HeldSave> resumed_save)
     check_chunks();
     check_example_options();
     tokenize_texts();
+    check_prompt_leaves_room();
     if (data && uses_training_batches() && o.bench.empty()) open_validation();
     if (!o.loss_by_position.empty() && !val_data)
         fail("--loss-by-position %s: there is nothing to validate on; give --val-data",
@@ -386,34 +388,37 @@ inline ModelConfig RunInputs::choose_config() const {
 template <class T>
 std::optional<QuantizedWeights> RunInputs::quantized_weights(const std::string& weights,
                                                              bool outside_state) const {
+    using Values = QuantizedWeights::Values;
     const bool trained = o_.steps > 0 && !adapter;
     const Placement placement = trained ? Placement::Device : named<Placement>(kPlacementNames, weights);
     if (gguf)
-        return QuantizedWeights(config, placement, false,
+        return QuantizedWeights(config, placement, Values::Quantized,
                                 [&](const LinearModule& m, const std::string& name) {
                                     return &format_of(*gguf->get(name, {m.outputs, m.inputs}).tensor);
                                 });
     if (const std::vector<StoredAs> formats = stored(); !formats.empty())
-        return QuantizedWeights(config, placement, false, [&](const LinearModule& m, const std::string&) {
-            return stored_format<T>(formats, config, m);
-        });
+        return QuantizedWeights(
+            config, placement, Values::Quantized,
+            [&](const LinearModule& m, const std::string&) { return stored_format<T>(formats, config, m); });
     if (!config.has_nf4 && placement == Placement::Device && !outside_state) return std::nullopt;
     if (!config.has_nf4 && o_.plan && !has_weights(model))  // most published models are in bf16
-        return QuantizedWeights(config, placement, true,
+        return QuantizedWeights(config, placement, Values::FloatsOfFiles,
                                 [](const LinearModule&, const std::string&) { return &kStoredBf16; });
     const SafetensorsFolder files(model, config.family->prefix);
     if (!config.has_nf4)
-        return QuantizedWeights(config, placement, true, [&](const LinearModule& m, const std::string& name) {
-            const Shape shape =
-                config.family->by_outputs ? Shape{m.outputs, m.inputs} : Shape{m.inputs, m.outputs};
-            return &format_of(files.get(name, file_shape(shape)), model);
-        });
-    return QuantizedWeights(config, placement, false, [&](const LinearModule&, const std::string& name) {
-        if (!Nf4File::has(files, name))
-            fail("%s: tensor \"%s\" is not quantized, and the folder's others are", model.c_str(),
-                 name.c_str());
-        return &Nf4File(files, name).format();
-    });
+        return QuantizedWeights(
+            config, placement, Values::FloatsOfFiles, [&](const LinearModule& m, const std::string& name) {
+                const Shape shape =
+                    config.family->by_outputs ? Shape{m.outputs, m.inputs} : Shape{m.inputs, m.outputs};
+                return &format_of(files.get(name, file_shape(shape)), model);
+            });
+    return QuantizedWeights(config, placement, Values::Quantized,
+                            [&](const LinearModule&, const std::string& name) {
+                                if (!Nf4File::has(files, name))
+                                    fail("%s: tensor \"%s\" is not quantized, and the folder's others are",
+                                         model.c_str(), name.c_str());
+                                return &Nf4File(files, name).format();
+                            });
 }
 
 inline std::optional<QuantizedWeights> RunInputs::quantized_head() const {
@@ -762,11 +767,13 @@ inline bool RunInputs::ends_text_by_files(int token) const {
 inline bool RunInputs::samples() const {
     if (o_.only_answers()) return true;
     if (o_.sample_tokens == 0 || (o_.steps == 0 && o_.prompt.empty())) return false;
-    const int prompt = static_cast<int>(first_tokens().size());
-    if (prompt >= sample_positions() && !o_.prompt.empty())
-        fail("--prompt has %d tokens, which leaves no room in the model's %d positions", prompt,
-             sample_positions());
-    return prompt < sample_positions();
+    return static_cast<int>(first_tokens().size()) < sample_positions();
+}
+
+inline void RunInputs::check_prompt_leaves_room() const {
+    if (o_.prompt.empty() || o_.sample_tokens == 0 || samples()) return;
+    fail("--prompt has %zu tokens, which leaves no room in the model's %d positions", first_tokens().size(),
+         sample_positions());
 }
 
 inline int RunInputs::sample_window() const {

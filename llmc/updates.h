@@ -107,7 +107,7 @@ class Updates {
     // --update-in-backward this takes the buffers of the optimizer state, and starts to fetch it.
     void begin_pass(const StepPass& pass) {
         pass_ = pass;
-        if (!pass.adds)
+        if (!pass.accumulate)
             for (const int unit : units_in_order())
                 if (gathers_beside_forward(unit))
                     exchange_.note_gather(size_of(unit), gathers_[static_cast<size_t>(unit)]);
@@ -115,7 +115,7 @@ class Updates {
         if (o_.update_in_backward) fetch_state(units_in_order(From::Last));
     }
     void wait_for_weights(int unit) {
-        if (!pass_.adds && gathers_beside_forward(unit))
+        if (!pass_.accumulate && gathers_beside_forward(unit))
             exchange_.finish(gathers_[static_cast<size_t>(unit)]);
     }
     // Call it before weights are used by anything else than a step.

@@ -385,7 +385,7 @@ FORMATS = {"fp32": (), "split": ("--state-formats", "master=split,m=8bit,v=bf16"
            "no master": ("--state-formats", "master=none,v=8bit"), "sgd": ("--optimizer", "sgd")}
 
 
-@pytest.mark.parametrize("formats", ["fp32", "split", *(pytest.param(name, marks=pytest.mark.more) for name in ("no master", "sgd"))])
+@pytest.mark.parametrize("formats", ["split", *(pytest.param(name, marks=pytest.mark.more) for name in ("fp32", "no master", "sgd"))])
 def test_the_hosts_cores_update_to_the_same_bits(tmp_path, formats):
     """In backward and after it, with weights and gradients on the device and in host memory, the state in
     host memory and on its disk, in several orders."""
@@ -447,7 +447,7 @@ def test_a_disk_that_fails_beside_the_hosts_updates(tmp_path, bad_disk, ring):
     assert re.search(r"^train: \S+: what --offload state=disk keeps there cannot be (read|written): Input/output error$", error), error
 
 
-@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize("home", [pytest.param("host", marks=pytest.mark.more), "disk"])
 def test_what_moves_for_the_hosts_updates_is_planned(tmp_path, home):
     """As many bytes in each direction; a state on disk is read and written once."""
     work = prepare(tmp_path, "llama", MODELS)
@@ -686,7 +686,8 @@ GPU_CHECKS = {"test_plan": "schema or totals or batch or text or summary or none
               "test_closed_memory": "step_0 or lives", "test_rates": "alone or nominal", "test_json_lines": "what_the_data_are"}
 
 
-@pytest.mark.parametrize("name", GPU_CHECKS)
+@pytest.mark.parametrize("name", [name if name in ("test_plan", "test_memory", "test_json_lines") else pytest.param(name, marks=pytest.mark.more)
+                                  for name in GPU_CHECKS])
 def test_gpu_checks_python_tests(name):
     binaries = " ".join(str(BUILD / f"train-{precision}") for precision in (("fp32", "bf16") if MORE else ("bf16",)))
     ran = play(sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", ROOT / "test" / f"{name}.py",

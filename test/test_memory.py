@@ -465,7 +465,7 @@ def unread_library_bytes(pid):
     return sum(min(sizes[file], 15 << 19) for file in with_code) - resident
 
 
-@pytest.mark.parametrize("threads", [1, 2, 8, 16, 64])
+@pytest.mark.parametrize("threads", [1, 8, 64, *(pytest.param(threads, marks=pytest.mark.more) for threads in (2, 16))])
 def test_the_plan_holds_with_many_threads(train, tmp_path, threads):
     """The plan is not much more than what a run takes. The difference is what libraries' pages would take that
     were not read; and what each thread is given, 1.5 MiB for its stack and heap and up to 1.5 MiB for what

@@ -19,8 +19,12 @@ FORMATS = {"fp32": ((), ("--state-formats", "m=8bit,v=bf16"), ("--optimizer", "s
            "bf16": ((), ("--state-formats", "master=split,m=8bit,v=8bit"), ("--state-formats", "master=none", "--optimizer", "sgd"))}
 
 
-@pytest.mark.parametrize("formats", range(3))
-@pytest.mark.parametrize("order", [("--grad-accum", 2), ("--update-in-backward", "--recompute", "block")], ids=str)
+IN_BACKWARD = ("--update-in-backward", "--recompute", "block")
+
+
+@pytest.mark.parametrize("formats, order", [
+    (0, ("--grad-accum", 2)), (1, IN_BACKWARD), (2, ("--grad-accum", 2)),
+    *(pytest.param(*case, marks=pytest.mark.more) for case in ((0, IN_BACKWARD), (1, ("--grad-accum", 2)), (2, IN_BACKWARD)))], ids=str)
 def test_full_training_with_its_state_on_the_disk_is_the_same_to_the_bit(train, wide4, tmp_path, formats, order):
     """Blocks have 12 chunks, which pass through a ring more than once."""
     work = linked(tmp_path, wide4)
@@ -32,7 +36,7 @@ def test_full_training_with_its_state_on_the_disk_is_the_same_to_the_bit(train, 
         assert saved_bytes(work / f"out{i}") == expected, ELSEWHERE[i - 1]
 
 
-@pytest.mark.parametrize("options", [(), ("--grad-accum", 3), ("--grad-accum", 3, "--by-block", "--recompute", "block"),
+@pytest.mark.parametrize("options", [(), pytest.param(("--grad-accum", 3), marks=pytest.mark.more), ("--grad-accum", 3, "--by-block", "--recompute", "block"),
                                      ("--grad-accum", 2, "--advanced", "clip=block"), ("--optimizer", "sgd", "--clip", 0)], ids=str)
 def test_gradients_on_the_disk_are_the_same_to_the_bit(train, wide4, tmp_path, options):
     """So are their norm and the loss."""
@@ -151,7 +155,7 @@ def test_kill_leaves_the_last_save_and_the_checkpoint(train, wide4, tmp_path):
 ACCUMULATED = ("--grad-accum", 3, "--recompute", "gelu:2,block:3")
 
 
-@pytest.mark.parametrize("where", [(), ("--offload", "inputs=auto"), ("--offload", "inputs=auto:2", *ELSEWHERE[2])], ids=str)
+@pytest.mark.parametrize("where", [(), pytest.param(("--offload", "inputs=auto"), marks=pytest.mark.more), ("--offload", "inputs=auto:2", *ELSEWHERE[2])], ids=str)
 def test_all_micro_batches_of_a_block_before_the_next(train, wide4, tmp_path, where):
     """With a head of its own: a tied head's gradients are added in another order."""
     work = linked(tmp_path, wide4)

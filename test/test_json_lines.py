@@ -112,7 +112,9 @@ def test_what_a_message_writes_out(chat):
             messages = [says("system", "Go."), says("user", "a"), says("assistant", "b")]
             cases.append((role, text, [says(m["role"], text if m["role"] == role else m["content"]) for m in messages]))
     lines = lines_of({"messages": messages} for _, _, messages in cases)
-    for line, got, (role, text, _) in zip(lines, encode_all(folder, lines, "auto", command="examples"), cases, strict=True):
+    kept = encode_all(folder, lines, "auto", command="examples")
+    assert encode_all(folder, lines, name.split("-")[0], command="examples") == kept
+    for line, got, (role, text, _) in zip(lines, kept, cases, strict=True):
         tokens = (np.array(got, dtype=np.int32) & 0x7fffffff).tolist()
         assert tokens == examples.read(line)[0].tolist(), (name, role, text)
         marks = sum(token in special for token in tokens)

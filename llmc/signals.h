@@ -51,10 +51,28 @@ inline void on_save_request(int) {
     errno = before;
 }
 
+// While oneDNN computes a product in fp32, the stack pointer may point into heap memory, which the kernel
+// would overwrite when it calls a handler. So handlers have a stack of their own. A stack belongs to one
+// thread: the others that compute block_signals(). Call this on the main thread before handle_signal().
+inline void give_handlers_a_stack() {
+    alignas(64) static char memory[64 << 10];
+    stack_t stack = {};
+    stack.ss_sp = memory;
+    stack.ss_size = sizeof memory;
+    sigaltstack(&stack, nullptr);
+}
+// Leaves signals to other threads than the calling one.
+inline void block_signals() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, nullptr);
+}
+
 // Sets a signal's handler, unless the signal was ignored when the program started (nohup): then it stays
 // ignored.
-inline void handle_signal(int signal, const struct sigaction& action) {
+inline void handle_signal(int signal, struct sigaction action) {
     struct sigaction before = {};
+    action.sa_flags |= SA_ONSTACK;
     sigaction(signal, &action, &before);
     if (before.sa_handler == SIG_IGN) sigaction(signal, &before, nullptr);
 }
@@ -106,9 +124,10 @@ inline void signals_of_conversation() {
 // and SIGUSR1, with which schedulers warn, is remembered until there is something to save. Until then,
 // kStopRanks ends a rank at once.
 inline void prepare_signals() {
+    give_handlers_a_stack();
     std::signal(SIGXFSZ, SIG_IGN);
     handle_signal(SIGUSR1, on_save_request);
-    if (getenv(kStarterVariable)) std::signal(kStopRanks, [](int) { exit_at_once(128 + SIGINT); });
+    if (getenv(kStarterVariable)) handle_signal(kStopRanks, [](int) { exit_at_once(128 + SIGINT); });
 }
 
 // From here on, signals stop the run after the current micro-batch or token: from Ctrl-C, a scheduler whose

@@ -17,6 +17,7 @@
 
 #include "llmc/free_memory.h"
 #include "llmc/ranks.h"
+#include "llmc/signals.h"
 
 // Stack size of OpenMP's threads. It is less than the usual 8 MiB, which would count if address space is
 // limited, and more than oneDNN's deepest calls need, which crash below about 24 KiB.
@@ -104,8 +105,11 @@ inline void start_threads(int asked, const Rank& rank = {}) {
     require_memory_for(1 << 20, "OpenMP");
     int granted = 1;
 #pragma omp parallel
+    {
+        if (omp_get_thread_num() > 0) block_signals();
 #pragma omp single
-    granted = omp_get_num_threads();
+        granted = omp_get_num_threads();
+    }
     omp_set_num_threads(granted);
     if (granted < asked)
         fprintf(stderr, "--threads %d: OpenMP grants %d (OMP_THREAD_LIMIT, OMP_MAX_ACTIVE_LEVELS)\n", asked,

@@ -240,15 +240,15 @@ TEST(EnoughMemory, RefusesWhatTakesMore) {
     Plan step;
     step.takes.resize(1);
     const FreeMemory free{100 * kMiB, "ulimit -v 5"};
-    EXPECT_NO_THROW(require_memory(report_of(100, &step), free, true));
-    EXPECT_NO_THROW(require_memory(report_of(1 << 20, &step), FreeMemory(), true));
-    expect_user_error([&] { require_memory(report_of(101, &step), free, true); },
+    EXPECT_NO_THROW(require_memory(report_of(100, &step), free, Suggest::MemoryOption));
+    EXPECT_NO_THROW(require_memory(report_of(1 << 20, &step), FreeMemory(), Suggest::MemoryOption));
+    expect_user_error([&] { require_memory(report_of(101, &step), free, Suggest::MemoryOption); },
                       {"takes 101.0 MiB", "100.0 are free (ulimit -v 5)", "--memory 95MiB", "--batch"});
-    expect_user_error([&] { require_memory(report_of(101, &kNoPlan), free, false); },
+    expect_user_error([&] { require_memory(report_of(101, &kNoPlan), free, Suggest::SmallerRun); },
                       {"takes 101.0 MiB", "a smaller --model"});
     expect_user_error(
         [&] {
-            require_memory(report_of(101, &step), {9 * kMiB, "a limit"}, true);
+            require_memory(report_of(101, &step), {9 * kMiB, "a limit"}, Suggest::MemoryOption);
         },
         {"9.0 are free (a limit); smaller: a smaller --batch"});  // no budget can be so small
 }
@@ -260,10 +260,10 @@ TEST(EnoughMemory, AContextIsTakenOnce) {
     MemoryReport r = report_of(100, &step);
     r.context = 50 * kMiB;
     r.process += r.context;
-    EXPECT_NO_THROW(require_memory(r, {100 * kMiB, "the GPU's memory"}, true));
+    EXPECT_NO_THROW(require_memory(r, {100 * kMiB, "the GPU's memory"}, Suggest::MemoryOption));
     expect_user_error(
         [&] {
-            require_memory(r, {99 * kMiB, "the GPU's memory"}, true);
+            require_memory(r, {99 * kMiB, "the GPU's memory"}, Suggest::MemoryOption);
         },
         {"takes 100.0 MiB", "99.0 are free", "--memory 144MiB"});
     EXPECT_EQ(with_reserve({100 * kMiB, ""}, 50 * kMiB).bytes, 145 * kMiB);

@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import time
 
 import pytest
@@ -235,6 +236,21 @@ def test_sigusr1_without_a_place_to_save(train, work):
         wait_for_line(process, rb"^step +\d+/")
         process.terminate()
         assert process.wait(timeout=60) == 143
+
+
+def test_signals_change_no_bit(train, tmp_path):
+    """A signal may come while a library's product uses the stack pointer for something else."""
+    write_text(tmp_path / "text", 20000)
+    options = ("--model", "d4", "--data", "text", "--steps", 20, "--batch", 2, "--seq-len", 64, "--sample", "tokens=0", "--log")
+    train(*options, "quiet", cwd=tmp_path)
+    with running(train, *options, "signalled", cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
+        wait_for_line(process, rb"^step +1/")
+        while process.poll() is None:
+            process.send_signal(signal.SIGUSR1)
+            time.sleep(0.002)
+        assert process.returncode == 0
+    quiet, signalled = (figures(read_log(tmp_path / log)) for log in ("quiet", "signalled"))
+    assert len(quiet) >= 20 and signalled == quiet
 
 
 # ---- limits on the size of files

@@ -364,6 +364,13 @@ def test_a_conversation_wherever_the_model_is(train_fp32, work, tmp_path, where)
     assert chat(train_fp32, work, text, *options)[0] == expected
 
 
+def test_a_conversation_with_a_quantized_model(train_fp32, work):
+    """The answer is that of --prompt with the same base, and another one than with whole matrices."""
+    said, _ = chat(train_fp32, work, "Who?\n", "--base", "nf4")
+    text = answer(train_fp32, work, written(says("user", "Who?")), 12, "--base", "nf4", raw=True).decode().lstrip(" \n")
+    assert said == text + "\n" and said != chat(train_fp32, work, "Who?\n")[0]
+
+
 def test_commands(train_fp32, work):
     out, notes = chat(train_fp32, work, "/nonsense\n/help\n/exit\nWho?\n")
     assert out == "" and "/nonsense: there is no such command" in notes and notes.count("/system TEXT") == 2

@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 
@@ -14,6 +15,7 @@ import compare_devices
 import pytest
 import transformers
 from gguf_files import write_gguf
+from safetensors.torch import load_file, save_file
 from trainer_runs import ROOT, make, random_tokens, write_shard, write_text
 
 USUALLY = "fp32"
@@ -383,6 +385,27 @@ def test_a_rank_without_its_files(train_fp32, work, tmp_path, missing, said):
     assert run.returncode == 2 and len(lines) == 1 and said.encode() in lines[0] and b"rank 1" in lines[0], run.stderr
     # mpirun has ended the first rank, whose lock is free then, though its file may stay.
     assert {path.name for path in (folders[0] / "out").glob("*")} <= {".lock"}
+
+
+@pytest.mark.parametrize("what", ["data.bin", "model"])
+def test_ranks_whose_files_have_other_contents(train_fp32, work, tmp_path, what):
+    """Files of the same names and sizes, on a machine of their own."""
+    folders = [in_folder(work, tmp_path / name) for name in ("a", "b")]
+    (folders[1] / what).unlink()
+    if what == "model":
+        shutil.copytree(work / "model", folders[1] / "model")
+        tensors = load_file(work / "model" / "model.safetensors")
+        tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1
+        save_file(tensors, folders[1] / "model" / "model.safetensors", metadata={"format": "pt"})
+    else:
+        write_shard(folders[1] / what, random_tokens(256, 4000)[::-1])
+    run = mpirun(train_fp32, BASE, BASE, cwd=tmp_path, folders=folders)
+    lines = re.findall(rb"^train: .*$", run.stderr, re.M)
+    assert run.returncode == 2 and len(lines) == 1, run.stderr
+    hashed = rb"4000 tokens, hash \w{16}"
+    said = {"data.bin": rb"what is in the files of --data is %s, and on rank 0 %s" % (hashed, hashed),
+            "model": rb"a digest of the weights is \d+, and on rank 0 \d+"}[what]
+    assert re.fullmatch(rb"train: rank 1 \(host \S+\): " + said, lines[0]), lines[0]
 
 
 def test_ranks_of_two_precisions(train_fp32, work, tmp_path):

@@ -60,6 +60,7 @@ def test_groups(train):
     assert re.findall(r"^([A-Z][\w ]*):\n  -", whole, re.M) == list(GROUPS)
     found = [options_in(shown(train, group.lower() if " " not in group else group.split()[0])) for group in GROUPS]
     assert sum(found, []) == options_in(whole)
+    assert all(name in whole for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGPIPE", "SIGUSR1"))
     assert shown(train).count("\n  ./train ") == 3 and "Exit codes:" in whole
     assert "Memory" in refused(train, "--help", "nonsense")
     # A word of a group's name, an option, or the begin of one.

@@ -132,10 +132,18 @@ def test_a_model_without_data_is_a_mistake(train_fp32, work):
     for options, message in ((("--model", "model"), missing.format("model")),
                              (("--model", "model", "--steps", 5, "--prompt", "Hello"), missing.format("model")),
                              (("--model", "model", "--train", "lora", "--merge", "merged"), missing.format("model")),
+                             (("--model", "d12"), "--data is missing: only new models of less than 12 layers are trained on "),
                              (("--model", "nosuch"), "--model nosuch is not a folder with config.json")):
         error = train_fp32(*options, "--out", "out", cwd=work, code=2).stderr.decode()
         assert error.startswith("train: " + message) and error.count("\n") == 1, error
     assert listing(work) == before
+
+
+@pytest.mark.parametrize("model, vocabulary", [("d12", "50257 (gpt2's own, as no --data says another)"), ("d4", "256")])
+def test_a_plan_without_data_says_its_vocabulary(train_fp32, tmp_path, model, vocabulary):
+    """A small model's is that of the built-in text, on which the same command without --plan trains."""
+    said = train_fp32("--model", model, "--plan", cwd=tmp_path).stdout.decode()
+    assert f"vocabulary {vocabulary}, batch" in said
 
 
 def test_generated_text_on_a_terminal(train, work):

@@ -205,6 +205,15 @@ def test_it_fits_with_the_hosts_memory(program):
     assert f"{moved / 1e9:.0f} GB over the link to the host in each step" in costs and moved > 1e11, costs
 
 
+def test_it_fits_with_files(program):
+    """Without host= in --memory, what leaves the GPU are frozen weights, which are read from the model's files."""
+    options = ["--gpu", "RTX 3060", "--model", "llama-3.1-8b", "--train", "lora", "--memory", "10GiB"]
+    fits, _, costs = answer(program, *options)
+    plan = json.loads(run(program, "json", *options).stdout)
+    assert fits.startswith("fits the RTX 3060: LoRA") and plan["choice"][0]["placements"].split()[:2] == ["--offload", "weights=disk"]
+    assert f"{plan['moved']['disk_read'] / 1e9:.0f} GB read from the disk in each step" in costs and plan["moved"]["disk_read"] > 1e10
+
+
 def test_the_host_has_the_memory_of_all_its_gpus(program):
     options = ["--gpu", "RTX 3060", "--model", "llama-3.2-3b", "--batch", "1", "--seq-len", "2048", "--devices", "4"]
     for machines in (1, 2):

@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import types
 
 import gpu_predicted
 import numpy as np
@@ -18,7 +19,7 @@ import pytest
 from conftest import MORE
 from emulated_runs import BOUND, BUILD, DATA, FAULT, logged, losses, on_cpu, play, played
 from model_files import VOCAB, linked, prepare, starting_at_0
-from rate_files import spent
+from rate_files import rates_of, spent, write
 from safetensors.torch import load_file, save_file
 from trainer_runs import (ROOT, binaries, figures, make, random_tokens, read_log, running, sampled, saved_bytes, taken_and_planned,
                           wait_for_line, write_shard, write_text)
@@ -648,6 +649,24 @@ def test_each_gpu_has_its_own_rates():
     said = unknown(*options, "--plan").stdout.decode()
     assert "of the GPU NVIDIA GeForce RTX 5095, computed from what it reports" in said
     assert "of the GPU RTX 5090 (" in played("bf16", GPU="5090")(*options, "--plan").stdout.decode()
+
+
+def test_long_launches_of_attention_are_split_by_the_rates(tmp_path):
+    """A display's watchdog would end a launch of seconds. The parts have the same bits."""
+    work = prepare(tmp_path, "gpt2", {"gpt2": ("--heads", 2, "--channels", 64)})
+    lines, launches = [], []
+    for flops_per_second in (1e14, 1e5):
+        rates = rates_of(types.SimpleNamespace(device="cpu", precision="bf16"), attention=flops_per_second)
+        rates |= {"device": "cuda", "name": "NVIDIA A100 80GB PCIe"}
+        del rates["threads"]
+        counters, log = tmp_path / f"{flops_per_second}.txt", tmp_path / f"{flops_per_second}.jsonl"
+        played("bf16", GPU_COUNTERS=str(counters))(*DATA, "--steps", 1, "--sample", "tokens=0", "--log", log,
+                                                   "--rates", write(tmp_path / "rates.json", rates), cwd=work)
+        lines.append(figures(read_log(log)))
+        launches.append({part: kernel["launches"] for name, kernel in gpu_predicted.read_counters(counters.read_text()).items()
+                         for part in ("forward", "backward_queries", "backward_keys") if f"attention_{part}_kernel" in name})
+    assert lines[0] == lines[1]
+    assert len(launches[0]) == 3 and all(launches[1][part] >= 4 * count for part, count in launches[0].items()), launches
 
 
 def test_hoppers_attention_is_what_runs_there(tmp_path):

@@ -583,4 +583,16 @@ TEST(Config, RefusesWhatItCannotCompute) {
     EXPECT_THROW(parse_config(missing, "f"), UserError);
     EXPECT_THROW(parse_config(nlohmann::json::array(), "f"), UserError);
 }
+
+// NVIDIA's rates without tensor cores, in fp32.
+TEST(Gpus, ProductsInFp32AreNotPlannedAtAFractionOfTheirRate) {
+    for (const auto& [name, most] : std::initializer_list<std::pair<const char*, double>>{
+             {"RTX 4090", 82.6e12}, {"A100", 19.5e12}, {"H100 SXM", 67e12}, {"RTX 3090", 35.6e12}}) {
+        const KnownGpu* const gpu = gpu_named(name);
+        ASSERT_NE(gpu, nullptr) << name;
+        EXPECT_GT(rates_of_gpu<float>(*gpu).flops, 0.7 * most) << name;
+        EXPECT_LT(rates_of_gpu<float>(*gpu).flops, 0.8 * most) << name;
+        EXPECT_GT(rates_of_gpu<bf16>(*gpu).flops, rates_of_gpu<float>(*gpu).flops) << name;
+    }
+}
 }  // namespace

@@ -857,8 +857,8 @@ void Trainer::forward_step() {
 // --bench: runs steps, or their forwards alone, and prints what they took and reached.
 void Trainer::bench() {
     open_device();
-    require_memory(report_, memory_of_rank(o_.rank),
-                   Suggest::SmallerRun);  // begin_bench() takes memory to measure
+    // Before begin_bench(), which takes memory to measure.
+    require_memory(report_, memory_of_rank(o_.rank), Suggest::SmallerRun);
     BenchReport r = begin_bench<floatX>(o_, report_, rates_, stream_);
     r.tokens = batches_.tokens_of_step();
     if (r.forward_only)

@@ -8,7 +8,6 @@
 
 #include <cerrno>
 #include <condition_variable>
-#include <csignal>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -28,6 +27,7 @@
 #include "llmc/device.h"
 #include "llmc/error.h"
 #include "llmc/file.h"
+#include "llmc/signals.h"
 
 // ---- a request: whole sectors, and memory that is aligned to sectors
 
@@ -119,16 +119,13 @@ class DiskRing {
         for (int i = 0; i < kDiskRequests; i++)
             slots_[i].staging = staging ? staging + i * kRequestBytes : nullptr;
         if (!works_) return;
-        sigset_t all, before;  // only the main thread handles signals
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);
+        const SignalsBlocked blocked;
         try {
             thread_ = std::thread([this] { run(); });
         } catch (const std::system_error&) {  // DiskThreads will report that no thread can start
             io_uring_queue_exit(&ring_);
             works_ = false;
         }
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
     DiskRing(const DiskRing&) = delete;
     // Waits for requests that were started; the others are dropped.
@@ -325,9 +322,7 @@ class DiskThreads {
     // `staging` is kStagingBytes of memory, aligned to sectors, that outlives the threads; null if requests
     // need none.
     explicit DiskThreads(char* staging) {
-        sigset_t all, before;  // only the main thread handles signals
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);
+        const SignalsBlocked blocked;
         try {
             for (int i = 0; i < kDiskRequests; i++)
                 threads_.emplace_back(
@@ -337,7 +332,6 @@ class DiskThreads {
             fail("the threads that serve the disk cannot start: %s (ulimit -u, ulimit -v)",
                  error.code().message().c_str());
         }
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
     DiskThreads(const DiskThreads&) = delete;
     // Waits for requests that were started; the others are dropped.

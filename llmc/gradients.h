@@ -13,7 +13,7 @@
 
 // One pass of a training step: a micro-batch, or several together (--by-block), go forward and back.
 struct StepPass {
-    bool accumulate = false;   // to the gradients of the passes before it; the first pass overwrites
+    bool accumulate = false;   // adds to the gradients of the passes before it; the first overwrites
     bool sums_squares = true;  // of each unit's gradients, for their norm
     bool is_last = true;       // completes the gradients of the step; several ranks then exchange them
 };

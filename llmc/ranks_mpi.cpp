@@ -2,6 +2,7 @@
 // mpi.h, which a build may lack. The library is loaded when ranks are connected, so that a run on one device
 // neither needs it nor has its memory.
 #include "llmc/ranks.h"
+#include "llmc/signals.h"
 
 #ifdef LLMC_MPI
 
@@ -18,7 +19,6 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <csignal>
 #include <cstring>
 #include <deque>
 #include <mutex>
@@ -397,11 +397,8 @@ class MpiEngine : public RankEngine {
     // MPI moves bytes only while a thread is inside one of its calls, so a worker thread makes all of them,
     // while the main thread computes or waits.
     void start_worker() {
-        sigset_t all, before;  // only the main thread handles signals
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);
+        const SignalsBlocked blocked;
         worker_ = std::thread([this] { work(); });
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
     void work() {
         is_worker_ = true;

@@ -51,9 +51,10 @@ inline void on_save_request(int) {
     errno = before;
 }
 
-// While oneDNN computes a product in fp32, the stack pointer may point into heap memory, which the kernel
-// would overwrite when it calls a handler. So handlers have a stack of their own. A stack belongs to one
-// thread: the others that compute block_signals(). Call this on the main thread before handle_signal().
+// While oneDNN computes a product in fp32, the stack pointer may point into heap memory. Linux would
+// overwrite that memory when it calls a handler, so handlers have a stack of their own. It belongs to the
+// thread that calls this, the main one; the others start while SignalsBlocked lives. Call it before
+// handle_signal().
 inline void give_handlers_a_stack() {
     alignas(64) static char memory[64 << 10];
     stack_t stack = {};
@@ -61,12 +62,21 @@ inline void give_handlers_a_stack() {
     stack.ss_size = sizeof memory;
     sigaltstack(&stack, nullptr);
 }
-// Leaves signals to other threads than the calling one.
-inline void block_signals() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, nullptr);
-}
+// While this lives, no signal reaches the calling thread. Threads that start meanwhile never get any: only
+// the main thread handles signals.
+class SignalsBlocked {
+  public:
+    SignalsBlocked() {
+        sigset_t all;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before_);
+    }
+    ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+    SignalsBlocked(const SignalsBlocked&) = delete;
+
+  private:
+    sigset_t before_;
+};
 
 // Sets a signal's handler, unless the signal was ignored when the program started (nohup): then it stays
 // ignored.

@@ -104,9 +104,9 @@ inline void start_threads(int asked, const Rank& rank = {}) {
     require_threads(most);
     require_memory_for(1 << 20, "OpenMP");
     int granted = 1;
-#pragma omp parallel
     {
-        if (omp_get_thread_num() > 0) block_signals();
+        const SignalsBlocked blocked;
+#pragma omp parallel
 #pragma omp single
         granted = omp_get_num_threads();
     }

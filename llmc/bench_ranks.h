@@ -30,6 +30,7 @@ class MeasuredEngine : public RankEngine {
     }
     void set_patience(double seconds) override { engine_.set_patience(seconds); }
     void set_where(const std::string& where) override { engine_.set_where(where); }
+    std::string where() const override { return engine_.where(); }
     void watch(std::function<std::string()> fault) override { engine_.watch(std::move(fault)); }
     void start(std::vector<ExchangeStep> steps) override {
         began_.push_back(exchange_clock());

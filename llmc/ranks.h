@@ -108,8 +108,9 @@ class RankEngine {
     // Ranks send each other signs of life. If none comes from a rank for this long, it is lost (see OnLost).
     // A rank that is slow, or waits for a disk, is not lost.
     virtual void set_patience(double seconds) = 0;
-    // Says where this rank is, for the line that OnLost gets.
+    // Says where this rank is ("in step 3; ..."), for messages about ranks and their exchanges, as of OnLost.
     virtual void set_where(const std::string& where) = 0;
+    virtual std::string where() const = 0;
     // Asks `fault` many times a second, from another thread, whether what else connects the ranks has failed:
     // it returns what happened, or an empty text. If something did, and the main thread does not end the run
     // because of it, the run ends as when a rank is lost. No `fault` ends this.

@@ -253,6 +253,10 @@ class MpiEngine : public RankEngine {
         close(nowhere);
         printed_ = -1;
     }
+    std::string where() const override {
+        const std::lock_guard lock(mutex_);
+        return where_;
+    }
     void watch(std::function<std::string()> fault) override {
         change([&] { fault_ = std::move(fault); });
     }
@@ -463,7 +467,7 @@ class MpiEngine : public RankEngine {
     int printed_ = -1;  // the file that OpenMPI prints to, until the first step
     static constexpr size_t kMostBytes = size_t{1} << 30;  // of a message
     std::atomic<double> patience_ = 600;
-    std::mutex mutex_;
+    mutable std::mutex mutex_;
     std::condition_variable changed_;
     std::string where_ = "before the first step";  // this rank is, for messages
     std::function<std::string()> fault_;

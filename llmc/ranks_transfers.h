@@ -388,7 +388,7 @@ class RankTransfers {
     // Makes later work of `stream` wait for this exchange and for all that were started before it. The host
     // does not wait.
     void finish(size_t number, Stream stream) {
-        if (const std::string text = fault(); !text.empty()) fail("%s", text.c_str());
+        if (const std::string text = fault(); !text.empty()) fail_here(text);
         if (number < joined_) return;
         if (ExchangeTimer* const timer = ExchangeTimer::now_timing) timer->record_wait(number, stream);
         arrived_[number % kMostUnjoined].block(stream);
@@ -404,24 +404,30 @@ class RankTransfers {
         const int result = nccl_.comm_get_async_error(communicator_, &status);
         return nccl_.fault_text(result == Nccl::kSuccess ? status : result, "an exchange failed");
     }
+    [[noreturn]] void fail_here(const std::string& text) const {
+        fail("%s, %s", text.c_str(), engine_.where().c_str());
+    }
+    void check(int result, const char* what) const {
+        if (const std::string text = nccl_.fault_text(result, what); !text.empty()) fail_here(text);
+    }
     void move(std::span<const Part> send, std::span<const Part> receive) {
         const auto own = static_cast<size_t>(rank_.number);
         if (send[own].bytes && send[own].at != receive[own].at)
             copy_async(receive[own].at, send[own].at, send[own].bytes, own_.get());
-        nccl_.check(nccl_.group_start(), "an exchange cannot start");
+        check(nccl_.group_start(), "an exchange cannot start");
         for (int other = 1; other < rank_.count; other++) {  // each rank begins with another one
             const int to = (rank_.number + other) % rank_.count,
                       from = (rank_.number - other + rank_.count) % rank_.count;
             const Part &sent = send[static_cast<size_t>(to)], &received = receive[static_cast<size_t>(from)];
             if (sent.bytes)
-                nccl_.check(nccl_.send(sent.at, sent.bytes, Nccl::kBytes, to, communicator_, own_.get()),
+                check(nccl_.send(sent.at, sent.bytes, Nccl::kBytes, to, communicator_, own_.get()),
                             "bytes cannot be sent");
             if (received.bytes)
-                nccl_.check(
+                check(
                     nccl_.receive(received.at, received.bytes, Nccl::kBytes, from, communicator_, own_.get()),
                     "bytes cannot be received");
         }
-        nccl_.check(nccl_.group_end(), "an exchange cannot start");
+        check(nccl_.group_end(), "an exchange cannot start");
     }
     // NCCL allocates buffers for a peer when it first sends to it, so that is done now.
     void connect_all() {

@@ -187,10 +187,10 @@ def test_bench_says_where_the_time_of_each_rank_goes(model, zero):
     assert step == pytest.approx(bench["step_ms"]["mean"], rel=0.01)
 
 
-@pytest.mark.parametrize("rank, group", [(0, 20), (1, 20), (1, 1)])
-def test_a_network_that_fails(model, tmp_path, rank, group):
-    """NCCL's kernels wait for ever then, and both ranks with them."""
-    train = played("bf16", GPU_COUNT="2", NCCL_BREAKS=f"{rank}:{group}", GPU_PATIENCE="1000")
+@pytest.mark.parametrize("rank, group, when", [(0, 20, ""), (1, 20, ""), (1, 1, ""), (0, 20, ":queued"), (1, 20, ":queued")])
+def test_a_network_that_fails(model, tmp_path, rank, group, when):
+    """NCCL's kernels wait for ever then, and both ranks with them, unless a rank's host notices before it waits."""
+    train = played("bf16", GPU_COUNT="2", NCCL_BREAKS=f"{rank}:{group}{when}", GPU_PATIENCE="1000")
     ran = train(*STEPS, "--zero", 2, "--devices", 2, cwd=model, code=2)
     who = "" if rank == 0 else r"rank 1 \(host \S+\): "
     where = "before the first step" if group == 1 else r"in step \d; the last save: none"

@@ -6,7 +6,8 @@
 // streams for one communicator, a call while a stream is captured, a communicator that was aborted.
 //
 // NCCL_BREAKS=RANK:N makes the network of a rank fail when it runs its N-th group: like a kernel of NCCL, the
-// group waits for ever, and ncclCommGetAsyncError() tells who asks.
+// group waits for ever, and ncclCommGetAsyncError() tells who asks. With RANK:N:queued it fails when the host
+// has queued that group, so that the host asks before it waits for the device.
 //
 // A group is a piece of work in its stream, which waits for other ranks when it runs. A real device gets
 // there without its host; here a thread runs the stream's work for other ranks that wait.
@@ -22,6 +23,7 @@
 
 #include <atomic>
 #include <cstdio>
+#include <cstring>
 #include <ctime>
 #include <memory>
 #include <set>
@@ -61,11 +63,16 @@ size_t buffer_bytes() {
     return static_cast<size_t>(atoi(environment("NCCL_MAX_P2P_NCHANNELS", "32").c_str())) * (12 << 20);
 }
 
-// The group that a rank's network fails in; 0: none.
-int broken_group(int rank) {
-    int broken_rank = -1, number = 0;
-    sscanf(environment("NCCL_BREAKS", "").c_str(), "%d:%d", &broken_rank, &number);
-    return broken_rank == rank ? number : 0;
+// Where a rank's network fails.
+struct Break {
+    int group = 0;        // 0: nowhere
+    bool queued = false;  // when the group is queued, rather than when it runs
+};
+Break break_of(int rank) {
+    int broken_rank = -1, group = 0;
+    char when[8] = "";
+    sscanf(environment("NCCL_BREAKS", "").c_str(), "%d:%d:%7s", &broken_rank, &group, when);
+    return broken_rank == rank ? Break{group, !strcmp(when, "queued")} : Break{};
 }
 
 struct Operation {
@@ -156,6 +163,7 @@ struct ncclComm {
             (o.sends ? sends : receives)[o.peer].push_back(stream->queued + 1);
             (o.sends ? mail(o).to_send : mail(o).to_receive)++;
         }
+        if (++groups_queued == breaks.group && breaks.queued) broken = true;
         device().queue(stream, {"ncclGroup", [=, this](const Work& work) { run(operations, work); }, nullptr,
                                 [=, this] { return is_ready(operations); }});
     }
@@ -166,7 +174,7 @@ struct ncclComm {
         });
     }
     void run(const std::vector<Operation>& operations, const Work& work) {
-        if (++groups_run == breaks_at) {
+        if (++groups_run == breaks.group) {
             broken = true;
             for (;;) pause();
         }
@@ -245,9 +253,9 @@ struct ncclComm {
     // Where in the stream each part is sent and received, by peer.
     std::vector<uint32_t> sends[kMostRanks], receives[kMostRanks];
     std::atomic<bool> ended = false;
-    int groups_run = 0;
-    const int breaks_at = broken_group(rank);  // or 0
-    std::atomic<bool> broken = false;          // the network
+    int groups_queued = 0, groups_run = 0;
+    const Break breaks = break_of(rank);
+    std::atomic<bool> broken = false;  // the network
     std::thread helper;
 };
 

@@ -812,8 +812,10 @@ void Trainer::take_memory() {
     batches_.allocate();
     micro_.dropout = batches_.dropout();  // again: the keys have an address now
     loss_by_position_.allocate();
-    model_.allocate(in_.uses_batches() ? o_.seq_len + in_.adapter.prompt_tokens : 0, stream_);
-    offloaded_.make();
+    const auto shared = exchange_.shared_host_memory(o_.rank);
+    model_.allocate(in_.uses_batches() ? o_.seq_len + in_.adapter.prompt_tokens : 0, pointer_to(shared),
+                    stream_);
+    offloaded_.make(pointer_to(shared));
     if (o_.slices_weights()) gathered_.emplace(divided_blocks(), exchange_.transfers());
     connect_streams();
     updates_.allocate();

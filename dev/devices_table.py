@@ -47,8 +47,8 @@ TABLES = [
           [""], "LLMQ reports 10,900 tokens/s on 4 x RTX 4090 and 112,000 on 8 x H100, in bf16."),
     Table("Qwen2.5-32B, all weights, in host memory", "qwen2.5-32b", f"{ALL} --seq-len 1024 --batch 16 --grad-accum 64",
           [("4090", "--devices 4 --memory 24000MiB,host=1000GiB")], [""],
-          "LLMQ reports 2,200 tokens/s on 4 x RTX 4090. Each rank has its own copy of what is in host memory, except for the "
-          "optimizer's state, which is divided."),
+          "LLMQ reports 2,200 tokens/s on 4 x RTX 4090. The ranks of a machine have the weights in host memory once, and "
+          "each has its slice of the optimizer's state, but a copy of the gradients."),
     Table("Llama-3.1-8B, all weights", "llama-3.1-8b", f"{ALL} --seq-len 4096 --batch 1",
           [("4090", "--devices 8 --grad-accum 8 --memory 24000MiB"),
            ("A100", "--devices 16 --machines 2 --network 100Gbit/s --grad-accum 16 --memory 80000MiB"),
@@ -76,7 +76,8 @@ def row(gpu, on, way, plan):
     kinds = [totals["weights"], totals.get("gradients", 0),
              sum(totals.get(kind, 0) for kind in ("optimizer_m", "optimizer_v", "master")), totals["activations"], totals["total"]]
     devices = ranks["devices"]
-    pinned = plan["outside_device"]["pinned_host"] * devices / ranks["machines"]
+    shared = plan["host"].get("shared", 0)
+    pinned = (plan["outside_device"]["pinned_host"] - shared) * devices / ranks["machines"] + shared
     chose = f"; chosen: {plan_table.chosen(plan)}" if "choice" in plan else ""
     return [f"{devices} x {gpu}", f"`{on} {way}`".replace(" `", "`") + chose, *(f"{kind / 2**20:,.0f}" for kind in kinds),
             f"{pinned / 2**30:.1f}", f"{ranks['sent_bytes'] / 1e9:.2f}", f"{plan['estimated_seconds']:.3g}",

@@ -7,6 +7,7 @@
 
 #include <cstdio>
 #include <cstring>
+#include <span>
 #include <string>
 #include <string_view>
 #include <unordered_set>
@@ -214,34 +215,47 @@ class PinnedBuffer {
 #if defined(SIMT_GPU)
         if (device_allocation_forbidden)
             bug("%zu bytes are pinned after the start of the run, where all are to be", bytes);
-        const cudaError_t status = cudaMallocHost(&data_, bytes ? bytes : 1);
-        if (status == cudaErrorMemoryAllocation)
-            fail(
-                "%s of host memory cannot be pinned beside %s that are: have less wait there, or raise "
-                "what limits it (the host's free memory, ulimit -l)",
-                size_text(bytes).c_str(), size_text(pinned_bytes_allocated).c_str());
-        CUDA_CHECK(status);
-        pinned_bytes_allocated += bytes;
+        count(cudaMallocHost(&data_, bytes ? bytes : 1));
 #else
         data_ = ::operator new(bytes);
+#endif
+    }
+    // Pins memory that was mapped, whose mapping it ends.
+    explicit PinnedBuffer(std::span<char> mapping)
+        : data_(mapping.data()), bytes_(mapping.size()), is_mapping_(true) {
+#if defined(SIMT_GPU)
+        count(cudaHostRegister(data_, bytes_, cudaHostRegisterDefault));
 #endif
     }
     PinnedBuffer(const PinnedBuffer&) = delete;
     ~PinnedBuffer() {
 #if defined(SIMT_GPU)
         cudaDeviceSynchronize();  // after an error copies may still run
-        cudaFreeHost(data_);
+        is_mapping_ ? cudaHostUnregister(data_) : cudaFreeHost(data_);
         pinned_bytes_allocated -= bytes_;
 #else
-        ::operator delete(data_);
+        if (!is_mapping_) ::operator delete(data_);
 #endif
+        if (is_mapping_) munmap(data_, bytes_);
     }
     char* data() const { return static_cast<char*>(data_); }
     size_t bytes() const { return bytes_; }
 
   private:
+#if defined(SIMT_GPU)
+    void count(cudaError_t status) const {
+        if (status == cudaErrorMemoryAllocation)
+            fail(
+                "%s of host memory cannot be pinned beside %s that are: have less wait there, or raise "
+                "what limits it (the host's free memory, ulimit -l)",
+                size_text(bytes_).c_str(), size_text(pinned_bytes_allocated).c_str());
+        CUDA_CHECK(status);
+        pinned_bytes_allocated += bytes_;
+    }
+#endif
     void* data_ = nullptr;
-    size_t bytes_;
+    const size_t bytes_;
+    const bool is_mapping_ = false;
 };
 
 // A separate stream: its work runs beside that of other streams, and can be recorded as a graph. It still

@@ -19,6 +19,7 @@
 #include "llmc/arena.h"
 #include "llmc/graph.h"
 #include "llmc/rank_sums.cuh"
+#include "llmc/ranks_host_memory.h"
 #include "llmc/ranks_transfers.h"
 #include "llmc/slices.h"
 #include "llmc/tensor.h"
@@ -38,6 +39,12 @@ class Exchange {
     bool is_alone() const { return slices_.ranks == 1; }
     // What connect_devices() connected, for a class that moves something else.
     RankTransfers& transfers() { return *transfers_; }
+
+    // For host memory that the ranks of a machine have once; nothing if this rank's machine has none such.
+    std::optional<SharedHostMemory> shared_host_memory(const Rank& rank) const {
+        if (!shares_host_memory(rank)) return std::nullopt;
+        return std::optional<SharedHostMemory>(std::in_place, *engine_, rank);
+    }
 
     // Says where this rank is, for messages.
     void set_where(const std::string& where) {

@@ -51,10 +51,11 @@ class OffloadedEmbeddings {
         if (kHostIsDevice) return 0;
         return placement_ == Placement::Host ? bytes_ : DiskBlockSource::bytes(slice_bytes(0), buffers());
     }
-    // Adds the memory that they take outside the device.
-    void add_to(MemoryReport& report) const {
+    // Adds the memory that they take outside the device. `shared`: the ranks of a machine have it once.
+    void add_to(MemoryReport& report, bool shared) const {
         if (placement_ == Placement::Disk) report.on_disk += bytes_;
         report.pinned += pinned_bytes();
+        if (placement_ == Placement::Host && shared) report.shared += bytes_;
     }
 
     // The head's slices: how many there are, the first row of each, and the bytes of each.
@@ -72,11 +73,12 @@ class OffloadedEmbeddings {
     }
 
     // Allocates host memory for the matrices, if they are there, and the buffers that fetching them needs.
-    void allocate() {
+    // The ranks of a machine have the matrices once, in `shared`, if that is not null.
+    void allocate(const SharedHostMemory* shared) {
         if (placement_ == Placement::Disk) {
             source_ = std::make_unique<DiskBlockSource>(slice_bytes(0), buffers());
         } else {
-            host_ = std::make_unique<PinnedBuffer>(bytes_);
+            host_ = pinned_buffer(bytes_, shared);
             source_ = std::make_unique<HostBlockSource>(buffers(), [this](int slice) {
                 const Matrix& head = matrices_.back();
                 const char* const all = host_->data() + head.at;

@@ -16,30 +16,36 @@
 #include "llmc/plan_report.h"
 #include "llmc/plan_settings.h"
 #include "llmc/quant_weights.h"
+#include "llmc/ranks_host_memory.h"
 #include "llmc/state.h"
 
 // One such memory.
 struct Place {
-    const char* option;      // the option that asks for it
-    Placement placement;     // counts only if bytes are not 0
-    size_t bytes;            // 0: there is no such memory
-    size_t buffer_bytes;     // the bytes of a transfer,
-    size_t buffers;          // and how many transfers are under way at a time
-    bool with_host = false;  // the host works on the data itself: none of it is fetched to the device
+    const char* option;          // the option that asks for it
+    Placement placement;         // counts only if bytes are not 0
+    size_t bytes;                // 0: there is no such memory
+    size_t buffer_bytes;         // the bytes of a transfer,
+    size_t buffers;              // and how many transfers are under way at a time
+    bool with_host = false;      // the host works on the data itself: none of it is fetched to the device
+    bool may_be_shared = false;  // in host memory a machine has it once: its ranks all store the same
 
     // The pinned host memory that it takes: all of it, or beside a GPU the buffers of a file.
     size_t pinned() const {
         if (placement == Placement::Host || bytes == 0) return bytes;
         return is_staged() ? StagedStorage::pinned_bytes(buffer_bytes, buffers) : 0;
     }
+    // The part of that which the ranks of a machine have together.
+    size_t shared() const { return may_be_shared && placement == Placement::Host ? pinned() : 0; }
     // True if a file's data passes through pinned host memory.
     bool is_staged() const { return !kHostIsDevice && !with_host; }
     // The bytes that it takes in a file of the run's own.
     size_t in_file() const { return placement == Placement::Disk ? whole_sectors(bytes) : 0; }
 
-    // Allocates the memory, zeroed; null if there is none. Fails if it is not available.
-    std::unique_ptr<OffloadStorage> make() const {
+    // Allocates the memory, zeroed; null if there is none. `shared_memory` is
+    // needed only for what ranks share. Fails if there is not enough.
+    std::unique_ptr<OffloadStorage> make(const SharedHostMemory* shared_memory) const {
         if (bytes == 0) return nullptr;
+        if (shared() > 0) return std::make_unique<HostStorage>(shared_memory->map(bytes));
         if (placement == Placement::Host) return std::make_unique<HostStorage>(bytes);
         auto file = std::make_unique<DiskStorage>(temporary_folder(), bytes, option);
         if (!is_staged()) return file;
@@ -86,8 +92,8 @@ class OffloadedMemory {
     // How many rows of keys and values are offloaded at a time; 0: they stay on the device.
     int64_t key_chunk_rows() const { return o_.offload_keys ? input_chunk_rows() : 0; }
 
-    // Allocates the memory, and tells the state where its parts are.
-    void make();
+    // Allocates the memory, and tells the state where its parts are. `shared` is null if ranks share none.
+    void make(const SharedHostMemory* shared);
     // The sources of streamed blocks and gradients, and the other memory; null before make(), and if there is
     // none.
     PieceSource* blocks() const { return matrices_ ? frozen_blocks_.get() : trained_blocks_.pieces.get(); }
@@ -133,8 +139,12 @@ class OffloadedMemory {
     size_t buffers_of_matrices() const {
         return buffers_for(o_.prefetch, matrices_->streamed_bytes().size());
     }
+    // Ranks that gather updated weights (not with --zero 0) all store the same; and none of them changes a
+    // block before all have used it, because its gradients are summed over all of them.
     Place place_of_trained_blocks() const {
-        return place_of_blocks("--offload weights=disk", model_.options.blocks, streams_trained());
+        Place place = place_of_blocks("--offload weights=disk", model_.options.blocks, streams_trained());
+        place.may_be_shared = o_.slices_state() && shares_host_memory(o_.rank);
+        return place;
     }
     Place place_of_block_gradients() const {
         const bool streams = trained_.options.streams_block_gradients();
@@ -181,8 +191,8 @@ class OffloadedMemory {
         std::unique_ptr<OffloadStorage> storage;
         std::unique_ptr<StoredPieces> pieces;
     };
-    static Stored stored_in(const Place& place) {
-        Stored s{place.make(), nullptr};
+    static Stored stored_in(const Place& place, const SharedHostMemory* shared = nullptr) {
+        Stored s{place.make(shared), nullptr};
         if (s.storage) s.pieces = std::make_unique<StoredPieces>(*s.storage, place.buffer_bytes);
         return s;
     }
@@ -204,8 +214,8 @@ Place OffloadedMemory<T>::place_of_inputs() const {
 }
 
 template <class T>
-void OffloadedMemory<T>::make() {
-    trained_blocks_ = stored_in(place_of_trained_blocks());
+void OffloadedMemory<T>::make(const SharedHostMemory* shared) {
+    trained_blocks_ = stored_in(place_of_trained_blocks(), shared);
     block_gradients_ = stored_in(place_of_block_gradients());
     updated_state_ = stored_in(place_of_updated_state());
     inputs_ = stored_in(place_of_inputs());
@@ -228,6 +238,7 @@ void OffloadedMemory<T>::add_to(MemoryReport& report) const {
     }
     for (const Place& p : {place_of_trained_blocks(), place_of_block_gradients(), place_of_updated_state()}) {
         report.pinned += p.pinned();
+        report.shared += p.shared();
         report.working += p.in_file();
     }
     if (updates_on_host()) report.pinned += HostUpdates<T>::pinned_bytes(trained_);
@@ -238,4 +249,5 @@ void OffloadedMemory<T>::add_to(MemoryReport& report) const {
         report.pinned += in_files
                              ? DiskBlockSource::bytes(matrices_->largest_streamed(), buffers_of_matrices())
                              : matrices_->bytes();
+    if (!in_files && shares_host_memory(o_.rank)) report.shared += matrices_->bytes();
 }

@@ -12,6 +12,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -185,6 +186,8 @@ class HostStorage : public OffloadStorage {
   public:
     // Allocates the memory, zeroed.
     explicit HostStorage(size_t bytes) : memory_(bytes) { std::memset(memory_.data(), 0, bytes); }
+    // Takes over a mapping of zeroed memory.
+    explicit HostStorage(std::span<char> mapping) : memory_(mapping) {}
 
     void read(uint64_t at, size_t bytes, void* host) const override {
         std::memcpy(host, memory_.data() + at, bytes);

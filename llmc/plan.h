@@ -19,6 +19,7 @@
 #include "llmc/plan_fit.h"
 #include "llmc/plan_report.h"
 #include "llmc/quant_weights.h"
+#include "llmc/random.h"
 #include "llmc/ranks_transfers.h"
 #include "llmc/rates_device.h"
 #include "llmc/state.h"
@@ -118,6 +119,21 @@ inline Plan without_exchanges(const Plan& plan) {
     std::copy_if(plan.transfers.begin(), plan.transfers.end(), std::back_inserter(alone.transfers),
                  [](const Transfer& t) { return t.of != Transfer::Ranks; });
     return alone;
+}
+
+// A digest of what the ranks exchange in a step, in its order. Ranks that exchanged in different orders would
+// wait for each other forever. Their bytes are not in it: the last ranks' slices may be shorter.
+inline std::string digest_of_exchanges(const Plans& plans) {
+    uint64_t digest = 0;
+    const auto add = [&](const std::string& text) { digest = mix64(digest ^ name_hash(text)); };
+    for (const Plan* plan : {&plans.train, &plans.add, &plans.update}) {
+        add("a plan");
+        for (const Transfer& t : plan->transfers)
+            if (t.of == Transfer::Ranks)
+                add(format("%s %s %d", t.waits ? "wait" : t.content,
+                           kRouteNames[static_cast<size_t>(t.route)], t.number));
+    }
+    return std::to_string(digest);
 }
 
 // The time of a step by phases, in order, if a rank has `micro_batches` passes. Ranks exchange gradients only

@@ -103,7 +103,7 @@ enum class Suggest { MemoryOption, SmallerRun };
 inline void require_memory(const MemoryReport& r, const FreeMemory& free, Suggest suggest) {
     if (!kHostIsDevice) {
         FreeMemory host = host_memory_free();
-        const size_t pinned = r.all_pinned() * static_cast<size_t>(r.ranks.on_a_machine);
+        const size_t pinned = r.pinned_on_a_machine();
         if (gpu_shares_host_memory() && pinned > 0 && still_to_take(r) <= host.bytes) {
             host.bytes -= still_to_take(r);
             host.limit += ", beside what the GPU takes of it";

@@ -104,7 +104,7 @@ inline std::string costs_of_fitting(const MemoryReport& r, int ranks_on_a_machin
                 : format("a step takes %.1f times as long as if the GPU could keep everything", 1 + slower));
     }
     if (r.all_pinned() >= 1 << 20)
-        add(format("%.1f GiB of %s memory, pinned", gibibytes(ranks * r.all_pinned()),
+        add(format("%.1f GiB of %s memory, pinned", gibibytes(r.pinned_on_a_machine()),
                    ranks > 1 ? "each host's" : "the host's"));
     if (r.in_files() > 0)
         add(format("%.1f GiB of files%s", gibibytes(ranks * r.in_files()), ranks > 1 ? " on each host" : ""));
@@ -133,7 +133,7 @@ inline void print_gpu_answer(FILE* to, const Options& o, const MemoryReport& r) 
     fprintf(to, "%s %s: %s with %d x %d tokens at a time takes %.2f GiB of the %.2f that a run may use",
             fits ? "fits" : "does not fit", gpu.c_str(), trains, r.batch, r.seq_len, gibibytes(r.total()),
             gibibytes(room));
-    const size_t pinned = r.all_pinned() * static_cast<size_t>(o.devices / o.machines);
+    const size_t pinned = r.pinned_on_a_machine();
     if (fits && pinned > size_t{1} << 30)
         fprintf(to, ", and %.1f GiB of %s host's memory", gibibytes(pinned), o.machines > 1 ? "each" : "the");
     if (const std::string others = fits ? "" : gpus_with_room(r.total()); !others.empty())

@@ -112,7 +112,8 @@ struct MemoryReport {
     size_t reading = 0;    // the most that reading the data took, before the buffers
     size_t context = 0;    // part of process: a GPU's context
     size_t nccl = 0;       // part of process: NCCL's buffers, with several GPUs
-    size_t pinned = 0;     // host memory beside a GPU: pinned, for what is placed there or passes through it,
+    size_t pinned = 0;     // host memory beside a GPU: pinned, for what is placed there or passes through it;
+    size_t shared = 0;     // the part of that which the ranks of a machine have together;
     size_t staged = 0;     // pinned too, for batches and metrics in transfer,
     size_t unpinned = 0;   // and not pinned, for a tokenizer and the data; any other is not known
     size_t on_disk = 0;    // matrices that are read from their files when used
@@ -173,7 +174,15 @@ struct MemoryReport {
     size_t total() const { return std::max(allocated(), reading) + process; }
     size_t all_pinned() const { return pinned + staged; }
     size_t in_files() const { return offloaded + working; }
-    BesideDevice beside() const { return {all_pinned(), in_files()}; }
+    // What all ranks of a machine pin.
+    size_t pinned_on_a_machine() const {
+        return (all_pinned() - shared) * static_cast<size_t>(ranks.on_a_machine) + shared;
+    }
+    // A rank's share of that, and its files.
+    BesideDevice beside() const {
+        const auto here = static_cast<size_t>(ranks.on_a_machine);
+        return {(pinned_on_a_machine() + here - 1) / here, in_files()};
+    }
     double tokens() const { return static_cast<double>(batch) * seq_len * grad_accum; }  // of a step
 };
 
@@ -246,6 +255,7 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r, const Operation
                            {"offloaded", r.offloaded},
                            {"working_file", r.working}};
     j["host"] = {{"pinned", r.all_pinned()}, {"unpinned", r.unpinned}};
+    if (r.shared > 0) j["host"]["shared"] = r.shared;
     if (r.narrower > 0) j["stored"] = {{"saved_bytes", r.narrower}, {"widening_seconds", r.widening_seconds}};
     j["activations_lower_bound"] = r.train->lower_bound;
     j["peak_at"] = r.train->peak_at;
@@ -373,7 +383,10 @@ inline void print_summary(FILE* to, const MemoryReport& r, const char* verb, con
     line(r.total(), free.known() ? format("in all; %.0f are free", mebibytes(free.bytes)) : "in all");
     line(r.narrower, format("less than matrices in %s would take; widening them takes %.3g s of a step",
                             r.precision.c_str(), r.widening_seconds));
-    line(r.all_pinned(), "pinned host memory beside that");
+    line(r.all_pinned(), "pinned host memory beside that" +
+                             (r.shared > 0 ? format("; the %d ranks of a machine share %.2f of it",
+                                                    r.ranks.on_a_machine, mebibytes(r.shared))
+                                           : ""));
     line(r.unpinned, "host memory that is not pinned beside that, of the tokenizer and of reading the data");
     line(r.on_disk, "of matrices beside that, read from the disk when they are used");
     line(r.offloaded, "of inputs of blocks, or of keys and values, beside that, in a file");

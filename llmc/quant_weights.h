@@ -190,11 +190,12 @@ class QuantizedWeights {
     // are_floats: they are floats as in the files. by_outputs: they are stored (out, in).
     bool are_floats() const { return floats_; }
     bool by_outputs() const { return by_outputs_; }
-    // Allocates their memory; on disk they need none.
-    void allocate() {
+    // Allocates their memory; on disk they need none. In host memory the ranks of a machine have them once,
+    // in `shared`, if that is not null.
+    void allocate(const SharedHostMemory* shared) {
         if (placement_ == Placement::Device)
             memory_ = DeviceBuffer(bytes_on_device(), "the quantized weights");
-        if (placement_ == Placement::Host) host_ = std::make_unique<PinnedBuffer>(bytes_);
+        if (placement_ == Placement::Host) host_ = pinned_buffer(bytes_, shared);
     }
 
     // The bytes of a block where the weights are stored in memory; null before allocate(), and on disk.

@@ -21,6 +21,7 @@
 #include "llmc/options_declare.h"
 #include "llmc/options_help.h"
 #include "llmc/options_parse.h"
+#include "llmc/plan.h"
 #include "llmc/plan_choice.h"
 #include "llmc/plan_free_memory.h"
 #include "llmc/plan_report.h"
@@ -33,7 +34,8 @@
 // What must be the same on all ranks, by names that messages use.
 using RankFacts = std::vector<std::pair<std::string, std::string>>;
 
-inline RankFacts facts_of(const Options& o, const RunInputs& in, const MemoryReport& plan) {
+inline RankFacts facts_of(const Options& o, const RunInputs& in, const MemoryReport& plan,
+                          const Plans& plans) {
     RankFacts facts = {{"the program", version_text()}};
     for (const auto& [name, words] : o.given) facts.emplace_back(setting_name(name), joined(words, " "));
     for (const auto& [name, value] : in.facts) facts.emplace_back("what is in the files of " + name, value);
@@ -42,6 +44,7 @@ inline RankFacts facts_of(const Options& o, const RunInputs& in, const MemoryRep
                               static_cast<long long>(plan.trained)));
     if (in.progress) facts.emplace_back("the save's step", std::to_string(in.progress->step));
     facts.emplace_back("the peak of the plan's activations", std::to_string(plan.activations()));
+    facts.emplace_back("a digest of the plan's exchanges", digest_of_exchanges(plans));
     return facts;
 }
 

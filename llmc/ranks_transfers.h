@@ -421,7 +421,7 @@ class RankTransfers {
             const Part &sent = send[static_cast<size_t>(to)], &received = receive[static_cast<size_t>(from)];
             if (sent.bytes)
                 check(nccl_.send(sent.at, sent.bytes, Nccl::kBytes, to, communicator_, own_.get()),
-                            "bytes cannot be sent");
+                      "bytes cannot be sent");
             if (received.bytes)
                 check(
                     nccl_.receive(received.at, received.bytes, Nccl::kBytes, from, communicator_, own_.get()),

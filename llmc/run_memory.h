@@ -35,7 +35,7 @@ inline MemoryReport report_of_run(const Options& o, const RunInputs& in, const P
     const std::vector<Feeder>* const feeders = parts.batches.feeders();
     MemoryReport report = make_report<floatX>(o, plans, in.bytes(), choices, rates);
     parts.offloaded.add_to(report);
-    if (model.embeddings) model.embeddings->add_to(report);
+    if (model.embeddings) model.embeddings->add_to(report, shares_host_memory(o.rank));
     report.staged = parts.metrics.pinned_bytes();
     if (feeders) report.staged += feeders->size() * feeders->front().pinned_bytes();
     if (model.quantized) add_stored<floatX>(report, *model.quantized, plans, o.own_micro_batches(), rates);

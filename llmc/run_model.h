@@ -118,11 +118,12 @@ class RunModel {
         if (adapter) adapter->set_options(state_options<floatX>(o_));
     }
     // Allocates all of it, and copies to the device the position factors for sequences of `length` tokens.
-    void allocate(int length, Stream stream) {
+    // What is in host memory is in `shared`, unless that is null.
+    void allocate(int length, const SharedHostMemory* shared, Stream stream) {
         state.allocate();
         for (std::optional<QuantizedWeights>* weights : {&quantized, &quantized_head})
-            if (*weights) (*weights)->allocate();
-        if (embeddings) embeddings->allocate();
+            if (*weights) (*weights)->allocate(shared);
+        if (embeddings) embeddings->allocate(shared);
         if (adapter) adapter->allocate();
         const std::vector<float> factors = ::position_factors(in_.config, length);
         if (factors.empty()) return;

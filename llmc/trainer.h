@@ -37,7 +37,7 @@ class Trainer {
     // after rehearse(): it compares the ranks' options and plans, and fails if they differ.
     void connect(RankEngine& engine) {
         exchange_.connect(engine);
-        check_ranks_agree(exchange_, o_.rank, facts_of(o_, in_, report_));
+        check_ranks_agree(exchange_, o_.rank, facts_of(o_, in_, report_, plans_));
     }
     void run();
     void bench();

@@ -120,6 +120,42 @@ def test_orders_change_no_bit(model, precision, name, tmp_path):
         assert taken <= planned
 
 
+def shared_mappings(pid):
+    """The bytes of each file in memory that a rank has mapped for its weights, by the file's number."""
+    mappings = {}
+    for line in open(f"/proc/{pid}/maps"):
+        if "memfd:llmc-weights" in line:
+            addresses, _, _, _, file = line.split()[:5]
+            first, end = (int(address, 16) for address in addresses.split("-"))
+            mappings[file] = mappings.get(file, 0) + end - first
+    return mappings
+
+
+@pytest.mark.parametrize("options, offload, files", [
+    (("--grad-accum", 4), "weights=host", 1),
+    (("--train", "lora", "--lora-rank", 3, "--base", "nf4"), "weights=host,embeddings=host", 2)], ids=["full", "lora"])
+def test_weights_in_host_memory_are_there_once(model, tmp_path, options, offload, files):
+    """The two ranks have mapped the same files, as large as the plan says, and train what they train with weights on the GPUs."""
+    asked = (*STEPS, *options, "--devices", 2, "--zero", 1)
+    there = results(gpus("bf16"), tmp_path / "host", model, *asked, "--offload", offload)
+    here = results(gpus("bf16"), tmp_path / "device", model, *asked)
+    assert there[:2] == here[:2]
+    taken, planned = taken_and_planned(there[2])
+    assert taken <= planned
+    plan = json.loads(gpus("bf16")(*asked, "--offload", offload, "--plan", "json", cwd=model).stdout)
+    assert 0 < plan["host"]["shared"] <= plan["outside_device"]["pinned_host"]
+    with running(gpus("bf16"), *asked, "--steps", 10000, "--eval-every", 0, "--print-every", 1, "--offload", offload, cwd=model, text=True) as run:
+        wait_for_line(run, r"^step +2/")
+        first, second = (shared_mappings(rank) for rank in ranks_of(run))
+    assert first == second and len(first) == files and 0 <= sum(first.values()) - plan["host"]["shared"] < files * 4096, (first, second)
+
+
+def test_each_rank_has_weights_that_it_updates_whole(model):
+    """With --zero 0 a rank updates the weights in host memory by itself, so it needs its own."""
+    plan = json.loads(gpus("bf16")(*STEPS, "--devices", 2, "--zero", 0, "--offload", "weights=host", "--plan", "json", cwd=model).stdout)
+    assert "shared" not in plan["host"] and plan["outside_device"]["pinned_host"] > 0
+
+
 @pytest.mark.more
 def test_four_gpus(model, precision, tmp_path):
     runs = [results(gpus(precision, 4, GPU_ORDER=order), tmp_path / order, model, *STEPS, "--devices", 4) for order in ("late", "random")]

@@ -10,6 +10,7 @@
 #include "llmc/metrics.h"
 #include "llmc/model.h"
 #include "llmc/options_parse.h"
+#include "llmc/plan.h"
 #include "llmc/ranks.h"
 #include "llmc/rates_device.h"
 #include "llmc/sample.h"
@@ -229,6 +230,34 @@ TEST(Ranks, OneThatOthersWaitForIsNamed) {
     EXPECT_EQ(slow_rank({0.3, 0.28, 0.31, 0.3}), std::nullopt);  // all wait for the network
     EXPECT_EQ(slow_rank({0.19, 0.19, 0.0}), std::nullopt);       // nobody waits long
     EXPECT_EQ(slow_rank({0.0, 0.0, 0.0, 0.9}), std::nullopt);    // three compute, and one waits
+}
+
+TEST(Ranks, ADigestOfTheirExchangesDependsOnTheOrder) {
+    const Transfer gradients = {.of = Transfer::Ranks,
+                                .waits = false,
+                                .route = Route::ToRanks,
+                                .bytes = 4096,
+                                .content = "gradients"};
+    Transfer weights = gradients, wait = gradients, fetch = gradients;
+    weights.content = "weights";
+    wait.waits = true, wait.number = 0;
+    fetch.of = Transfer::StreamedBlock;
+    const auto digest = [](std::vector<Transfer> train, std::vector<Transfer> update = {}) {
+        Plans plans;
+        plans.train.transfers = std::move(train);
+        plans.update.transfers = std::move(update);
+        return digest_of_exchanges(plans);
+    };
+    const std::string right = digest({gradients, weights, wait});
+    EXPECT_EQ(right, digest({gradients, weights, wait}));
+    EXPECT_EQ(right, digest({fetch, gradients, weights, wait}));  // not between ranks
+    EXPECT_NE(right, digest({weights, gradients, wait}));
+    EXPECT_NE(right, digest({gradients, wait, weights}));
+    EXPECT_NE(right, digest({gradients, weights}, {wait}));
+    weights.route = Route::ToMachines;
+    EXPECT_NE(right, digest({gradients, weights, wait}));
+    weights = gradients, weights.content = "weights", weights.bytes /= 2;
+    EXPECT_EQ(right, digest({gradients, weights, wait}));
 }
 
 TEST(Error, ExitCodes) {

@@ -565,6 +565,22 @@ cudaError_t cudaFreeHost(void* p) {
         free(p);
     });
 }
+cudaError_t cudaHostRegister(void* p, size_t bytes, unsigned flags) {
+    return call([&] {
+        device().not_while_recording("cudaHostRegister");
+        if (flags != cudaHostRegisterDefault) throw Fault("cudaHostRegister with flags");
+        if (device().memory.is_pinned(p, 1)) return cudaErrorHostMemoryAlreadyRegistered;
+        if (device().memory.pinned() + bytes > most_pinned()) return cudaErrorMemoryAllocation;
+        device().memory.add_pinned(p, bytes);
+        return cudaSuccess;
+    });
+}
+cudaError_t cudaHostUnregister(void* p) {
+    return call([&] {
+        device().wait();
+        if (!device().memory.remove_pinned(p)) throw Fault("cudaHostUnregister of what is not pinned");
+    });
+}
 cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
     return call([&] {
         *total = chip_memory();

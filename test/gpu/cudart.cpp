@@ -257,7 +257,10 @@ void copy(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t
             h = h * 31 + hash(static_cast<const char*>(from) + r * from_pitch, bytes);
         return h;
     };
-    // What the device's own copies write to the host's memory meanwhile is ordered by their streams.
+    // What the device's own copies write to the host's memory meanwhile is ordered by their streams. Memory
+    // that processes share is not checked: this process does not know when the others use it.
+    const bool checks_source = !from_device && !m.may_be_shared(from),
+               poisons_target = !to_device && !m.may_be_shared(to);
     struct Source {
         uint64_t sum = 0;
         bool known = false;  // since the copy was asked for
@@ -268,7 +271,7 @@ void copy(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t
         if (sum() != source->sum) throw Fault(what + ": the host's memory was changed while it was copied");
     };
     const auto queued = [=](const Work& work) {
-        if (!from_device) {
+        if (checks_source) {
             device().host_read_is_queued(from, extent(from_pitch));
             source->known = !device().is_being_written(from, extent(from_pitch));
             if (source->known) source->sum = sum();
@@ -276,7 +279,7 @@ void copy(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t
                 if (!device().was_written_since(source->read_at, from, extent(from_pitch))) compare();
             });
         }
-        if (!to_device) {
+        if (poisons_target) {
             const bool is_read = device().is_being_read(to, extent(to_pitch));  // by an earlier copy
             device().host_write_is_queued(to, extent(to_pitch));
             for (size_t r = 0; r < rows && !is_read; r++)
@@ -284,13 +287,13 @@ void copy(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t
         }
     };
     const auto run = [=, &m](const Work& work) {
-        if (!from_device) {
+        if (checks_source) {
             device().host_read_runs(from, extent(from_pitch));
             if (source->known) compare();
             source->sum = sum();
             source->read_at = device().moment();
         }
-        if (!to_device) device().host_write_runs(to, extent(to_pitch));
+        if (poisons_target) device().host_write_runs(to, extent(to_pitch));
         for (size_t r = 0; r < rows; r++) {
             const char* f = static_cast<const char*>(from) + r * from_pitch;
             char* t = static_cast<char*>(to) + r * to_pitch;
@@ -571,7 +574,7 @@ cudaError_t cudaHostRegister(void* p, size_t bytes, unsigned flags) {
         if (flags != cudaHostRegisterDefault) throw Fault("cudaHostRegister with flags");
         if (device().memory.is_pinned(p, 1)) return cudaErrorHostMemoryAlreadyRegistered;
         if (device().memory.pinned() + bytes > most_pinned()) return cudaErrorMemoryAllocation;
-        device().memory.add_pinned(p, bytes);
+        device().memory.add_pinned(p, bytes, true);
         return cudaSuccess;
     });
 }

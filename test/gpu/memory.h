@@ -91,20 +91,22 @@ class DeviceMemory {
         return static_cast<const char*>(p) >= device_ && static_cast<const char*>(p) < device_ + bytes_;
     }
     // Host memory that may be copied from and to asynchronously, and that kernels may read. What the host
-    // writes meanwhile is not noticed.
-    void add_pinned(void* p, size_t bytes) { pinned_[static_cast<char*>(p)] = bytes; }
+    // writes meanwhile is not noticed. What a program has mapped itself may be shared: other processes write
+    // to it too.
+    void add_pinned(void* p, size_t bytes, bool may_be_shared = false) {
+        pinned_[static_cast<char*>(p)] = {bytes, may_be_shared};
+    }
     // Bytes of all pinned memory.
     size_t pinned() const {
         size_t bytes = 0;
-        for (const auto& [at, size] : pinned_) bytes += size;
+        for (const auto& [at, pinned] : pinned_) bytes += pinned.bytes;
         return bytes;
     }
     bool remove_pinned(void* p) { return pinned_.erase(static_cast<char*>(p)); }
-    bool is_pinned(const void* p, size_t bytes) const {
-        auto it = pinned_.upper_bound(static_cast<char*>(const_cast<void*>(p)));
-        if (it == pinned_.begin()) return false;
-        --it;
-        return static_cast<const char*>(p) + bytes <= it->first + it->second;
+    bool is_pinned(const void* p, size_t bytes) const { return find_pinned(p, bytes) != nullptr; }
+    bool may_be_shared(const void* p) const {
+        const Pinned* const pinned = find_pinned(p, 1);
+        return pinned && pinned->may_be_shared;
     }
     // The emulator's own address of what a program calls p.
     char* bytes_at(const void* p) const { return host_ + offset_of(p); }
@@ -265,7 +267,17 @@ class DeviceMemory {
         bool touched = false;
     };
     std::map<size_t, Allocation> live_;  // by start
-    std::map<char*, size_t> pinned_;
+    struct Pinned {
+        size_t bytes;
+        bool may_be_shared;
+    };
+    const Pinned* find_pinned(const void* p, size_t bytes) const {
+        auto it = pinned_.upper_bound(static_cast<char*>(const_cast<void*>(p)));
+        if (it == pinned_.begin()) return nullptr;
+        --it;
+        return static_cast<const char*>(p) + bytes <= it->first + it->second.bytes ? &it->second : nullptr;
+    }
+    std::map<char*, Pinned> pinned_;
     size_t used_ = 0;
     size_t last_start_ = 0, last_bytes_ = 0;  // the allocation that was looked up last
     Allocation last_;

@@ -189,6 +189,93 @@ bool after_abort(int rank, RankEngine& e, bool wrong) {
     }
     return right;
 }
+bool asked_after_abort(int rank, RankEngine& e, bool wrong) {
+    Calls c(rank, e);
+    c.exchange();
+    const bool right = c.arrived();
+    if (wrong) c.nccl.comm_abort(c.communicator);
+    int status = 0;
+    c.nccl.comm_get_async_error(c.communicator, &status);
+    return right && status == Nccl::kSuccess;
+}
+bool after_destroy(int rank, RankEngine& e, bool wrong) {
+    Calls c(rank, e);
+    c.exchange();
+    const bool right = c.arrived();
+    if (wrong) {
+        c.nccl.comm_destroy(c.communicator);
+        c.exchange();
+    }
+    return right;
+}
+bool never_connects(int rank, RankEngine& e, bool wrong) {
+    if (wrong && rank == 1) pause();
+    const Calls c(rank, e);
+    c.exchange();
+    return c.arrived();
+}
+bool two_streams_in_a_group(int rank, RankEngine& e, bool wrong) {
+    const Calls c(rank, e);
+    const Stream beside = c.beside.get();
+    c.group([&] { c.send(256, Nccl::kBytes, wrong ? &beside : nullptr), c.receive(); });
+    return c.arrived();
+}
+bool another_stream_captured(int rank, RankEngine& e, bool wrong) {
+    const Calls c(rank, e);
+    if (wrong) CUDA_CHECK(cudaStreamBeginCapture(c.beside.get(), cudaStreamCaptureModeThreadLocal));
+    c.exchange();
+    return c.arrived();
+}
+bool end_without_start(int rank, RankEngine& e, bool wrong) {
+    const Calls c(rank, e);
+    c.exchange();
+    if (wrong) c.nccl.group_end();
+    return c.arrived();
+}
+bool unknown_peer(int rank, RankEngine& e, bool wrong) {
+    const Calls c(rank, e);
+    c.group([&] {
+        c.nccl.send(c.sent, 256, Nccl::kBytes, wrong ? 2 : c.other(), c.communicator, c.computes.get());
+        c.receive();
+    });
+    return c.arrived();
+}
+bool part_for_itself(int rank, RankEngine& e, bool wrong) {
+    const Calls c(rank, e);
+    c.group([&] {
+        c.nccl.send(c.sent, 256, Nccl::kBytes, wrong ? rank : c.other(), c.communicator, c.computes.get());
+        c.receive();
+    });
+    return c.arrived();
+}
+bool two_parts_for_a_peer(int rank, RankEngine& e, bool wrong) {
+    const Calls c(rank, e);
+    c.group([&] {
+        c.send(), c.receive();
+        if (wrong) c.send(), c.receive();
+    });
+    return c.arrived();
+}
+bool behind_the_end(int rank, RankEngine& e, bool wrong) {
+    const Calls c(rank, e);
+    const int bytes = wrong ? 260 : 256;
+    c.group([&] { c.send(bytes), c.receive(bytes); });
+    return c.arrived();
+}
+bool nobody_wrote(int rank, RankEngine& e, bool wrong) {
+    Calls c(rank, e);
+    float* unwritten = nullptr;
+    CUDA_CHECK(cudaMalloc(&unwritten, kCount * sizeof(float)));
+    if (wrong) c.sent = unwritten;
+    c.exchange();
+    return c.arrived();
+}
+bool no_memory_for_a_peer(int rank, RankEngine& e, bool wrong) {
+    const Calls c(rank, e);
+    if (wrong) setenv(kNcclChannels, "100000", 1);
+    c.exchange();
+    return c.arrived();
+}
 bool host_memory(int rank, RankEngine& e, bool wrong) {
     Calls c(rank, e);
     static float on_host[kCount];
@@ -261,6 +348,18 @@ const std::map<std::string, Case> kCases = {
     {"two_streams", two_streams},
     {"captured", captured},
     {"after_abort", after_abort},
+    {"asked_after_abort", asked_after_abort},
+    {"after_destroy", after_destroy},
+    {"never_connects", never_connects},
+    {"two_streams_in_a_group", two_streams_in_a_group},
+    {"another_stream_captured", another_stream_captured},
+    {"end_without_start", end_without_start},
+    {"unknown_peer", unknown_peer},
+    {"part_for_itself", part_for_itself},
+    {"two_parts_for_a_peer", two_parts_for_a_peer},
+    {"behind_the_end", behind_the_end},
+    {"nobody_wrote", nobody_wrote},
+    {"no_memory_for_a_peer", no_memory_for_a_peer},
     {"host_memory", host_memory},
     {"gather_before_update", gather_before_update},
     {"sum_before_arrival", sum_before_arrival},

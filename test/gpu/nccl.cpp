@@ -114,10 +114,9 @@ struct ncclComm {
         if (p == MAP_FAILED) throw Fault("NCCL: no address space");
         shared = static_cast<Shared*>(p);
         shared->attached++;
-        const auto forget_name = [&](const void*) {
-            shm_unlink(name.c_str());
-        };  // even if the others never come
-        const std::unique_ptr<const void, decltype(forget_name)> named(rank == 0 ? p : nullptr, forget_name);
+        // Even if the others never come, or one of them ends at once and all with it.
+        const auto forget_name = [&](const void*) { shm_unlink(name.c_str()); };
+        const std::unique_ptr<const void, decltype(forget_name)> named(p, forget_name);
         wait_until([&] { return shared->attached >= ranks; }, "the other ranks to connect");
         helper = std::thread([this] { answer(); });
     }

@@ -162,10 +162,10 @@ bool Trainer::stopping() {
 // Notes where the run is, for the line about a rank that is lost.
 void Trainer::say_where() {
     if (exchange_.is_alone()) return;
-    const std::string where =
+    where_ =
         format("in step %lld; the last save: %s", static_cast<long long>(step_ + 1), saves_.last().c_str());
-    exchange_.set_where(where);
-    if (o_.rank.is_first()) tell_starter_where(where);
+    exchange_.set_where(where_);
+    if (o_.rank.is_first()) tell_starter_where(where_);
 }
 
 // ---- a micro-batch
@@ -892,9 +892,10 @@ void Trainer::bench() {
 // ---- the program
 
 // Reports the error that is being handled, ends all ranks if there are several, and returns the exit code.
-int end_with_error(FILE* errors, const Rank& rank, RankEngine* engine) {
+int end_with_error(FILE* errors, const Rank& rank, RankEngine* engine, const std::string& where = "") {
     if (!rank.is_first()) usleep(300000);  // if the first rank has the same error, it prints it
-    const int code = report_error(errors, rank.is_first() ? "train" : "train: " + rank.text());
+    const int code = report_error(errors, rank.is_first() ? "train" : "train: " + rank.text(),
+                                  where.empty() ? "" : ", " + where);
     tell_starter_exit_code(code);
     if (engine) engine->end_all(code);
     return code;
@@ -944,7 +945,7 @@ int run(int argc, char** argv, RankEngine* engine, FILE* errors) {
     } catch (...) {
         // All ranks end while the Trainer is there: its destructor could wait for ranks that wait for this
         // one.
-        if (engine) return end_with_error(errors, options.rank, engine);
+        if (engine) return end_with_error(errors, options.rank, engine, trainer.where());
         throw;
     }
     if (interrupted) return 128 + interrupted;

@@ -22,6 +22,11 @@ struct RecoverableError : UserError {
     using UserError::UserError;
 };
 
+// An error whose line says in which step it was, and what the last save is.
+struct StepError : UserError {
+    using UserError::UserError;
+};
+
 // printf into a string.
 __attribute__((format(printf, 1, 2))) inline std::string format(const char* pattern, ...) {
     va_list args, again;
@@ -69,12 +74,14 @@ template <class... A>
         throw std::logic_error(format(pattern, args...));
 }
 
-// Call it in a catch block: prints the exception in one line and returns the exit code.
-inline int report_error(FILE* to = stderr, const std::string& who = "train") {
+// Call it in a catch block: prints the exception in one line and returns the exit code. `where` ends the line
+// of an error that does not say where it was.
+inline int report_error(FILE* to = stderr, const std::string& who = "train", const std::string& where = "") {
     try {
         throw;
     } catch (const UserError& e) {
         std::string line = e.what();
+        if (!dynamic_cast<const StepError*>(&e)) line += where;
         std::replace(line.begin(), line.end(), '\n', ' ');  // names of files may contain newlines
         fprintf(to, "%s: %s\n", who.c_str(), line.c_str());
         return 2;

@@ -261,8 +261,9 @@ class Metrics {
             if (!std::isfinite(loss) || !std::isfinite(norm)) {
                 if (!latest_) explain();
                 judge(format("a loss of %g and a gradient's norm of %g", loss, norm));
-                fail("step %lld: the loss is %g and the gradient's norm %g; the last good save: %s",
-                     static_cast<long long>(step + 1), loss, norm, last_save.c_str());
+                throw StepError(
+                    format("step %lld: the loss is %g and the gradient's norm %g; the last good save: %s",
+                           static_cast<long long>(step + 1), loss, norm, last_save.c_str()));
             }
             if (loss != 0 || norm != 0) {  // else no token had a loss
                 if (!first_loss) first_loss = loss;

@@ -405,7 +405,7 @@ class RankTransfers {
         return nccl_.fault_text(result == Nccl::kSuccess ? status : result, "an exchange failed");
     }
     [[noreturn]] void fail_here(const std::string& text) const {
-        fail("%s, %s", text.c_str(), engine_.where().c_str());
+        throw StepError(text + ", " + engine_.where());
     }
     void check(int result, const char* what) const {
         if (const std::string text = nccl_.fault_text(result, what); !text.empty()) fail_here(text);

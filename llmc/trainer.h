@@ -40,6 +40,8 @@ class Trainer {
         check_ranks_agree(exchange_, o_.rank, facts_of(o_, in_, report_, plans_));
     }
     void run();
+    // "in step 3; the last save: out/step-2", in a run of several ranks from its first step on.
+    const std::string& where() const { return where_; }
     void bench();
     void print_plan() const { ::print_plan(o_, report_, plans_.update, rates_); }
 
@@ -151,4 +153,5 @@ class Trainer {
     int64_t first_step_ = 0;       // that of this run's first one: not 0 after a resume
     int64_t validated_step_ = -1;  // the last one that was validated
     bool evaluated_ = false;       // the validation and sample due at this step are done
+    std::string where_;
 };

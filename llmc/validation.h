@@ -54,8 +54,8 @@ inline void report_validation(int64_t step, double loss, bool is_due, const Opti
                               const Batches& batches, Metrics& metrics, RunModel& model) {
     if (!std::isfinite(loss)) {
         if (o.steps > 0)
-            fail("step %lld: the validation loss is %g; the last good save: %s", static_cast<long long>(step),
-                 loss, metrics.last_save.c_str());
+            throw StepError(format("step %lld: the validation loss is %g; the last good save: %s",
+                                   static_cast<long long>(step), loss, metrics.last_save.c_str()));
         model.check_streamed_finite();
         fail("the validation loss is %g", loss);
     }

@@ -151,6 +151,31 @@ def ranks_of(process):
     return []
 
 
+def processes_below(pid):
+    """The processes that this one has started, those that these have started, and so on."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for child in map(int, pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+            yield child
+            yield from processes_below(child)
+
+
+def shared_memory_of(ranks):
+    """The files in /dev/shm that these processes have mapped. MPICH's lose their names as soon as they are there."""
+    files = set()
+    for rank in ranks:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            files.update(re.findall(r"(/dev/shm/(?!mpich)\S+)", pathlib.Path(f"/proc/{rank}/maps").read_text()))
+    return files
+
+
+def unlike_ranks(folder, script):
+    """The environment of a run whose ranks each run this line of a shell first; RANK is their number."""
+    if "MPIRUN" in os.environ:
+        pytest.skip("the agent is for OpenMPI's launcher")
+    agent = executable(folder / "rank_agent", f'#!/bin/sh\nRANK=$OMPI_COMM_WORLD_RANK\n{script}\nexec "$@"\n')
+    return {"OMPI_MCA_orte_fork_agent": str(agent)}
+
+
 def wait_for_end(ranks):
     """Waits until these processes have ended; they must within 20 seconds, even on a busy machine: ranks whose network
     is cut have ten to tell MPI (MpiEngine::end_all)."""

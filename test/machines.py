@@ -72,11 +72,11 @@ def ranks_in(folder, train):
 
 
 class Networked(Machines):
-    """Machines in network namespaces, with one rank each. The bridge that connects them, and the launcher, are in machine0: so
-    other runs on this machine do not see these networks."""
+    """Machines in network namespaces, with the same number of ranks each. The bridge that connects them, and the launcher, are in
+    machine0: so other runs on this machine do not see these networks."""
 
-    def __init__(self, folder, machines):
-        super().__init__(folder, (1,) * machines, f"{NETWORK}.0/24", "ip netns exec machine$number")
+    def __init__(self, folder, machines, ranks=1):
+        super().__init__(folder, (ranks,) * machines, f"{NETWORK}.0/24", "ip netns exec machine$number")
         self.command = ["ip", "netns", "exec", "machine0", *self.command]
         self.numbers = range(1, machines + 1)
 
@@ -104,6 +104,12 @@ class Networked(Machines):
     def connect(self, number, state="up"):
         """Connects a machine to the others, or with "down" cuts its link."""
         self.ip(f"-n machine0 link set to_machine{number} {state}")
+
+    def processes(self):
+        """All that run in the networks: the launcher, its daemons, ranks."""
+        pids = [subprocess.run(["ip", "netns", "pids", f"machine{n}"], capture_output=True, text=True, check=True).stdout.split()
+                for n in (0, *self.numbers)]
+        return [int(pid) for pid in sum(pids, [])]
 
     def limit(self, rate):
         for n in self.numbers:

@@ -2,12 +2,13 @@
 
 import hashlib
 import json
+import pathlib
 import re
 import subprocess
 
 import pytest
 from machines import Machines, Networked, need_machines, need_networks, ranks_in
-from trainer_runs import make, random_tokens, read_log, saved_bytes, wait_for_end, write_shard
+from trainer_runs import make, random_tokens, read_log, saved_bytes, shared_memory_of, wait_for_end, write_shard
 
 USUALLY = "fp32"
 STEP = ("--model", "model", "--data", "data.bin", "--batch", 2, "--seq-len", 24, "--threads", 1)
@@ -101,8 +102,10 @@ def networked():
     return Networked
 
 
-def test_a_cut_link_ends_all(train_fp32, folder, networked):
-    with networked(folder, 2) as machines:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.more)])
+def test_a_cut_link_ends_all(train_fp32, folder, networked, ranks):
+    """With this many ranks on each of two machines. Two share memory."""
+    with networked(folder, 2, ranks) as machines:
         options = (*BASE, "--schedule", "constant", "--steps", 10**6, "--save-every", 5, "--print-every", 1, "--advanced", "patience=2")
         environment = machines.environment(train_fp32)
         command = [*machines.command, train_fp32.path, *map(str, options)]
@@ -110,13 +113,20 @@ def test_a_cut_link_ends_all(train_fp32, folder, networked):
             for line in process.stdout:
                 if line.startswith("saved step"):
                     break
-            ranks = ranks_in(folder, train_fp32)
-            assert len(ranks) == 2
+            trainers = ranks_in(folder, train_fp32)
+            processes, shared = {*trainers, *machines.processes()}, shared_memory_of(trainers)
+            assert len(trainers) == machines.count and bool(shared) == (ranks > 1)
             machines.connect(2, "down")
-            wait_for_end(ranks)
+            wait_for_end(trainers)
             machines.connect(2)  # the launcher waits for its daemon there
             printed = process.communicate(timeout=60)[0]
-        assert "no sign of life from rank 1 (host machine2) for 2 s" in printed and "the last save: out/step-" in printed
+        assert process.returncode == 2, printed
+        wait_for_end(processes)
+        assert not machines.processes() and not [path for path in shared if pathlib.Path(path).exists()]
+        assert re.search(rf"no sign of life from rank {'1' if ranks == 1 else '[23]'} \(host machine2\).* for 2 s", printed), printed
+        assert "the last save: out/step-" in printed
+    if ranks > 1:
+        return
     # What was saved goes on here, to the bits of a run that no link broke.
     step = int(re.search(r"the last save: out/step-(\d+)", printed)[1])
     whole = (*BASE, "--schedule", "constant", "--grad-accum", 2, "--save-every", 5, "--steps", step + 3)

@@ -14,7 +14,7 @@ import pytest
 from emulated_runs import BOUND, BUILD, DATA, FAULT, logged, losses, on_cpu, play, played
 from machines import Machines, need_machines
 from model_files import linked, prepare
-from trainer_runs import ranks_of, read_log, running, saved_bytes, taken_and_planned, wait_for_end, wait_for_line
+from trainer_runs import ROOT, ranks_of, read_log, running, saved_bytes, taken_and_planned, unlike_ranks, wait_for_end, wait_for_line
 
 pytestmark = pytest.mark.skipif(not (BUILD / "nccl_faults").exists(), reason="no CUDA Toolkit")
 
@@ -67,6 +67,8 @@ def test_a_planted_fault_is_found_and_named(name):
 MODEL = {"llama": ("--heads", 4, "--kv-heads", 2, "--channels", 48, "--mlp-width", 72)}
 STEPS = (*DATA, "--batch", 1, "--steps", 4, "--lr", "1e-2", "--warmup", 1, "--val-data", "data.bin", "--eval-every", 2,
          "--eval-batches", 2)
+# What GPUs that are emulated are called.
+NAMES = {"A100": "NVIDIA A100 80GB PCIe", "4090": "NVIDIA GeForce RTX 4090", "H100": "NVIDIA H100 80GB HBM3"}
 # The --zero of three runs, and their options.
 CASES = {
     "full": ((1, 2, 3), ()),
@@ -169,10 +171,13 @@ def test_each_rank_has_weights_that_it_updates_whole(model):
 
 
 @pytest.mark.more
-def test_four_gpus(model, precision, tmp_path):
-    runs = [results(gpus(precision, 4, GPU_ORDER=order), tmp_path / order, model, *STEPS, "--devices", 4) for order in ("late", "random")]
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("name", ["full", "LoRA on NF4"])
+def test_four_gpus(model, precision, name, zero, tmp_path):
+    options = (*STEPS, *CASES[name][1], "--devices", 4, "--zero", zero)
+    runs = [results(gpus(precision, 4, GPU_ORDER=order), tmp_path / order, model, *options) for order in ("late", "random")]
     assert runs[0][:2] == runs[1][:2]
-    on_cpus = results(on_cpu(precision), tmp_path / "cpus", model, *STEPS, "--devices", 4)
+    on_cpus = results(on_cpu(precision), tmp_path / "cpus", model, *options)
     np.testing.assert_allclose(losses(runs[0][0]), losses(on_cpus[0]), rtol=BOUND[precision])
 
 
@@ -195,10 +200,37 @@ def test_gpus_of_two_machines(model, tmp_path):
     ({"GPU_COUNT": "4", "CUDA_VISIBLE_DEVICES": "1,3"}, 3, "--devices 3: this machine has 2 GPUs in CUDA_VISIBLE_DEVICES=1,3"),
     ({"GPU_COUNT": "0"}, 2, "none answers"),
     ({"GPU_COUNT": "2", "NCCL_LIBRARY": "/nowhere/libnccl.so.2"}, 2, "NCCL cannot be loaded: /nowhere/libnccl.so.2"),
+    ({"GPU_COUNT": "2", "NCCL_LIBRARY": __file__}, 2, f"NCCL cannot be loaded: {__file__}: invalid ELF header"),
 ], ids=str)
 def test_gpus_that_are_not_there(model, tmp_path, environment, devices, said):
     ran = played("bf16", **environment)(*STEPS, "--devices", devices, cwd=model, code=2)
     assert said in ran.stderr.decode() and ran.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize("lacks", ["ncclSend", "ncclCommGetAsyncError"])
+def test_an_nccl_that_is_too_old(model, tmp_path, lacks):
+    """A library with all of NCCL's functions but one."""
+    names = re.findall(r'load\(\w+, "(nccl\w+)"\)', (ROOT / "llmc/ranks_transfers.h").read_text())
+    assert lacks in names
+    source = "".join(f"void {name}() {{}}\n" for name in names if name != lacks)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-xc", "-", "-o", tmp_path / "libnccl.so.2"], input=source, text=True, check=True)
+    train = gpus("bf16", NCCL_LIBRARY=str(tmp_path / "libnccl.so.2"))
+    error = train(*STEPS, "--devices", 2, cwd=model, code=2).stderr.decode()
+    assert error == f"train: --devices: this NCCL has no {lacks}: it needs to be 2.7 or later\n"
+
+
+@pytest.mark.parametrize("other", ["4090", pytest.param("H100", marks=pytest.mark.more)])
+def test_unlike_gpus(model, tmp_path, other):
+    """They train together, like two of one kind, and a line says what that costs."""
+    said, logs = [], []
+    for second in ("A100", other):
+        train = gpus("bf16", **unlike_ranks(tmp_path, f"[ $RANK = 1 ] && export GPU={second}"))
+        folder = linked_folder(tmp_path / second, model)
+        said.append(train(*STEPS, "--devices", 2, "--log", "log.jsonl", cwd=folder, minutes=5).stderr.decode())
+        logs.append(losses(read_log(folder / "log.jsonl")))
+    assert said == ["", f"rank 1 has a {NAMES[other]} and rank 0 a {NAMES['A100']}: every step takes as long as on the slowest GPU, and what "
+                    "fits is what fits on the smallest\n"]
+    np.testing.assert_allclose(*logs, rtol=BOUND["bf16"])
 
 
 @pytest.mark.skipif(bool(subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode), reason="not allowed to mount")

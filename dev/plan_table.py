@@ -107,7 +107,7 @@ class Trainer:
         if result.returncode == 0:
             return json.loads(result.stdout)
         said = result.stderr.strip().splitlines()
-        if result.returncode == 2 and said and (" at the least" in said[-1] or "the least that" in said[-1]):
+        if result.returncode == 2 and said and any(part in said[-1] for part in ("takes at least", "take at least", "the least that this takes")):
             return said[-1].removeprefix("train: ")
         fail(said[-1] if said else f"{self.path}: ended with {result.returncode}")
 

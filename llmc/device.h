@@ -175,7 +175,8 @@ inline bool gpu_shares_host_memory() {
 // The device's memory that this process could allocate now; of a GPU that is only planned for, all that its
 // context leaves.
 inline FreeMemory device_memory_free() {
-    if (planned_gpu) return {memory_of(*planned_gpu) - context_bytes(), "the memory of the GPU"};
+    if (planned_gpu)
+        return {memory_of(*planned_gpu) - context_bytes(), format("the memory of the %s", planned_gpu->name)};
 #if defined(SIMT_GPU)
     // For memory that the GPU shares, CUDA does not count the page cache as free, which would make room.
     if (gpu_shares_host_memory()) return host_memory_free();

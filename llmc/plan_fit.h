@@ -282,40 +282,62 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
     return fit;
 }
 
+// A buffer's name in a sentence.
+inline std::string in_words(const std::string& name) {
+    if (name == "m" || name == "v") return "the optimizer's state " + name;
+    if (name == "master") return "the master copy of the weights";
+    std::string words = name;
+    std::replace(words.begin(), words.end(), '_', ' ');
+    return words;
+}
+
+// Fails because what is offloaded takes more than there is for it outside the device.
+[[noreturn]] inline void fail_to_offload(const Options& given, const BesideDevice& beside) {
+    const int ranks = given.rank.on_this_machine;
+    const std::string each = ranks > 1 ? format("each of %d ", ranks) : "";
+    const bool is_host_short = beside.pinned > memory_beside_device(given).pinned;
+    if (is_host_short && planned_gpu)
+        fail("--memory host=%s: what %s %s offloads takes at least %s of its host's memory",
+             given.host_memory.c_str(), ranks > 1 ? (each + "GPUs").c_str() : "the", planned_gpu->name,
+             size_text(beside.pinned).c_str());
+    if (is_host_short)
+        fail("--memory host=%s: what %s offloads takes at least %s of the host's memory",
+             given.host_memory.c_str(), ranks > 1 ? (each + "ranks").c_str() : "the run",
+             size_text(beside.pinned).c_str());
+    fail("--memory %s: the files of %s take at least %s, and their folder, %s, has %s; TMPDIR names another",
+         given.memory.c_str(), ranks > 1 ? (each + "ranks").c_str() : "the run",
+         size_text(beside.files).c_str(), temporary_folder().c_str(), size_text(space_on_disk()).c_str());
+}
+
 // Fails with the least memory that a run would take, the options for that, and what would lower it.
 // `short_of_memory`: some configuration failed only because there was too little memory outside the device;
 // then suggests more of that.
 [[noreturn]] inline void fail_to_fit(const Options& given, const Fit& fit, const std::string& options,
                                      bool short_of_memory) {
-    if (given.fills_gpu && fit.solution.least.exact != kTooMuchOffloaded)
-        fail_to_fit_gpu(given, fit.solution.least.exact, options);
-    if (fit.solution.least.exact == kTooMuchOffloaded) {
-        const int ranks = given.rank.on_this_machine;
-        const std::string of_each = ranks > 1 ? format(" for each of %d ranks", ranks) : "";
-        if (fit.beside.pinned > memory_beside_device(given).pinned)
-            fail("--memory host=%s: what is offloaded to the host takes %s at the least%s",
-                 given.host_memory.c_str(), size_text(fit.beside.pinned).c_str(), of_each.c_str());
-        fail("--memory %s: the run's files take %s at the least%s, and %s has %s (TMPDIR names another)",
-             given.memory.c_str(), size_text(fit.beside.files).c_str(), of_each.c_str(),
-             temporary_folder().c_str(), size_text(space_on_disk()).c_str());
-    }
-    const auto [name, bytes] = fit.largest;
+    const size_t least = fit.solution.least.exact;
+    if (least == kTooMuchOffloaded) fail_to_offload(given, fit.beside);
+    if (given.fills_gpu) fail_to_fit_gpu(given, fit.configuration, least, fit.beside.pinned, options);
+    const auto& [name, bytes] = fit.largest;
     const bool may_move =
         !given.has("--offload.weights") || !given.has("--offload.state") || !given.has("--offload.inputs");
-    std::string less = "a smaller --seq-len or --model";
+    std::string less = what_takes_less(given, fit.configuration);
     if (name == "sampling" || name == "a sample's continuation") less = "--sample tokens=0";
-    if (name == "gradients") less = "--update-in-backward, which keeps one block's";
+    if (name == "gradients") less = "--update-in-backward, which keeps the gradients of one block only";
     if (may_move && !kHostIsDevice && !given.has("--memory.host"))
-        less = "host=SIZE in --memory, so that more can be offloaded";
+        less = "host=SIZE in --memory, which lets more be offloaded to the host's memory";
     if (short_of_memory)
         less = planned_gpu ? "a larger host= in --memory"
-                           : format("%sa TMPDIR with room: %s has %s",
+                           : format("%sa TMPDIR with more room: %s has %s",
                                     kHostIsDevice ? "" : "a larger host= in --memory, or ",
                                     temporary_folder().c_str(), size_text(space_on_disk()).c_str());
-    fail("--memory %s: the least that this takes is %.1f MiB (%s), %s of it for %s; less with %s",
-         describe_budget(given.memory, budget_of(given.memory, given.rank)).c_str(),
-         std::ceil(10 * mebibytes(fit.solution.least.exact)) / 10, options.c_str(), size_text(bytes).c_str(),
-         name.c_str(), less.c_str());
+    std::string on_which;
+    if (planned_gpu) on_which = format(" on %s %s", given.devices > 1 ? "each" : "the", planned_gpu->name);
+    fail(
+        "--memory %s: the least that this takes%s is %.1f MiB (%s). The largest part of that, %s, is for %s. "
+        "Less is needed with %s.",
+        describe_budget(given.memory, budget_of(given.memory, given.rank)).c_str(), on_which.c_str(),
+        std::ceil(10 * mebibytes(least)) / 10, options.c_str(), size_text(bytes).c_str(),
+        in_words(name).c_str(), less.c_str());
 }
 
 // --memory: returns the options whose plan fits and is the fastest by estimate; `choices` gets this choice

@@ -41,15 +41,16 @@ inline std::string gigabytes(double bytes) {
     return format(bytes < 100e9 ? "%.3g GB" : "%.0f GB", bytes / 1e9);
 }
 
-// The smallest GPUs of the table with room for a run that takes `bytes` of the planned one, at most three; ""
-// if there is none.
-inline std::string gpus_with_room(size_t bytes) {
+// The smallest GPUs of the table with room for a run that takes `bytes` of the planned one and `pinned` of
+// its host, at most three; "" if there is none. An integrated GPU has both in the same memory.
+inline std::string gpus_with_room(size_t bytes, size_t pinned) {
     const size_t without_context = bytes - std::min(bytes, context_bytes());
     std::vector<const KnownGpu*> all;
     for (const KnownGpu& gpu : kKnownGpus) {
         if (gpu.for_plans_only) continue;
         const size_t free = memory_of(gpu) - cuda_context_bytes(gpu.multiprocessors, gpu.is_hopper());
-        if (with_reserve({free, ""}, 0).bytes >= without_context) all.push_back(&gpu);
+        if (with_reserve({free, ""}, 0).bytes >= without_context + (gpu.integrated ? pinned : 0))
+            all.push_back(&gpu);
     }
     std::stable_sort(all.begin(), all.end(),
                      [](const KnownGpu* a, const KnownGpu* b) { return a->memory < b->memory; });
@@ -65,27 +66,37 @@ inline std::string gpus_with_room(size_t bytes) {
     return names;
 }
 
-// What would take less memory than these options, as far as they leave it open.
-inline std::string what_takes_less(const Options& o) {
-    std::string all;
-    const auto add = [&](const char* what) { all += (all.empty() ? "" : ", ") + std::string(what); };
-    if (!o.trains_adapter() && !parse_new_model(o.model)) add("--train lora");
-    if (o.trains_adapter() && o.base.empty() && !RunInputs::is_gguf(o.model)) add("--base nf4");
-    if (o.batch * o.grad_accum > 1) add("a smaller --batch");
-    if (!o.auto_length) add("a shorter --seq-len");
-    if (o.devices == 1 && !o.trains_adapter()) add("more --devices");
-    return all.empty() ? "a smaller --model" : all;
+// What would take less memory than these options, as far as they leave it open; `smallest` are the ones that
+// take the least of those that were tried. Devices share the optimizer's state, and a frozen model's weights,
+// only where they are on the devices.
+inline std::string what_takes_less(const Options& o, const Options& smallest) {
+    std::vector<std::string> all;
+    const bool share_more =
+        smallest.state == "device" && (smallest.weights == "device" || !o.trains_adapter());
+    if (!o.trains_adapter() && !parse_new_model(o.model)) all.push_back("--train lora");
+    if (o.trains_adapter() && o.base.empty() && !RunInputs::is_gguf(o.model)) all.push_back("--base nf4");
+    if (o.batch * o.own_micro_batches() > 1) all.push_back("a smaller --batch");
+    if (!o.auto_length) all.push_back("a shorter --seq-len");
+    if (share_more && o.zero != "0") all.push_back("more --devices");
+    all.push_back("a smaller --model");
+    std::string text = all[0];
+    for (size_t i = 1; i < all.size(); i++) text += (i + 1 < all.size() ? ", " : " or ") + all[i];
+    return text;
 }
 
-// Fails because a run that takes `least` bytes of a GPU, with `options`, does not fit the one of --gpu.
-[[noreturn]] inline void fail_to_fit_gpu(const Options& given, size_t least, const std::string& options) {
-    const std::string others = gpus_with_room(least);
+// Fails because a run that takes `least` bytes of a GPU and `pinned` of its host, with `options`, does not
+// fit the one of --gpu. What --memory may choose was all tried; `smallest` is the configuration with the
+// least.
+[[noreturn]] inline void fail_to_fit_gpu(const Options& given, const Options& smallest, size_t least,
+                                         size_t pinned, const std::string& options) {
+    const std::string others = gpus_with_room(least, pinned);
+    const bool several = given.devices > 1;
     fail(
-        "this does not fit the GPU %s: of its %.1f GiB a run may use %.1f, and this one needs at least %.1f "
-        "(%s). "
+        "this does not fit %s %s: of %s %.1f GiB a run may use %.1f, and this one needs at least %.1f (%s). "
         "Less is needed with %s.%s",
-        planned_gpu->name, planned_gpu->memory, gibibytes(memory_of_planned_gpu().bytes), gibibytes(least),
-        options.c_str(), what_takes_less(given).c_str(),
+        several ? format("%d GPUs", given.devices).c_str() : "the GPU", planned_gpu->name,
+        several ? "each one's" : "its", planned_gpu->memory, gibibytes(memory_of_planned_gpu().bytes),
+        gibibytes(least), options.c_str(), what_takes_less(given, smallest).c_str(),
         others.empty() ? "" : format(" GPUs that have room: %s.", others.c_str()).c_str());
 }
 
@@ -136,7 +147,7 @@ inline void print_gpu_answer(FILE* to, const Options& o, const MemoryReport& r) 
     const size_t pinned = r.pinned_on_a_machine();
     if (fits && pinned > size_t{1} << 30)
         fprintf(to, ", and %.1f GiB of %s host's memory", gibibytes(pinned), o.machines > 1 ? "each" : "the");
-    if (const std::string others = fits ? "" : gpus_with_room(r.total()); !others.empty())
+    if (const std::string others = fits ? "" : gpus_with_room(r.total(), r.all_pinned()); !others.empty())
         fprintf(to, "; GPUs that have room: %s", others.c_str());
     if (!fits && o.steps > 0 && o.has("--recompute"))
         fprintf(to, "; without --recompute, the plan chooses what to recompute and to offload");

@@ -148,14 +148,15 @@ struct MemoryReport {
             if (plan->bytes > most) most = plan->bytes, name = other;
         return name;
     }
-    // The largest of the buffers and the arena. The arena is named by its largest user if that is not
-    // training.
+    // The largest of the buffers, the arena and the process. The arena is named by its largest user if that
+    // is not training.
     std::pair<std::string, size_t> largest() const {
         std::pair<std::string, size_t> most{"activations", train->bytes};
         for (const auto& [name, plan] : others)
             if (plan->bytes > most.second) most = {name, plan->bytes};
         for (const Buffer& b : buffers)
             if (b.bytes > most.second) most = {b.name, b.bytes};
+        if (process > most.second) most = {"the process itself", process};
         return most;
     }
     size_t of_kind(const std::string& kind) const {

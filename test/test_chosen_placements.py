@@ -160,4 +160,4 @@ def test_a_full_disk_is_not_chosen(train, wide4, tmp_path):
     with small_disk(tmp_path / "small", "4m") as folder:
         small = Train(train.path, TMPDIR=str(folder))
         error = small(*options, "--memory", f"{enough:.1f}MiB", "--plan", cwd=work, code=2).stderr.decode()
-    assert "--offload state=disk" not in error and f"TMPDIR with room: {folder}" in error and error.count("\n") == 1
+    assert "--offload state=disk" not in error and f". Less is needed with a TMPDIR with more room: {folder} has 4.0 MiB.\n" in error and error.count("\n") == 1

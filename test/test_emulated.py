@@ -497,7 +497,7 @@ def test_memory_chooses_what_waits_in_host_memory():
     assert there["estimated_seconds"] > 1.2 * train.plan(*options, "1500MiB", "--memory", "host=4GiB")["estimated_seconds"]
     resident = train.plan(*options, "2400MiB")
     assert not any(resident["outside_device"].values()) and resident["estimated_seconds"] > plan["estimated_seconds"]
-    for more, named in (((), "less with host=SIZE in --memory"), (("--memory", "host=10MiB"), "a larger host= in --memory, or a TMPDIR"),
+    for more, named in (((), "needed with host=SIZE in --memory"), (("--memory", "host=10MiB"), "a larger host= in --memory, or a TMPDIR with more room: "),
                         (("--memory", "host=lots"), "--memory host= 'lots'")):
         error = train(*options, "1500MiB", *more, "--plan", code=2).stderr.decode()
         assert named in error and error.count("\n") == 1

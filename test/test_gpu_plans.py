@@ -70,9 +70,10 @@ CASES = [
 REFUSED = [
     ("RTX 3050", "--model llama-3.1-70b --batch 1 --seq-len 128", "does not fit the GPU RTX 3050"),
     ("GB10", "--model llama-3.1-70b --batch 1", "does not fit the GPU GB10"),
-    ("RTX 4090", "--model llama-3.1-8b --batch 1 --memory 8GiB", "--memory 8GiB: the least that this takes"),
-    ("RTX 4080", "--model llama-3.1-8b --batch 1 --memory 1GiB,host=100MiB", "less with a larger host= in --memory"),
-    ("RTX 4080", "--model llama-3.1-8b --batch 1 --memory 14GiB,host=2GiB --offload state=host", "--memory host=2GiB: what is offloaded"),
+    ("RTX 3060", "--model llama-3.1-70b --batch 8 --devices 4 --seq-len 131072", "does not fit 4 GPUs RTX 3060"),
+    ("RTX 4090", "--model llama-3.1-8b --batch 1 --memory 8GiB", "the least that this takes on the RTX 4090 is 12"),
+    ("RTX 4080", "--model llama-3.1-8b --batch 1 --memory 1GiB,host=100MiB", "needed with a larger host= in --memory."),
+    ("RTX 4080", "--model llama-3.1-8b --batch 1 --memory 14GiB,host=2GiB --offload state=host", "--memory host=2GiB: what the RTX 4080"),
     ("RTX 3060", "--model llama-3.1-8b --train lora --batch auto", "--batch auto: a batch of 1 takes"),
 ]
 
@@ -245,12 +246,68 @@ def test_nothing_fits(program):
     assert rooms and all(gib > least for gib in rooms)
 
 
+# Each is (GPU, options, the message as a pattern): OPTIONS are those of the smallest plan.
+OPTIONS = r"\(--recompute [^()]+\)"
+SENTENCES = [
+    ("RTX 3050", "--model llama-3.1-70b --batch 1 --seq-len 128",  # all is in host memory already, so more devices do not help
+     rf"this does not fit the GPU RTX 3050: of its 7\.6 GiB a run may use 7\.2, and this one needs at least 1\d\.\d {OPTIONS}\. Less is needed "
+     r"with --train lora, a shorter --seq-len or a smaller --model\. GPUs that have room: A2 \(14 GiB\), [^.]+\."),
+    ("RTX 3050", "--model bloom-176b --train lora --seq-len auto",
+     rf"this does not fit the GPU RTX 3050: of its 7\.6 GiB [^.]+\.2, and this one needs at least 8\.\d {OPTIONS}\. "
+     r"Less is needed with --base nf4 or a smaller --model\. GPUs that have room: RTX 3080 \(10 GiB\), [^.]+\."),
+    ("GB10", "--model llama-3.1-70b --batch 4",
+     rf"this does not fit the GPU GB10: of its 119\.0 GiB a run may use 113\.1, and this one needs at least 1\d{{3}}\.\d {OPTIONS}\. "
+     r"Less is needed with --train lora, a smaller --batch, a shorter --seq-len, more --devices or a smaller --model\."),
+    ("RTX 3060", "--model llama-3.1-70b --batch 1 --devices 4 --seq-len 131072",
+     rf"this does not fit 4 GPUs RTX 3060: of each one's 11\.6 GiB a run may use 11\.0, and this one needs at least 14\.\d {OPTIONS}\. "
+     r"Less is needed with --train lora, a shorter --seq-len or a smaller --model\. GPUs that have room: [^.]+\."),
+    ("RTX 4090", "--model llama-3.1-8b --batch 1 --memory 8GiB",
+     rf"--memory 8GiB: the least that this takes on the RTX 4090 is \d{{6}}\.\d MiB {OPTIONS}\. The largest part of that, 30633\.0 MiB, is for "
+     r"the optimizer's state m\. Less is needed with host=SIZE in --memory, which lets more be offloaded to the host's memory\."),
+    ("RTX 3060", "--model llama-3.1-8b --train lora --base nf4 --batch 1 --memory 1GiB,host=1MiB --offload weights=device,state=device,inputs=device",
+     rf"--memory 1GiB: the least that this takes on the RTX 3060 is \d{{4}}\.\d MiB {OPTIONS}\. The largest part of that, 3744\.0 MiB, is for "
+     r"quantized weights\. Less is needed with a larger host= in --memory\."),
+    ("RTX 3060", "--model llama-3.1-8b --batch 8 --devices 4 --memory 1GiB,host=30GiB",
+     rf"--memory 1GiB: the least that this takes on each RTX 3060 is \d{{4}}\.\d MiB {OPTIONS}\. The largest part of that, 2004\.0 MiB, is for "
+     r"weights\. Less is needed with a larger host= in --memory\."),
+    ("RTX 3060", "--model d48 --batch 1 --memory 1GiB --offload weights=device,state=device,inputs=device",
+     rf"--memory 1GiB: the least that this takes on the RTX 3060 is \d{{5}}\.\d MiB {OPTIONS}\. The largest part of that, \d{{4}}\.\d MiB, is for "
+     r"the optimizer's state m\. Less is needed with a shorter --seq-len, more --devices or a smaller --model\."),
+    ("RTX 3060", "--model d12 --batch 1 --seq-len 1024 --optimizer sgd --offload weights=host,state=host,inputs=host --memory 300MiB,host=9GiB --prefetch 0 "
+     "--offload gradients=device --sample tokens=0",
+     rf"--memory 300MiB: the least that this takes on the RTX 3060 is \d{{3}}\.\d MiB {OPTIONS}\. The largest part of that, 237\.4 MiB, is for "
+     r"gradients\. Less is needed with --update-in-backward, which keeps the gradients of one block only\."),
+    ("RTX 3060", "--model d2 --batch 1 --seq-len 16 --memory 100MiB,host=9GiB",
+     rf"--memory 100MiB: the least that this takes on the RTX 3060 is \d{{3}}\.\d MiB {OPTIONS}\. The largest part of that, \d+\.\d MiB, is for "
+     r"the process itself\. Less is needed with a shorter --seq-len[^.]* or a smaller --model\."),
+    ("RTX 4080", "--model llama-3.1-8b --batch 1 --memory 14GiB,host=2GiB --offload state=host",
+     r"--memory host=2GiB: what the RTX 4080 offloads takes at least \d+\.\d MiB of its host's memory"),
+    ("RTX 3060", "--model llama-3.1-8b --batch 8 --devices 4 --memory 9GiB,host=3GiB --offload state=host",
+     r"--memory host=3GiB: what each of 4 GPUs RTX 3060 offloads takes at least \d+\.\d MiB of its host's memory"),
+    ("RTX 3060", "--model llama-3.1-8b --train lora --batch auto",
+     r"--batch auto: a batch of 1 takes \d+\.\d MiB and there are 11288\.7 \(95% of what is free: the memory of the RTX 3060\)"),
+]
+
+
+@pytest.mark.parametrize("gpu, options, says", SENTENCES, ids=lambda value: value.split(" --offload")[0] if value.startswith("--model") else "")
+def test_the_sentences_of_a_refusal(program, gpu, options, says):
+    ran = run(program, "--gpu", gpu, *options.split())
+    assert ran.returncode == 2 and re.fullmatch(f"train: {says}\n", ran.stderr), ran.stderr
+
+
+def test_an_integrated_gpu_has_no_memory_beside_it(program):
+    """What is kept in the host's memory is in the same memory there, so it has no room for that."""
+    ran = run(program, "--gpu", "RTX 3050", "--model", "llama-3.1-8b", "--batch", "1", "--offload", "weights=device,state=device")
+    least = float(re.search(r"at least ([\d.]+) \(--rec.*=host", ran.stderr)[1])
+    assert 100 < least < 113 and "GPUs that have room: GH200" in ran.stderr, ran.stderr
+
+
 def test_the_longest_context(program):
     options = ["--gpu", "RTX 4090", "--model", "llama-3.1-8b", "--train", "lora", "--batch", "1", "--memory", "17GiB"]
     plan = json.loads(run(program, "json", *options, "--seq-len", "auto").stdout)
     assert plan["seq_len"] % 64 == 0 and 1024 < plan["seq_len"] < 131072 and plan["totals"]["total"] <= 17 << 30
     longer = run(program, "json", *options, "--seq-len", plan["seq_len"] + 64)
-    assert longer.returncode == 2 and "--memory 17GiB: the least that this takes" in longer.stderr
+    assert longer.returncode == 2 and "--memory 17GiB: the least that this takes on the RTX 4090 is" in longer.stderr
 
 
 def test_neighbours_that_differ_by_a_thousandth_are_not_shown(program):

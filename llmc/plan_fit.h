@@ -355,18 +355,20 @@ Options fit_memory(const Options& given, Configurations&& configurations, FitCon
     const std::vector<Options> as_given = ways_to_share(given);
     Fit best = fit(as_given[0], given_space, nullptr);
     const double fastest = best.solution.fastest.seconds;
-    for (size_t i = 1; i < as_given.size(); i++)
-        if (Fit more = fit(as_given[i], given_space, &best); more.is_better_than(best))
-            best = std::move(more);
+    std::vector<std::pair<Fit, BesideDevice>> estimates;  // and the space of each
+    for (size_t i = 1; i < as_given.size(); i++) {
+        Fit more = fit(as_given[i], given_space, &best);
+        if (more.is_estimate) estimates.emplace_back(more, given_space);
+        if (more.is_better_than(best)) best = std::move(more);
+    }
     bool short_of_memory = false;
-    std::vector<Fit> estimates;
     const auto try_all = [&](const std::vector<Options>& all, bool only_files) {
         const BesideDevice space = memory_beside_device(given);
         for (const Options& configuration : all) {
             if (only_files && !has_files(configuration)) continue;  // tried before
             Fit more = fit(configuration, space, &best);
             if (more.solution.least.exact == kTooMuchOffloaded) short_of_memory = true;
-            if (more.is_estimate) estimates.push_back(more);
+            if (more.is_estimate) estimates.emplace_back(more, space);
             if (more.is_better_than(best)) best = std::move(more);
         }
     };
@@ -387,10 +389,10 @@ Options fit_memory(const Options& given, Configurations&& configurations, FitCon
     }
     // The least memory that is reported must be exact.
     const auto may_be_least = static_cast<double>(best.solution.least.exact) * kMostSaved;
-    for (const Fit& estimate : estimates)
+    for (const auto& [estimate, space] : estimates)
         if (const size_t least = estimate.solution.least.exact;
             !best.solution.chosen && least != kTooMuchOffloaded && static_cast<double>(least) <= may_be_least)
-            if (Fit exact = fit(estimate.configuration, memory_beside_device(given), nullptr);
+            if (Fit exact = fit(estimate.configuration, space, nullptr);
                 best.is_estimate || exact.is_better_than(best))
                 best = std::move(exact);
     if (!host_can_update(best.configuration)) best.configuration.updates = "device";

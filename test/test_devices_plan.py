@@ -92,6 +92,19 @@ def test_too_little_memory_is_one_line(train):
     assert "the least that this takes is" in line and "--zero" in line
 
 
+def test_the_least_that_the_given_options_take_is_exact(train):
+    """Also if none of the ways to share fits and nothing else may be chosen; it was an estimate then, without settings."""
+    placed = ("--offload", "weights=device,gradients=device,state=device,inputs=device", "--prefetch", 1)
+    line = error_line(train, *D6, "--plan", *placed, "--sample", "tokens=0", "--memory", "20MiB")
+    said = re.search(r"the least that this takes is ([\d.]+) MiB \(--recompute [a-z].* --zero [123]\)\. The largest part of that, [\d.]+ MiB, is for "
+                     r"[a-z ]+\. Less is needed with .*more --devices or a smaller --model\.", line)
+    assert said, line
+    budget = float(said[1])
+    chosen = train.plan(*D6, *placed, "--sample", "tokens=0", "--memory", f"{budget + 0.1:.1f}MiB")
+    assert 0.98 * budget <= chosen["totals"]["total"] / MIB <= budget + 0.1
+    assert "the least" in error_line(train, *D6, "--plan", *placed, "--sample", "tokens=0", "--memory", f"{0.95 * budget:.1f}MiB")
+
+
 @pytest.mark.parametrize("options", [("--memory",), ("--batch", "auto"), ("--seq-len", "auto", "--batch", 1)],
                          ids=lambda options: options[0])
 def test_all_ranks_make_the_choice_of_the_first(train, work, tmp_path, options):

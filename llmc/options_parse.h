@@ -53,29 +53,6 @@ inline void answer_questions(const CLI::App& app, const Settings& settings) {
     exit(0);
 }
 
-// Sets the options of the command line and of the config file that it names; the command line counts. Values
-// that do not count, because an option was given again, must be valid too.
-inline void set_given(CLI::App& app, Options& o, int argc, char** argv) {
-    WordReader reader(app);
-    Settings settings = reader.command_line(std::vector<std::string>(argv + 1, argv + argc));
-    answer_questions(app, settings);
-    const auto replaced = reader.replaced();
-    if (const auto config = settings.find("--config"); config != settings.end()) {
-        const std::string path = config->second[0];
-        settings.erase(config);
-        reader.config_file(path, [&](const Settings& of_file) {
-            for (const auto& [name, words] : of_file) {
-                const bool says_how_long = name == "--steps" || name == "--epochs";
-                const bool is_said = settings.contains("--steps") || settings.contains("--epochs");
-                if (!settings.contains(name) && !(says_how_long && is_said)) set_option(app, o, name, words);
-            }
-        });
-    }
-    for (const auto& [name, words] : replaced)
-        if (name != "--config") set_option(app, o, name, words);
-    for (const auto& [name, words] : settings) set_option(app, o, name, words);
-}
-
 // The settings of the command line that differ from those of the save, as in "--lr 1e-4 (was 5e-5)". Those
 // that only say where to write, what to print and which machine to use are not among them, nor, with --resume
 // auto, those that were chosen when the run began.
@@ -236,6 +213,38 @@ inline void plan_for_named_gpu(const Options& o, char** argv) {
     if (o.has("--memory") && parse_bytes(o.memory, "--memory") > memory_of(*planned_gpu))
         fail("--memory %s: the %s of --gpu has %.1f GiB", o.memory.c_str(), planned_gpu->name,
              planned_gpu->memory);
+}
+
+// Sets the options of the command line and of the config file that it names; the command line counts. Values
+// that do not count, because an option was given again, must be valid too.
+inline void set_given(CLI::App& app, Options& o, int argc, char** argv) {
+    WordReader reader(app);
+    Settings settings = reader.command_line(std::vector<std::string>(argv + 1, argv + argc));
+    answer_questions(app, settings);
+    // The planner allows other values than a build for a CPU, so it is asked before they are read.
+    const auto plan_elsewhere = [&](const Settings& of) {
+        const auto gpu = of.find("--gpu");
+        if (!kHostIsDevice || gpu == of.end()) return;
+        set_option(app, o, gpu->first, gpu->second);
+        plan_for_named_gpu(o, argv);
+    };
+    plan_elsewhere(settings);
+    const auto replaced = reader.replaced();
+    if (const auto config = settings.find("--config"); config != settings.end()) {
+        const std::string path = config->second[0];
+        settings.erase(config);
+        reader.config_file(path, [&](const Settings& of_file) {
+            plan_elsewhere(of_file);
+            for (const auto& [name, words] : of_file) {
+                const bool says_how_long = name == "--steps" || name == "--epochs";
+                const bool is_said = settings.contains("--steps") || settings.contains("--epochs");
+                if (!settings.contains(name) && !(says_how_long && is_said)) set_option(app, o, name, words);
+            }
+        });
+    }
+    for (const auto& [name, words] : replaced)
+        if (name != "--config") set_option(app, o, name, words);
+    for (const auto& [name, words] : settings) set_option(app, o, name, words);
 }
 
 // Reads the command line. For a resumed run, saved(save) returns that save's SavedOptions; those that were

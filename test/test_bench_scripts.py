@@ -323,6 +323,44 @@ def test_generation_says_what_failed(tmp_path):
         assert error.count("\n") == 1 and error.startswith("generation.py: ") and named in error
 
 
+def test_prompts_one_by_one_and_at_a_time(train_fp32, tmp_path):
+    """All answers have the tokens that were asked for; the last column is the median of the rounds' ratios."""
+    model = make(tmp_path / "tiny", "--family", "llama", "--vocab", 300, "--channels", 64, "--positions", 32)
+    rows, said, _ = generation("--model", model, "--train", train_fp32.path, "--tokens", 12, "--prompts", 8)
+    assert "8 prompts, 96 tokens in all, 1 threads, medians of 2 rounds in turn; the same answers" in said
+    assert list(rows) == ["", "one by one", "8 at a time"] and rows["one by one"][2] == "1.00"
+    for row in ("one by one", "8 at a time"):
+        slowest, fastest = map(float, rows[row][1].split(" to "))
+        assert 0 < slowest <= float(rows[row][0]) <= fastest
+
+
+def test_turns_of_prompts_are_compared(tmp_path):
+    """With a trainer whose rates are known: in turn, three rounds, and the medians of rates and ratios."""
+    model = make(tmp_path / "tiny", "--vocab", 300)
+    fake = executable(tmp_path / "train", f"""#!{sys.executable}
+import sys
+def of(name): return sys.argv[sys.argv.index(name) + 1]
+turns = {str(tmp_path)!r} + "/turns"
+open(turns, "a").write(of("--batch"))
+turn = len(open(turns).read()) - 1
+texts = open(of("--prompts")).read()
+assert texts.count("prompt") == 4 and of("--sample") == "tokens=9,temperature=0", texts
+if turn < 6: print("answers")
+if turn < 8: print("4 prompts answered: 36 tokens, %.1f tokens/s" % [10, 40, 20, 50, 40, 160, 1, 1][turn], file=sys.stderr)
+""")
+    ran = script("generation.py", "--model", model, "--train", fake, "--tokens", 9, "--prompts", 4, "--rounds", 3, "--threads", 1)
+    assert (tmp_path / "turns").read_text() == "141414"
+    assert "| one by one | 20.0 | 10.0 to 40.0 | 1.00 |" in ran.stdout and "| 4 at a time | 50.0 | 40.0 to 160.0 | 4.00 |" in ran.stdout
+    (tmp_path / "turns").write_text("14141")
+    _, _, error = generation("--model", model, "--train", fake, "--tokens", 9, "--prompts", 4, code=2)
+    assert error == "generation.py: 4 at a time: other answers than one by one\n"
+    (tmp_path / "turns").write_text("14141414")
+    _, _, error = generation("--model", model, "--train", fake, "--tokens", 9, "--prompts", 4, code=2)
+    assert error == f"generation.py: {fake}: did not say how fast it was\n"
+    assert "at least 2" in generation("--model", model, "--train", fake, "--prompts", 1, code=2)[2]
+    assert "--prompts 301: the model has 300 tokens" in generation("--model", model, "--train", fake, "--prompts", 301, code=2)[2]
+
+
 def test_pytorchs_model_refuses_other_depths():
     for model in ("d13", "d0", "12", "d"):
         with pytest.raises(load("torch_gpt2").argparse.ArgumentTypeError, match="known are"):

@@ -5,6 +5,11 @@ token reads every weight once, so that rate is the limit.
 
     dev/bench/generation.py --model d12 --precision bf16 [--tokens 256] [--rounds 3]
 
+With --prompts N it compares ./train with itself instead: a file of N prompts, answered one by one and all at a
+time, which take turns too. A GGUF file can be measured so, with texts as prompts.
+
+    dev/bench/generation.py --model data/smollm2 --precision bf16 --prompts 8 --tokens 100
+
 Greedy, from a prompt of one token. The time is measured from the second token to the last. The trainer gets
 the model with a tokenizer that spells token i as "t<i> ", so that its output shows when each token was made.
 Prints a table.
@@ -35,9 +40,10 @@ BYTES = {"fp32": 4, "bf16": 2}
 def parse(arguments):
     parser = results.OptionParser(description=__doc__.split(".")[0])
     add = parser.add_argument
-    add("--model", default="d12", help="dN, with random weights, or a Hugging Face folder")
+    add("--model", default="d12", help="dN, with random weights, or a Hugging Face folder; with --prompts also a GGUF file")
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="of the weights, in both")
     add("--tokens", type=positive, default=256)
+    add("--prompts", type=positive, help="answer so many prompts, one by one and at a time")
     add("--threads", type=positive, default=results.cores())
     add("--rounds", type=positive, default=3)
     add("--train", help="the trainer's binary (default: that of the precision in build/)")
@@ -48,6 +54,8 @@ def parse(arguments):
         fail(f"--train {results.shown([options.train])}: no such file; make DEVICE=cpu PRECISION={options.precision}")
     if options.tokens < 3:
         fail("--tokens: at least 3, as the time from the second to the last counts")
+    if options.prompts and options.prompts < 2:
+        fail("--prompts: at least 2")
     return options
 
 
@@ -71,28 +79,34 @@ def read_model(folder):
     return vocabulary, sum(n for name, n in sizes.items() if not name.endswith(tuple(unread)))
 
 
-def write_tokenizer(path, vocabulary):
-    """Writes a tokenizer that spells every token as its number, and can read the prompt."""
+def prompt_texts(count):
+    """Prompts of one token each: the first tokens of the vocabulary."""
+    return [f"t{i} " for i in range(count)]
+
+
+def write_tokenizer(path, vocabulary, prompts=1):
+    """Writes a tokenizer that spells every token as its number, and can read so many prompts."""
+    texts = prompt_texts(min(prompts, vocabulary))
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     path.write_text(json.dumps({
         "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "pre_tokenizer": byte_level,
-        "added_tokens": [{"id": 0, "content": PROMPT, "single_word": False, "lstrip": False, "rstrip": False,
-                          "normalized": False, "special": False}],
+        "added_tokens": [{"id": i, "content": text, "single_word": False, "lstrip": False, "rstrip": False,
+                          "normalized": False, "special": False} for i, text in enumerate(texts)],
         "post_processor": None, "decoder": byte_level,
         "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
                   "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
-                  "vocab": {f"t{i}Ġ" if i else PROMPT: i for i in range(vocabulary)}, "merges": []}}))
+                  "vocab": {texts[i] if i < len(texts) else f"t{i}Ġ": i for i in range(vocabulary)}, "merges": []}}))
 
 
 @contextlib.contextmanager
-def spelled(folder, vocabulary):
+def spelled(folder, vocabulary, prompts=1):
     """A view of the folder's model with such a tokenizer, and without tokens that end a text."""
     with tempfile.TemporaryDirectory() as temporary:
         view = pathlib.Path(temporary)
         for path in [folder / "config.json", *folder.glob("*.safetensors*")]:
             (view / path.name).symlink_to(path.resolve())
         (view / "generation_config.json").write_text('{"do_sample": false}')
-        write_tokenizer(view / "tokenizer.json", vocabulary)
+        write_tokenizer(view / "tokenizer.json", vocabulary, prompts)
         yield view
 
 
@@ -190,9 +204,76 @@ def same_until(a, b):
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
+# ---- several prompts at a time
+
+
+@contextlib.contextmanager
+def asked(options):
+    """The model to ask and a file of --prompts, as options of the trainer. A folder's model gets the tokenizer without an end of
+    texts, so that all answers have --tokens tokens. A GGUF file has its own, and answers texts."""
+    with contextlib.ExitStack() as stack:
+        path = pathlib.Path(options.model)
+        texts = prompt_texts(options.prompts)
+        if path.suffix == ".gguf":
+            texts = [f"Write a long story about the {('sea', 'woods', 'sun', 'moon', 'king', 'wind', 'snow', 'city')[i % 8]}, in {i + 2} parts."
+                     for i in range(options.prompts)]
+        else:
+            folder = model_folder(options)
+            vocabulary, _ = read_model(folder)
+            if vocabulary < options.prompts:
+                fail(f"--prompts {options.prompts}: the model has {vocabulary} tokens to begin with")
+            path = stack.enter_context(spelled(folder, vocabulary, options.prompts))
+        file = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".jsonl"))
+        file.writelines(json.dumps({"prompt": text}) + "\n" for text in texts)
+        file.flush()
+        yield ["--model", path, "--prompts", file.name, *(["--raw-prompt"] if path.suffix != ".gguf" else [])]
+
+
+def answers_turn(options, asks, at_a_time):
+    """What the trainer answers, how many tokens that are, and how many it made per second."""
+    command = [str(word) for word in (options.train, *asks, "--batch", at_a_time, "--sample", f"tokens={options.tokens},temperature=0",
+                                      "--threads", options.threads)]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout, env={**os.environ, **ENVIRONMENT})
+    except OSError as error:
+        raise PeerFailed(f"{results.shown(command[:1])}: {error.strerror}") from None
+    except subprocess.TimeoutExpired:
+        raise PeerFailed(f"{results.shown(command)}: not done after {options.timeout} s") from None
+    said = re.search(rf"^{options.prompts} prompts answered: (\d+) tokens, ([\d.]+) tokens/s$", ran.stderr, re.M)
+    if ran.returncode:
+        raise PeerFailed((ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"])[-1])
+    if not said:
+        raise PeerFailed(f"{results.shown(command[:1])}: did not say how fast it was")
+    return ran.stdout, int(said[1]), float(said[2])
+
+
+def compare_at_a_time(options):
+    """One by one and all at a time, in turn. The answers must be the same to the byte."""
+    rates, answers = {1: [], options.prompts: []}, None
+    with asked(options) as asks:
+        for _ in range(options.rounds):
+            for at_a_time, found in rates.items():
+                said, tokens, rate = answers_turn(options, asks, at_a_time)
+                found.append(rate)
+                answers = answers or said
+                if said != answers:
+                    raise PeerFailed(f"{at_a_time} at a time: other answers than one by one")
+    rows = []
+    for at_a_time, found in rates.items():
+        ratios = [rate / alone for rate, alone in zip(found, rates[1])]  # drift affects both
+        rows.append([f"{at_a_time} at a time" if at_a_time > 1 else "one by one", f"{statistics.median(found):.1f}",
+                     f"{min(found):.1f} to {max(found):.1f}", f"{statistics.median(ratios):.2f}"])
+    print(f"{options.model}, {options.precision}, {options.prompts} prompts, {tokens} tokens in all, {options.threads} threads, medians of "
+          f"{options.rounds} rounds in turn; the same answers; load before: {results.LOAD_BEFORE:.1f}\n")
+    print("\n".join(results.markdown(["", "tokens/s", "from the slowest to the fastest", "times one by one"], rows)))
+
+
 def main(arguments=None):
     options = parse(arguments)
     try:
+        if options.prompts:
+            compare_at_a_time(options)
+            return
         folder = model_folder(options)
         vocabulary, weights = read_model(folder)
         rates, tokens = measure(options, folder, vocabulary)

@@ -7,6 +7,8 @@ import math
 import os
 import pathlib
 import re
+import subprocess
+import time
 
 import pytest
 import reference
@@ -104,6 +106,60 @@ def test_a_run_never_takes_more_than_its_plan(train, tmp_path, model, seq_len, t
     options = ("--model", model, "--data", tmp_path / "text", "--batch", max(1, 1024 // seq_len), "--seq-len", seq_len,
                "--threads", threads, "--steps", 10000, "--sample", "tokens=0", "--print-every", 1)
     assert peak(train, *options, line=rb"^step +4/") <= total(train.plan(*options))
+
+
+# The options of an export of a model, or of its adapter.
+EXPORTS = {"f32": ("--export", "x.gguf,type=f32"), "q8_0": ("--export", "x.gguf,type=q8_0"),
+           "of NF4, f32": ("--base", "nf4-double", "--export", "x.gguf,type=f32"),
+           "of NF4, q4_k_m": ("--base", "nf4-double", "--export", "x.gguf,type=q4_k_m"),
+           "of NF4 and an adapter": ("--base", "nf4-double", "--adapter", "adapter", "--export", "x.gguf,type=f32"),
+           "an adapter": ("--adapter", "adapter", "--export", "x.gguf,type=f32,part=adapter")}
+
+
+@pytest.fixture(scope="module")
+def exported(train_fp32, tmp_path_factory):
+    """Models of 112 MiB in fp32, in which no tensor has more than 8, and an adapter for one."""
+    work = tmp_path_factory.mktemp("exported")
+    for family in ("llama", "gpt2"):
+        make(work / family, "--family", family, "--layers", 6, "--heads", 4, "--channels", 512, "--vocab", 4096, "--dtype", "bf16",
+             *(("--mlp-width", 2048) if family == "llama" else ("--positions", 64)))
+    write_shard(work / "data.bin", random_tokens(4096, 3000))
+    train_fp32("--model", "llama", "--train", "lora", "--data", "data.bin", "--batch", 1, "--seq-len", 16, "--steps", 1, "--warmup", 0, "--sample",
+               "tokens=0", "--out", "adapter", cwd=work)
+    return work
+
+
+def peak_until_the_end(train, *options, cwd):
+    """The peak memory of a run, in bytes, looked at a thousand times a second."""
+    most = 0
+    process = subprocess.Popen([train.path, *map(str, options)], cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=train.environment)
+    status = pathlib.Path(f"/proc/{process.pid}/status")
+    while process.poll() is None:
+        found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())  # none at the very end
+        most = max(most, 1024 * int(found[1]) if found else 0)
+        time.sleep(0.001)
+    assert process.returncode == 0, process.stderr.read()
+    return most
+
+
+@pytest.mark.parametrize("family, kind", [*(("llama", kind) for kind in EXPORTS), ("gpt2", "f32"), ("gpt2", "of NF4, f32")])
+def test_an_export_stays_in_the_plan(train_fp32, exported, family, kind):
+    """Also where the file is larger than all that the plan has: it is written piece by piece."""
+    if train_fp32.device != "cpu":
+        pytest.skip("of a CPU's memory")
+    options = ("--model", family, "--steps", 0, "--threads", 2, *EXPORTS[kind])
+    plan = json.loads(train_fp32(*options, "--plan", "json", cwd=exported).stdout)
+    taken = peak_until_the_end(train_fp32, *options, cwd=exported)
+    assert plan["totals"]["weights"] < taken <= total(plan)
+    if kind in ("of NF4, f32", "of NF4 and an adapter"):
+        assert (exported / "x.gguf").stat().st_size > total(plan)
+
+
+def test_an_export_after_training_stays_in_the_plan(train_fp32, exported):
+    said = train_fp32("--model", "llama", "--base", "nf4-double", "--train", "lora", "--data", "data.bin", "--batch", 1, "--seq-len", 16, "--steps", 1,
+                      "--sample", "tokens=0", "--threads", 2, "--export", "x.gguf,type=f32", cwd=exported).stdout.decode()
+    taken, planned = taken_and_planned(said)
+    assert taken <= planned < (exported / "x.gguf").stat().st_size / MIB
 
 
 # ---- the same bits

@@ -16,7 +16,8 @@ if [ -e .venv ]; then folder=.venv; else folder=.; fi
 probe=$(mktemp "$folder/.probe-XXXXXX" 2>/dev/null) || fail "cannot write in $(cd "$folder" && pwd), where Python's packages go"
 rm -f "$probe"
 python3 -c 'import ensurepip, venv' 2>/dev/null || fail "there is no Python 3 with its venv module: make test-deps installs it"
-echo "venv.sh: installing dev/requirements*.txt into .venv: 6 GB, most of it PyTorch; a few minutes the first time"
+# Sizes as of 2026-11-28, of PyPI's files for Python 3.11 on x86-64.
+echo "venv.sh: installing dev/requirements*.txt into .venv: downloads about 3.3 GB, most of it PyTorch with CUDA, and takes 6 GB there"
 [ -x .venv/bin/python ] || python3 -m venv .venv || fail "python3 -m venv failed (see above)"
 install() {
     .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@" ||

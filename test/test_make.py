@@ -230,6 +230,22 @@ def test_a_venv_that_cannot_be_made():
     assert ran.stderr == f"venv.sh: cannot write in {folder}, where Python's packages go\n"
 
 
+def test_a_venv_says_first_how_much_it_downloads(tmp_path):
+    """Before anything is installed."""
+    (tmp_path / "dev").mkdir()
+    for file in ("venv.sh", "requirements.txt", "requirements-alone.txt"):
+        shutil.copy(ROOT / "dev" / file, tmp_path / "dev" / file)
+    executable(tmp_path / "bin/pip", "#!/bin/sh\necho \"$*\"\n")
+    executable(tmp_path / "bin/python3", "#!/bin/sh\n[ \"$2\" != venv ] || { mkdir -p .venv/bin; cp bin/pip .venv/bin/python; }\n")
+    ran = subprocess.run(["sh", tmp_path / "dev/venv.sh"], capture_output=True, text=True, timeout=60,
+                         env={**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"})
+    first, *installs = ran.stdout.splitlines()
+    assert re.fullmatch(r"venv\.sh: installing .* downloads about [\d.]+ GB, .* takes [\d.]+ GB there", first), ran.stdout + ran.stderr
+    assert ran.returncode == 0 and [line.split()[:3] for line in installs] == [["-m", "pip", "install"]] * 2
+    again = subprocess.run(["sh", tmp_path / "dev/venv.sh"], capture_output=True, text=True, timeout=60)
+    assert again.returncode == 0 and not again.stdout + again.stderr
+
+
 # ---- the tests themselves
 
 

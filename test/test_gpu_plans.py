@@ -302,6 +302,15 @@ def test_an_integrated_gpu_has_no_memory_beside_it(program):
     assert 100 < least < 113 and "GPUs that have room: GH200" in ran.stderr, ran.stderr
 
 
+@pytest.mark.parametrize("by", ["the command line", "a file"])
+def test_values_that_only_a_gpu_allows(program, tmp_path, by):
+    """A build for a CPU offloads no activations to the host, and leaves it to the planner to know that."""
+    (tmp_path / "run.toml").write_text('gpu = "RTX 3060"\n\n[offload]\ninputs = "host"\n')
+    options = ["--gpu", "RTX 3060", "--offload", "inputs=host"] if by == "the command line" else ["--config", tmp_path / "run.toml"]
+    plan = json.loads(run(program, "json", "--model", "d12", "--batch", "1", "--recompute", "block", *options).stdout)
+    assert plan["planned_gpu"]["name"] == "RTX 3060" and plan["host"]["pinned"] > 1 << 20
+
+
 def test_the_longest_context(program):
     options = ["--gpu", "RTX 4090", "--model", "llama-3.1-8b", "--train", "lora", "--batch", "1", "--memory", "17GiB"]
     plan = json.loads(run(program, "json", *options, "--seq-len", "auto").stdout)

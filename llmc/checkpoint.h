@@ -27,6 +27,7 @@
 #include "llmc/adapter_files.h"
 #include "llmc/known_models.h"
 #include "llmc/model_positions.h"
+#include "llmc/quant_formats.h"
 #include "llmc/safetensors.h"
 #include "llmc/save_folder.h"
 #include "llmc/save_progress.h"
@@ -330,14 +331,15 @@ inline void write_tensors(const std::string& path, const Layout& layout, const B
     file.finish();
 }
 
-// Reads what write_tensors() wrote, bit for bit. If the file is of another model, fails naming the first
-// tensor that differs.
+// Reads what write_tensors() wrote, bit for bit. If the file is of another model, or a float in it is not
+// finite, fails naming the first such tensor.
 inline void read_tensors(const std::string& path, const Layout& layout, const Buffers& buffers) {
     const SafetensorsFile file(path);
     std::set<std::string> names;
     std::vector<char> host;
     for (const StateBuffer* b : buffers) {
         const std::string wanted = file_type_info(file_type(*b)).name;
+        const WeightFormat* const floats = stored_floats(wanted);
         for (const SavedTensor& t : saved_tensors(*b, layout)) {
             const SafetensorsEntry& entry = file.get(t.name, t.shape);
             if (entry.dtype != wanted)
@@ -347,6 +349,9 @@ inline void read_tensors(const std::string& path, const Layout& layout, const Bu
             for_each_chunk(*b, t, [&](int64_t first, int64_t count, size_t bytes) {
                 host.resize(bytes);
                 entry.read(start, bytes, host.data());
+                if (floats)
+                    check_blocks_finite(*floats, reinterpret_cast<unsigned char*>(host.data()), bytes,
+                                        entry.name, path, static_cast<int64_t>(start / b->width));
                 b->write(first, count, host.data());
                 start += bytes;
             });

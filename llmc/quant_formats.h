@@ -53,6 +53,13 @@ inline constexpr const WeightFormat& kStored = kStoredF32;
 template <>
 inline constexpr const WeightFormat& kStored<bf16> = kStoredBf16;
 
+// The format of floats of this type, by its name in safetensors files; null if that is no type of floats.
+inline const WeightFormat* stored_floats(std::string_view file_type) {
+    for (const WeightFormat* format : {&kStoredF32, &kStoredF16, &kStoredBf16})
+        if (file_type == format->file_type) return format;
+    return nullptr;
+}
+
 // ---- the list
 
 inline constexpr const WeightFormat* kWeightFormats[] = {&kNf4,       &kNf4Double, &kQ4_0,      &kQ4_1,

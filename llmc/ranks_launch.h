@@ -463,7 +463,7 @@ inline int exit_code_of_ranks(const MpirunEnd& end, int count, const std::string
     return 0;
 }
 
-// Fails if MPI's launcher has no room for its files, which it would not say in one line.
+// Fails if MPI's launcher has no room for its files, or may not write them: it would not say so in one line.
 inline void check_room_of_mpirun(const MpirunCommand& command, int count) {
     const char* const named = getenv("TMPDIR");
     const std::string folder = named && *named ? named : "/tmp";
@@ -474,6 +474,9 @@ inline void check_room_of_mpirun(const MpirunCommand& command, int count) {
     if (*free < command.file_bytes)
         fail("--devices %d: MPI's launcher needs %s in %s, and %s are free (TMPDIR names another folder)",
              count, size_text(command.file_bytes).c_str(), folder.c_str(), size_text(*free).c_str());
+    if (file_size_limit() < command.file_bytes)
+        fail("--devices %d: MPI's files take up to %s, and ulimit -f allows %llu bytes", count,
+             size_text(command.file_bytes).c_str(), static_cast<unsigned long long>(file_size_limit()));
 }
 
 // Starts `count` ranks of this program with the same arguments, and returns its exit code when all have

@@ -27,9 +27,8 @@
 // only when a loss is not finite.
 inline void check_files_finite(const SafetensorsFolder& files) {
     for (const auto& [name, entry] : files.entries())
-        for (const WeightFormat* format : {&kStoredF32, &kStoredF16, &kStoredBf16})
-            if (entry->dtype == format->file_type)
-                check_blocks_finite(*format, *entry->file, entry->offset, entry->bytes, name);
+        if (const WeightFormat* const format = stored_floats(entry->dtype))
+            check_blocks_finite(*format, *entry->file, entry->offset, entry->bytes, name);
 }
 inline void check_files_finite(const GgufFile& file) {
     for (const GgufTensor& t : file.tensors())

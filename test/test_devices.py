@@ -442,6 +442,16 @@ def test_mistakes_are_one_line(train, work, tmp_path, options, said):
     assert said in error and error.count("\n") == 1, error
 
 
+@pytest.mark.parametrize("kibibytes", [64, 2000])
+def test_files_that_mpi_may_not_write(train_fp32, work, tmp_path, kibibytes):
+    """With a lower ulimit -f than MPI's files need, its ranks would wait for each other, or end without saying why."""
+    line = shlex.join(map(str, train_fp32.command(*BASE, "--devices", 2)))
+    run = subprocess.run(["bash", "-c", f"ulimit -f {kibibytes}; {line}"], cwd=in_folder(work, tmp_path / "run"), env=train_fp32.environment,
+                         capture_output=True, timeout=60)
+    assert run.returncode == 2 and run.stderr.count(b"\n") == 1, run.stderr
+    assert re.search(rf"MPI's files take up to 16\S* MiB, and ulimit -f allows {1024 * kibibytes} bytes".encode(), run.stderr), run.stderr
+
+
 def test_without_mpi(train_fp32, work, tmp_path):
     """A machine without MPI's launcher says what to install."""
     folder = in_folder(work, tmp_path / "run")

@@ -50,6 +50,25 @@ def not_finite(train, work, *options, named=()):
     return error
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("trained, file, tensor", [
+    ((), "model.safetensors", "model.layers.1.mlp.up_proj.weight"), ((), "trainer_state.safetensors", "v.model.norm.weight"),
+    (("--train", "lora", "--lora-rank", 2), "adapter_model.safetensors", None),
+    (("--train", "lora", "--lora-rank", 2), "trainer_state.safetensors", None)], ids=["weights", "state", "adapter", "adapter's state"])
+def test_a_save_that_is_resumed(train_fp32, work, trained, file, tensor, value):
+    """The save from which it was copied, and in whose folder the run would go on, stays as it was. With steps left and without."""
+    train_fp32("--model", "model", *DATA, *trained, "--steps", 2, "--out", "out", cwd=work)
+    before = saved_bytes(work / "out")
+    shutil.copytree(work / "out" / "latest", work / "copy")
+    names = list(load_file(work / "copy" / file))
+    named = tensor or next(name for name in names if file.startswith("adapter") or name.startswith("v."))
+    assert named in names, names
+    spoil(work / "copy" / file, named, value, np.random.default_rng(4))
+    for steps in ((), ("--steps", 4)):
+        not_finite(train_fp32, work, "--resume", "copy", *steps, named=(f'copy/{file}: tensor "{named}"', "not finite"))
+    assert saved_bytes(work / "out") == before
+
+
 FORMATS = [(), ("--base", "nf4"), ("--base", "nf4-double"), ("--base", "all=8bit"), ("--base", "mlp=nf4,attention=8bit"),
            ("--base", "all=bf16"), ("--base", "head=nf4"), ("--base", "head=8bit"), ("--offload", "weights=disk"), ("--offload", "embeddings=disk")]
 

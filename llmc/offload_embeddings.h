@@ -16,6 +16,7 @@
 #include "llmc/offload_blocks.h"
 #include "llmc/plan_report.h"
 #include "llmc/quant_weights.h"
+#include "llmc/ranks_host_memory.h"
 
 // The rows of the vocabulary in a product of a head that is dequantized or streamed.
 constexpr int64_t kHeadSlice = 4096;

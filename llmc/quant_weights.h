@@ -18,6 +18,7 @@
 #include "llmc/offload_blocks.h"
 #include "llmc/quant_formats.h"
 #include "llmc/quant_nf4_files.h"
+#include "llmc/ranks_host_memory.h"
 #include "llmc/slices.h"
 
 // ---- the format of each matrix

@@ -58,8 +58,8 @@ void fill(E* device, const Layout& layout, F f) {
     }
 }
 
-// Fills what a save contains of a state with bits of every kind, NaN with a payload, infinities and
-// subnormals among them.
+// Fills what a save contains of a state with bits of every kind, subnormals among them. Floats are finite: a
+// save with others is not resumed.
 template <class T>
 void fill_all(State<T>& state, uint64_t seed) {
     for (const StateBuffer& b : state.buffers()) {
@@ -69,6 +69,9 @@ void fill_all(State<T>& state, uint64_t seed) {
             for (size_t i = 0; i < host.size(); i++)
                 host[i] = static_cast<char>(random_bits(seed, static_cast<uint64_t>(b.part),
                                                         static_cast<uint64_t>(p.offset) * 4 + i));
+            const bool are_floats = b.dtype == dtype_name<float>() || b.dtype == dtype_name<bf16>();
+            for (size_t end = b.width; are_floats && end <= host.size(); end += b.width)
+                host[end - 1] &= ~0x40;  // the highest bit of the exponent
             copy_to_device(b.at(p.offset), host.data(), host.size(), {});
         }
     }

@@ -232,21 +232,18 @@ bool end_without_start(int rank, RankEngine& e, bool wrong) {
     if (wrong) c.nccl.group_end();
     return c.arrived();
 }
-bool unknown_peer(int rank, RankEngine& e, bool wrong) {
+// An exchange whose part goes to this peer.
+bool sends_to(int peer, int rank, RankEngine& e) {
     const Calls c(rank, e);
     c.group([&] {
-        c.nccl.send(c.sent, 256, Nccl::kBytes, wrong ? 2 : c.other(), c.communicator, c.computes.get());
+        c.nccl.send(c.sent, 256, Nccl::kBytes, peer, c.communicator, c.computes.get());
         c.receive();
     });
     return c.arrived();
 }
+bool unknown_peer(int rank, RankEngine& e, bool wrong) { return sends_to(wrong ? 2 : 1 - rank, rank, e); }
 bool part_for_itself(int rank, RankEngine& e, bool wrong) {
-    const Calls c(rank, e);
-    c.group([&] {
-        c.nccl.send(c.sent, 256, Nccl::kBytes, wrong ? rank : c.other(), c.communicator, c.computes.get());
-        c.receive();
-    });
-    return c.arrived();
+    return sends_to(wrong ? rank : 1 - rank, rank, e);
 }
 bool two_parts_for_a_peer(int rank, RankEngine& e, bool wrong) {
     const Calls c(rank, e);

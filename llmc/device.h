@@ -216,16 +216,16 @@ class PinnedBuffer {
 #if defined(SIMT_GPU)
         if (device_allocation_forbidden)
             bug("%zu bytes are pinned after the start of the run, where all are to be", bytes);
-        count(cudaMallocHost(&data_, bytes ? bytes : 1));
+        check_pinned(cudaMallocHost(&data_, bytes ? bytes : 1));
 #else
         data_ = ::operator new(bytes);
 #endif
     }
-    // Pins memory that was mapped, whose mapping it ends.
+    // Pins memory that the caller has mapped, and unmaps it at the end.
     explicit PinnedBuffer(std::span<char> mapping)
         : data_(mapping.data()), bytes_(mapping.size()), is_mapping_(true) {
 #if defined(SIMT_GPU)
-        count(cudaHostRegister(data_, bytes_, cudaHostRegisterDefault));
+        check_pinned(cudaHostRegister(data_, bytes_, cudaHostRegisterDefault));
 #endif
     }
     PinnedBuffer(const PinnedBuffer&) = delete;
@@ -244,7 +244,8 @@ class PinnedBuffer {
 
   private:
 #if defined(SIMT_GPU)
-    void count(cudaError_t status) const {
+    // Counts the buffer as pinned. Fails if it could not be.
+    void check_pinned(cudaError_t status) const {
         if (status == cudaErrorMemoryAllocation)
             fail(
                 "%s of host memory cannot be pinned beside %s that are: have less wait there, or raise "

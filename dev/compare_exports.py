@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Exports a model's folder as GGUF and converts it with llama.cpp's own convert_hf_to_gguf.py too, and prints every difference
-between the files: keys, their types and values; and tensors, their types, shapes and bytes. Their order, which no reader minds, is
-another: here by blocks, there by the files of the model.
+between the files: keys, their types and values; and tensors, their types, shapes and bytes. It does not compare the order of the
+tensors, which readers do not depend on: the export has them block by block, the converter as in the model's files.
 
     git clone --depth 1 https://github.com/ggml-org/llama.cpp
     dev/compare_exports.py --llama-cpp llama.cpp --model data/smollm2 --train build/cpu-fp32/train

@@ -40,7 +40,7 @@ class Exchange {
     // What connect_devices() connected, for a class that moves something else.
     RankTransfers& transfers() { return *transfers_; }
 
-    // For host memory that the ranks of a machine have once; nothing if this rank's machine has none such.
+    // Maps host memory that the ranks of this machine share; nothing if they share none.
     std::optional<SharedHostMemory> shared_host_memory(const Rank& rank) const {
         if (!shares_host_memory(rank)) return std::nullopt;
         return std::optional<SharedHostMemory>(std::in_place, *engine_, rank);

@@ -27,7 +27,7 @@ struct Place {
     size_t buffer_bytes;         // the bytes of a transfer,
     size_t buffers;              // and how many transfers are under way at a time
     bool with_host = false;      // the host works on the data itself: none of it is fetched to the device
-    bool may_be_shared = false;  // in host memory a machine has it once: its ranks all store the same
+    bool may_be_shared = false;  // all ranks store the same bytes: in host memory they share it
 
     // The pinned host memory that it takes: all of it, or beside a GPU the buffers of a file.
     size_t pinned() const {
@@ -41,8 +41,8 @@ struct Place {
     // The bytes that it takes in a file of the run's own.
     size_t in_file() const { return placement == Placement::Disk ? whole_sectors(bytes) : 0; }
 
-    // Allocates the memory, zeroed; null if there is none. `shared_memory` is
-    // needed only for what ranks share. Fails if there is not enough.
+    // Allocates the memory, zeroed; null if there is none. `shared_memory` may be null unless ranks share it.
+    // Fails if there is too little memory.
     std::unique_ptr<OffloadStorage> make(const SharedHostMemory* shared_memory) const {
         if (bytes == 0) return nullptr;
         if (shared() > 0) return std::make_unique<HostStorage>(shared_memory->map(bytes));
@@ -139,8 +139,8 @@ class OffloadedMemory {
     size_t buffers_of_matrices() const {
         return buffers_for(o_.prefetch, matrices_->streamed_bytes().size());
     }
-    // Ranks that gather updated weights (not with --zero 0) all store the same; and none of them changes a
-    // block before all have used it, because its gradients are summed over all of them.
+    // With --zero 1, ranks gather the updated weights, so all of them store the same. None stores a block
+    // that another still needs as it was: an update waits for the gradients of all ranks.
     Place place_of_trained_blocks() const {
         Place place = place_of_blocks("--offload weights=disk", model_.options.blocks, streams_trained());
         place.may_be_shared = o_.slices_state() && shares_host_memory(o_.rank);

@@ -113,7 +113,7 @@ struct MemoryReport {
     size_t context = 0;    // part of process: a GPU's context
     size_t nccl = 0;       // part of process: NCCL's buffers, with several GPUs
     size_t pinned = 0;     // host memory beside a GPU: pinned, for what is placed there or passes through it;
-    size_t shared = 0;     // the part of that which the ranks of a machine have together;
+    size_t shared = 0;     // part of pinned: weights that a machine has once, however many ranks use them;
     size_t staged = 0;     // pinned too, for batches and metrics in transfer,
     size_t unpinned = 0;   // and not pinned, for a tokenizer and the data; any other is not known
     size_t on_disk = 0;    // matrices that are read from their files when used

@@ -108,7 +108,8 @@ class RankEngine {
     // Ranks send each other signs of life. If none comes from a rank for this long, it is lost (see OnLost).
     // A rank that is slow, or waits for a disk, is not lost.
     virtual void set_patience(double seconds) = 0;
-    // Says where this rank is ("in step 3; ..."), for messages about ranks and their exchanges, as of OnLost.
+    // Where this rank is, as "in step 3; the last save: none", for messages about lost ranks and failed
+    // exchanges.
     virtual void set_where(const std::string& where) = 0;
     virtual std::string where() const = 0;
     // Asks `fault` many times a second, from another thread, whether what else connects the ranks has failed:

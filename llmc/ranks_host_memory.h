@@ -19,7 +19,7 @@
 #include "llmc/file.h"
 #include "llmc/ranks.h"
 
-// True if the ranks of this rank's machine can have memory once. CPUs have no host memory beside theirs.
+// True if the ranks of this rank's machine share host memory. To a CPU all memory is the device's.
 inline bool shares_host_memory(const Rank& rank) {
     return !kHostIsDevice && rank.on_this_machine > 1 && rank.is_grouped_by_machine;
 }

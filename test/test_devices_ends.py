@@ -54,7 +54,7 @@ def ranks_running(train, *options, cwd):
 
 
 def ends(process, code, within=30):
-    """What a run prints that must now end with this exit code, and in so many seconds even if the machine is busy."""
+    """Waits for a run that must end now, with this exit code and within `within` seconds; returns what it printed."""
     began = time.monotonic()
     out, error = process.communicate(timeout=60)
     took = time.monotonic() - began
@@ -70,8 +70,8 @@ def launcher_of(process):
 
 @pytest.mark.parametrize("killed", [0, 2])
 def test_a_rank_that_is_killed_ends_all(train_fp32, folder, killed):
-    """In 5 seconds, of which MPI's launcher takes most, and in 9 if the machine is busy. If ranks could not end each other, an alarm
-    would end them after 10, and the launching process would end a launcher that is stuck after 15."""
+    """All ranks are gone 5 seconds later, or 9 on a busy machine. The bound is below 10 seconds, when an alarm ends ranks that wait
+    for others, and 15, when the starter ends a launcher that is stuck: neither may be needed."""
     with ranks_running(train_fp32, cwd=folder) as process:
         wait_for_line(process, r"^step +12/")
         os.kill(process.find_ranks()[killed], signal.SIGKILL)

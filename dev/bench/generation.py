@@ -5,8 +5,8 @@ token reads every weight once, so that rate is the limit.
 
     dev/bench/generation.py --model d12 --precision bf16 [--tokens 256] [--rounds 3]
 
-With --prompts N it compares ./train with itself instead: a file of N prompts, answered one by one and all at a
-time, which take turns too. A GGUF file can be measured so, with texts as prompts.
+With --prompts N it compares ./train with itself instead: it answers a file of N prompts one by one, then all at a time, in turn.
+The model may be a GGUF file too; its prompts are texts.
 
     dev/bench/generation.py --model data/smollm2 --precision bf16 --prompts 8 --tokens 100
 
@@ -43,7 +43,7 @@ def parse(arguments):
     add("--model", default="d12", help="dN, with random weights, or a Hugging Face folder; with --prompts also a GGUF file")
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="of the weights, in both")
     add("--tokens", type=positive, default=256)
-    add("--prompts", type=positive, help="answer so many prompts, one by one and at a time")
+    add("--prompts", type=positive, help="compare answering this many prompts one by one with answering them all at a time")
     add("--threads", type=positive, default=results.cores())
     add("--rounds", type=positive, default=3)
     add("--train", help="the trainer's binary (default: that of the precision in build/)")
@@ -85,7 +85,7 @@ def prompt_texts(count):
 
 
 def write_tokenizer(path, vocabulary, prompts=1):
-    """Writes a tokenizer that spells every token as its number, and can read so many prompts."""
+    """Writes a tokenizer that spells every token as its number. It reads the texts of `prompts` prompts."""
     texts = prompt_texts(min(prompts, vocabulary))
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     path.write_text(json.dumps({

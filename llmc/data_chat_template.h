@@ -524,7 +524,7 @@ class Chat {
 
         jinja::Rendered write(const jinja::Values& some, bool asks) const {
             // The most steps for one conversation, in all the ways that it is written: about a minute's.
-            const uint64_t most = 25 * jinja::Work::kMostSteps + 256 * bytes;
+            const uint64_t most = 50 * jinja::Work::kMostSteps + 256 * bytes;
             if (steps > most)
                 fail(
                     "the chat template takes more than %llu million steps to show where the answers of %zu "

@@ -606,7 +606,7 @@ def test_a_template_that_takes_too_long_to_show_its_answers(tmp_path):
                 "{%- for m in messages[1:] %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{%- endfor %}")
     folder = save_tokenizer(tmp_path, smollm2(), template, "<|im_start|>", "<|im_end|>")
     line = json.dumps({"messages": [says("system", "a" * 400_000), *ASKED * 60]})
-    assert re.fullmatch(r"a line: the chat template takes more than 60\d million steps to show where the answers of 121 messages are: "
+    assert re.fullmatch(r"a line: the chat template takes more than 110\d million steps to show where the answers of 121 messages are: "
                         r"divide the conversation, or put {% generation %} around answers in the template\n",
                         probe(folder, "examples", "auto", inputs=[line.encode()], code=2))
 

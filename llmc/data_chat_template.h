@@ -478,17 +478,22 @@ class Chat {
         return chat.write(chat.messages, true).text;
     }
 
-    // Writes a conversation as text, in pieces that say what has a loss. Fails if the template refuses it or
-    // if what to learn cannot be told.
-    std::vector<Piece> render(const Conversation& conversation) const {
+    // Writes a conversation as text, in pieces that say what has a loss. kept(text) is how many bytes of the
+    // text matter; answers after them may be missing. Fails if the template refuses it, or if what to learn
+    // cannot be told, or only with too many steps of the template.
+    template <class Kept>
+    std::vector<Piece> render(const Conversation& conversation, Kept&& kept) const {
         const Prepared chat(*this, conversation);
         const jinja::Rendered whole = chat.write(chat.messages, false);
         std::vector<std::pair<jinja::Span, Learnt>> spans;
         if (chat.used.has_generation())
             spans = generated(conversation, whole);
         else
-            spans = found(conversation, chat, whole.text);
+            spans = found(conversation, chat, whole.text, kept);
         return pieces_of(whole.text, spans);
+    }
+    std::vector<Piece> render(const Conversation& conversation) const {
+        return render(conversation, [](const std::string& text) { return text.size(); });
     }
 
   private:
@@ -518,10 +523,18 @@ class Chat {
         }
 
         jinja::Rendered write(const jinja::Values& some, bool asks) const {
+            // The most steps for one conversation, in all the ways that it is written: about a minute's.
+            const uint64_t most = 50 * jinja::Work::kMostSteps + 256 * bytes;
+            if (steps > most)
+                fail(
+                    "the chat template takes more than %llu million steps to show where the answers of %zu "
+                    "messages are: divide the conversation, or put {%% generation %%} around answers in the "
+                    "template",
+                    static_cast<unsigned long long>(most / 1'000'000), messages.size());
             jinja::Variables all = variables;
             all[all.size() - 2].second = jinja::Value::boolean(asks);
             all[all.size() - 1].second = jinja::Value::list(some);
-            return used.render(all, bytes, date);
+            return used.render(all, bytes, date, &steps);
         }
 
         const std::tm& date;
@@ -529,6 +542,7 @@ class Chat {
         jinja::Variables variables;
         jinja::Values messages;
         size_t bytes = 0;
+        mutable uint64_t steps = 0;  // that the template took so far
     };
 
     // Fails if a conversation has what templates may write and our own formats do not.
@@ -558,8 +572,14 @@ class Chat {
                 thoughts.is_undefined() && found != message.end() && !found->is_null())
                 thoughts = jinja::Value::from_json(*found);
         if (!thoughts.is_undefined()) entries.push_back({jinja::Value::string("thinking"), thoughts});
-        for (const auto& [name, value] : message.items())
-            if (!value.is_null()) jinja::put(entries, name, jinja::Value::from_json(value));
+        for (const auto& [name, value] : message.items()) {
+            if (value.is_null()) continue;
+            jinja::Value made = jinja::Value::from_json(value);
+            if (name == "thinking")
+                jinja::put(entries, name, made);
+            else  // no other is there already
+                entries.push_back({jinja::Value::string(name), std::move(made)});
+        }
         if (!thoughts.is_undefined()) jinja::put(entries, "reasoning_content", thoughts);
         return jinja::Value::dict(std::move(entries));
     }
@@ -594,7 +614,7 @@ class Chat {
                 whole.generated.size(), all.size());
         std::vector<std::pair<jinja::Span, Learnt>> spans;
         for (size_t k = 0; k < whole.generated.size(); k++) {
-            const bool is_learnt = learnt.size() == all.size() || std::ranges::count(learnt, all[k]) > 0;
+            const bool is_learnt = learnt.size() == all.size() || std::ranges::binary_search(learnt, all[k]);
             const bool counts = learnt.size() == all.size() || conversation.messages[all[k]].counts;
             if (is_learnt || !counts)
                 spans.emplace_back(whole.generated[k], is_learnt ? Learnt::Always : Learnt::Never);
@@ -602,9 +622,13 @@ class Chat {
         return spans;
     }
 
-    // What is found by writing parts of the conversation.
+    // What is found by writing parts of the conversation. Each part takes as long as what comes before it, so
+    // in a long conversation nothing is looked for where no token is kept.
+    template <class Kept>
     std::vector<std::pair<jinja::Span, Learnt>> found(const Conversation& conversation, const Prepared& chat,
-                                                      const std::string& whole) const {
+                                                      const std::string& whole, Kept&& kept) const {
+        constexpr size_t kLong = 32;
+        const size_t end = chat.messages.size() < kLong ? whole.size() : kept(whole);
         const MessageFinder::Write write = [&](const jinja::Values& some, bool asks) {
             return chat.write(some, asks).text;
         };
@@ -616,9 +640,15 @@ class Chat {
         };
         const MessageFinder finder(chat.messages, whole, write, mark);
         std::vector<std::pair<jinja::Span, Learnt>> spans;
-        for (const size_t i : answers(conversation)) spans.emplace_back(finder.answer(i), Learnt::Always);
-        for (size_t i = 0; i < conversation.messages.size() && options_.loss_on == "all"; i++)
-            if (!conversation.messages[i].counts) spans.emplace_back(finder.turn(i), Learnt::Never);
+        for (const size_t i : answers(conversation)) {
+            spans.emplace_back(finder.answer(i), Learnt::Always);
+            if (spans.back().first.begin >= end) break;
+        }
+        for (size_t i = 0; i < conversation.messages.size() && options_.loss_on == "all"; i++) {
+            if (conversation.messages[i].counts) continue;
+            spans.emplace_back(finder.turn(i), Learnt::Never);
+            if (spans.back().first.begin >= end) break;
+        }
         guesses_ = guesses_ || finder.guesses();
         return spans;
     }

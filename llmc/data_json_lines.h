@@ -15,7 +15,6 @@
 #include "llmc/data_other_formats.h"
 #include "llmc/error.h"
 #include "llmc/file.h"
-#include "llmc/free_memory.h"
 #include "llmc/utf8.h"
 
 struct Message {
@@ -68,16 +67,6 @@ struct JsonExample {
 
     std::string_view text() const { return text_in_line.data() ? text_in_line : completion; }
 };
-
-// Fails if reading a line takes more memory than is free. Short lines are not checked.
-inline void require_memory_for(size_t bytes, const std::string& where) {
-    if (bytes < 4 << 20) return;
-    const FreeMemory free = host_memory_free();
-    if (bytes > free.bytes)
-        fail("%s: reading it takes %.1f MiB, and %.1f are free (%s); divide it into shorter lines",
-             where.c_str(), static_cast<double>(bytes) / 1048576, static_cast<double>(free.bytes) / 1048576,
-             free.limit.c_str());
-}
 
 // A string field that an object must have. Fails naming the line and the field.
 inline std::string text_field(const nlohmann::ordered_json& object, const char* name,
@@ -141,7 +130,7 @@ inline bool says_something(const nlohmann::ordered_json& message) {
 }
 
 // Reads the messages of a conversation. `answered`: at least one must be the assistant's.
-inline std::vector<Message> read_messages(const nlohmann::ordered_json& list, const std::string& where,
+inline std::vector<Message> read_messages(nlohmann::ordered_json list, const std::string& where,
                                           bool answered = true) {
     // Roles that chat templates know; another one is probably a misspelling.
     static constexpr const char* kRoles[] = {
@@ -149,8 +138,9 @@ inline std::vector<Message> read_messages(const nlohmann::ordered_json& list, co
         "ipython", "observation", "environment", "context",   "documents", "tool_response"};
     if (!list.is_array() || list.empty()) fail("%s: \"messages\" is not a list of messages", where.c_str());
     std::vector<Message> messages;
+    messages.reserve(list.size());
     bool answers = false;
-    for (const nlohmann::ordered_json& item : list) {
+    for (nlohmann::ordered_json& item : list) {
         const std::string place = format("%s: message %zu", where.c_str(), messages.size() + 1);
         if (!item.is_object()) fail("%s is not a JSON object", place.c_str());
         refuse_fields(item, {"function_call"}, place);
@@ -165,25 +155,31 @@ inline std::vector<Message> read_messages(const nlohmann::ordered_json& list, co
         const bool assistant = role == "assistant";
         if (assistant && !says_something(item)) fail("%s: the assistant says nothing", place.c_str());
         answers |= assistant;
-        messages.push_back({item, message_counts(item, place)});
+        const bool counts = message_counts(item, place);
+        messages.push_back({std::move(item), counts});
     }
     if (answered && !answers) fail("%s: none of the messages is the assistant's", where.c_str());
     return messages;
 }
 
 // Reads what else the chat template reads. Empty lists are as if they were left out.
-inline nlohmann::ordered_json read_chat_variables(const nlohmann::ordered_json& object,
-                                                  const std::string& where) {
+inline nlohmann::ordered_json read_chat_variables(nlohmann::ordered_json object, const std::string& where) {
+    constexpr size_t kMostVariables = 1000;  // a template looks them up one by one
     nlohmann::ordered_json variables = nlohmann::ordered_json::object();
+    const auto more = object.find("chat_template_kwargs");
+    const size_t count = more != object.end() && more->is_object() ? more->size() : 0;
+    if (count > kMostVariables)
+        fail("%s: \"chat_template_kwargs\" has %zu fields, and may have %zu", where.c_str(), count,
+             kMostVariables);
+    variables.get_ref<nlohmann::ordered_json::object_t&>().reserve(2 + count);
     for (const char* name : {"tools", "documents"}) {
         const auto found = object.find(name);
         if (found == object.end() || found->empty()) continue;
         const auto is_object = [](const nlohmann::ordered_json& one) { return one.is_object(); };
         if (!found->is_array() || !std::ranges::all_of(*found, is_object))
             fail("%s: \"%s\" is not a list of JSON objects", where.c_str(), name);
-        variables[name] = *found;
+        variables[name] = std::move(*found);
     }
-    const auto more = object.find("chat_template_kwargs");
     if (more == object.end() || more->empty()) return variables;
     if (!more->is_object()) fail("%s: \"chat_template_kwargs\" is not a JSON object", where.c_str());
     for (const auto& [name, value] : more->items()) {
@@ -194,8 +190,9 @@ inline nlohmann::ordered_json read_chat_variables(const nlohmann::ordered_json& 
     return variables;
 }
 
-// How many copies of a line's text can be in memory beside the line, for a conversation or a prompt with its
-// completion: as JSON, as messages, as the chat template's values and what it writes, and as pieces of that.
+// How many copies of a line's text, or of what a chat template writes of it, can be in memory beside the
+// line, for a conversation or a prompt with its completion: as messages, as the chat template's values and
+// what it writes, and as pieces of that.
 constexpr size_t kCopiesOfLine = 10;
 
 // Reads the example of a line: from "messages" if there are any or another format becomes such
@@ -212,23 +209,25 @@ inline JsonExample read_example(std::span<char> line, const std::string& where) 
     if (!object.is_object()) fail("%s is not a JSON object", where.c_str());
     JsonExample example;
     example.bytes = parsed.bytes();
+    nlohmann::ordered_json messages;
     const bool is_text = object.contains("text") && !object.contains("messages") &&
                          !object.contains("conversations") && !object.contains("completion") &&
                          !pair_of(object);
     if (!is_text) {
-        example.bytes += kCopiesOfLine * line.size();
+        example.bytes += kCopiesOfLine * line.size() + parsed.counts().of_template();
         require_memory_for(example.bytes, where);
         for (const char* field : kExampleFields)
             if (const auto found = object.find(field); found != object.end()) parsed.restore(*found);
-        rewrite_as_messages(object, where);
+        messages = take_messages(object, where);
     }
-    if (object.contains("messages")) {
+    if (!messages.is_null()) {
         refuse_fields(object, {"functions"}, where);
         if (parsed.has_long_number())
             fail("%s has a number of 19 or more digits, which is not supported in chats: write it as a text",
                  where.c_str());
-        example.conversation = {read_messages(object["messages"], where), read_chat_variables(object, where),
-                                line.size()};
+        example.conversation.messages = read_messages(std::move(messages), where);
+        example.conversation.variables = read_chat_variables(std::move(object), where);
+        example.conversation.bytes = line.size();
     } else if (object.contains("completion")) {
         example.prompt = text_field(object, "prompt", where);
         example.completion = text_field(object, "completion", where);

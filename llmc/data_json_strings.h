@@ -5,9 +5,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include <nlohmann/json.hpp>
@@ -15,14 +17,133 @@
 
 #include "llmc/error.h"
 #include "llmc/file.h"
+#include "llmc/free_memory.h"
+
+// Fails if reading a line takes more memory than is free. Short lines are not checked.
+inline void require_memory_for(size_t bytes, const std::string& where) {
+    if (bytes < 4 << 20) return;
+    const FreeMemory free = host_memory_free();
+    if (bytes > free.bytes)
+        fail("%s: reading it takes %.1f MiB, and %.1f are free (%s); divide it into shorter lines",
+             where.c_str(), static_cast<double>(bytes) / 1048576, static_cast<double>(free.bytes) / 1048576,
+             free.limit.c_str());
+}
+
+// How many values a text in JSON has. A text that is no JSON has at most as many, as far as it is parsed.
+struct JsonCounts {
+    size_t bytes = 0;
+    size_t values = 1, containers = 0, strings = 0, keys = 0;
+
+    explicit JsonCounts(std::string_view json) : bytes(json.size()) {
+        for (size_t at = 0; at < json.size(); at++) {
+            const char c = json[at];
+            if (c == '"') {
+                strings++;
+                for (at++; at < json.size() && json[at] != '"'; at++)
+                    if (json[at] == '\\') at++;
+            }
+            containers += c == '[' || c == '{';
+            values += c == '[' || c == '{' || c == ',';
+            keys += c == ':';
+        }
+    }
+
+    // The most memory that the parsed values take, while they are parsed too: a value has a place in a list
+    // that grows; a list, an object or a string has a block of its own, and its text may have another; a key
+    // is in its object, whose list grows too, and in the set that finds a second one.
+    size_t parsed() const { return 6 * bytes + 64 * values + 32 * containers + 80 * strings + 240 * keys; }
+    // The most memory that the same values take as a chat template's (jinja_values.h), with a copy of each
+    // list and dict, beside their text.
+    size_t of_template() const { return 64 * values + 96 * containers + 112 * strings + 208 * keys; }
+};
+
+// Takes what a parser finds in JSON text, and makes the value of it, whose keys keep their order. The
+// library's own maker of such values goes through an object's keys before it adds one, and through a list
+// after each object in it.
+class OrderedJsonMaker {
+  public:
+    using Json = nlohmann::ordered_json;
+    static constexpr size_t kDeepest = 200;  // most lists and objects inside one another
+
+    explicit OrderedJsonMaker(const std::string& where) : where_(where) {}
+    Json take() { return std::move(value_); }
+
+    bool null() { return add(nullptr); }
+    bool boolean(bool value) { return add(value); }
+    bool number_integer(Json::number_integer_t value) { return add(value); }
+    bool number_unsigned(Json::number_unsigned_t value) { return add(value); }
+    bool number_float(Json::number_float_t value, const std::string&) { return add(value); }
+    bool string(std::string& value) { return add(std::move(value)); }
+    bool binary(Json::binary_t&) { return false; }  // JSON text has none
+
+    bool start_array(size_t) { return open(Json::array()); }
+    bool end_array() { return close(); }
+    bool start_object(size_t) {
+        keys_.emplace_back();
+        return open(Json::object());
+    }
+    bool end_object() {
+        keys_.pop_back();
+        return close();
+    }
+    bool key(std::string& key) {
+        if (!keys_.back().insert(key).second)
+            fail("%s: broken JSON: key \"%s\" appears twice", where_.c_str(), printable(key).c_str());
+        Json::object_t& object = open_.back()->get_ref<Json::object_t&>();
+        if (object.size() == object.capacity()) grow(object);
+        object.emplace_back(std::move(key), Json());
+        return true;
+    }
+    bool parse_error(size_t, const std::string&, const nlohmann::json::exception& error) {
+        fail_broken_json(where_, error);
+    }
+
+  private:
+    // By itself, a list of pairs with constant keys would copy the values when it grows.
+    static void grow(Json::object_t& object) {
+        Json::object_t larger;
+        larger.reserve(std::max<size_t>(1, 2 * object.size()));
+        for (auto& [key, value] : object) larger.emplace_back(key, std::move(value));
+        object.swap(larger);
+    }
+    Json& place(Json value) {
+        if (open_.empty()) return value_ = std::move(value);
+        if (open_.back()->is_object())
+            return open_.back()->get_ref<Json::object_t&>().back().second = std::move(value);
+        return open_.back()->get_ref<Json::array_t&>().emplace_back(std::move(value));
+    }
+    bool add(Json value) {
+        place(std::move(value));
+        return true;
+    }
+    bool open(Json value) {
+        if (open_.size() == kDeepest) fail("%s nests more than %zu deep", where_.c_str(), kDeepest);
+        open_.push_back(&place(std::move(value)));
+        return true;
+    }
+    bool close() {
+        open_.pop_back();
+        return true;
+    }
+
+    const std::string& where_;
+    Json value_;
+    std::vector<Json*> open_;                  // a list or an object, and those inside it up to the innermost
+    std::vector<std::set<std::string>> keys_;  // the keys so far of each object among them
+};
 
 class LineJson {
   public:
-    // `line` is valid UTF-8; it is overwritten. Fails naming the line and the column of an error.
+    // `line` is valid UTF-8; it is overwritten. Fails naming the line and the column of an error, and if
+    // parsing it takes more memory than is free.
     LineJson(std::span<char> line, const std::string& where) : line_(line), where_(where) {
         take_strings();
+        counts_ = JsonCounts(rest_);
+        require_memory_for(bytes(), where);
         try {
-            json_ = parse_json<nlohmann::ordered_json>(rest_, where);
+            OrderedJsonMaker maker(where);
+            nlohmann::ordered_json::sax_parse(rest_, &maker);
+            json_ = maker.take();
         } catch (const UserError& error) {
             throw UserError(with_column_of_line(error.what()));
         }
@@ -37,14 +158,12 @@ class LineJson {
         const auto& text = string.get_ref<const std::string&>();
         return was_taken(text) ? strings_[std::stoul(text.substr(1))] : std::string_view(text);
     }
-    // Replaces the placeholders in a value by their strings. Fails if it nests too deeply to be copied.
-    void restore(nlohmann::ordered_json& value, int depth = 0) const {
-        constexpr int kDeepest = 200;
-        if (depth > kDeepest) fail("%s nests more than %d deep", where_.c_str(), kDeepest);
+    // Replaces the placeholders in a value by their strings.
+    void restore(nlohmann::ordered_json& value) const {
         if (value.is_string())
             value = std::string(this->value(value));
         else if (value.is_structured())
-            for (nlohmann::ordered_json& part : value) restore(part, depth + 1);
+            for (nlohmann::ordered_json& part : value) restore(part);
     }
     // True if it has a whole number of 19 or more digits. The parser reads such numbers as floats, if they do
     // not fit 64 bits, and their digits are lost.
@@ -67,14 +186,15 @@ class LineJson {
         }
         return false;
     }
-    // Estimates the memory that the object takes beside the line.
-    size_t bytes() const { return rest_.size() * kBytesOfParsed + strings_.capacity() * sizeof strings_[0]; }
+    // At most so much memory does the object take beside the line.
+    size_t bytes() const { return counts_.parsed() + strings_.capacity() * kBytesOfTaken; }
+    const JsonCounts& counts() const { return counts_; }
 
   private:
-    static constexpr size_t kShort = 256;                // strings of at most this many bytes are not taken
-                                                         // out
-    static constexpr size_t kBytesOfParsed = 20;         // at most, per byte of JSON without its long strings
-    static constexpr std::string_view kNul = "\\u0000";  // a placeholder begins with this
+    static constexpr size_t kShort = 256;  // strings of at most this many bytes are not taken
+                                           // out
+    static constexpr size_t kBytesOfTaken = sizeof(std::string_view) + 16;  // and a Move
+    static constexpr std::string_view kNul = "\\u0000";                     // a placeholder begins with this
 
     [[noreturn]] void refuse(size_t at, const char* what) const {
         fail("%s: broken JSON: at column %zu: %s", where_.c_str(), at + 1, what);
@@ -191,6 +311,7 @@ class LineJson {
     const std::span<char> line_;
     const std::string where_;
     std::string rest_;
+    JsonCounts counts_{""};  // of rest_
     std::vector<std::string_view> strings_;
     std::vector<Move> moves_;
     nlohmann::ordered_json json_;

@@ -58,9 +58,16 @@ inline nlohmann::ordered_json of_sharegpt(nlohmann::ordered_json message, const 
     if (known == std::end(kShareGptRoles))
         fail("%s: \"from\" is \"%s\", where \"system\", \"human\", \"gpt\" and \"tool\" are known",
              place.c_str(), printable(from).c_str());
-    nlohmann::ordered_json written = {{"role", known->second}};
-    for (const auto& [name, value] : message.items())
-        if (name != "from") written[name == "value" ? "content" : name] = value;
+    nlohmann::ordered_json written = nlohmann::ordered_json::object();
+    auto& entries = written.get_ref<nlohmann::ordered_json::object_t&>();
+    entries.reserve(message.size());
+    entries.emplace_back("role", known->second);
+    for (auto& [name, value] : message.get_ref<nlohmann::ordered_json::object_t&>()) {
+        if (name == "value" || name == "content")
+            written["content"] = std::move(value);
+        else if (name != "from")
+            entries.emplace_back(name, std::move(value));
+    }
     return written;
 }
 
@@ -101,35 +108,34 @@ inline const AskedAndAnswered* pair_of(const nlohmann::ordered_json& object) {
     return found == std::end(kAskedAndAnswered) ? nullptr : &*found;
 }
 
-// Gives an example of another tool's format "messages". Leaves those of a "prompt" with its "completion", or
-// of "text", as they are. A prompt and a completion that are lists of messages, as TRL has them, become one
-// conversation, and only the completion is learnt.
-inline void rewrite_as_messages(nlohmann::ordered_json& object, const std::string& where) {
+// Takes the messages out of an example, also of one in another tool's format. Returns null for one of a
+// "prompt" with its "completion", or of "text". A prompt and a completion that are lists of messages, as TRL
+// has them, become one conversation, and only the completion is learnt.
+inline nlohmann::ordered_json take_messages(nlohmann::ordered_json& object, const std::string& where) {
     nlohmann::ordered_json messages;
     const char* const name = object.contains("messages") ? "messages" : "conversations";
     if (const auto list = object.find(name); list != object.end()) {
         if (!list->is_array()) fail("%s: \"%s\" is not a list of messages", where.c_str(), name);
         messages = nlohmann::ordered_json::array();
+        messages.get_ref<nlohmann::ordered_json::array_t&>().reserve(list->size() + 1);
         if (const std::string system = text_or_none(object, "system", where);
             !system.empty() && !object.contains("messages"))
             messages.push_back(chat_message("system", system));
-        for (const nlohmann::ordered_json& message : *list)
-            messages.push_back(
-                of_sharegpt(message, format("%s: message %zu", where.c_str(), messages.size() + 1)));
+        for (nlohmann::ordered_json& message : *list)
+            messages.push_back(of_sharegpt(std::move(message),
+                                           format("%s: message %zu", where.c_str(), messages.size() + 1)));
     } else if (object.contains("completion")) {
         if (!object.contains("prompt") || !object["prompt"].is_array() || !object["completion"].is_array())
-            return;
-        messages = object["prompt"];
+            return nullptr;
+        messages = std::move(object["prompt"]);
         for (nlohmann::ordered_json& message : messages)
             if (message.is_object() && message.contains("role") && message["role"] == "assistant")
                 message["train"] = false;
-        for (const nlohmann::ordered_json& message : object["completion"]) messages.push_back(message);
+        for (nlohmann::ordered_json& message : object["completion"]) messages.push_back(std::move(message));
     } else if (const AskedAndAnswered* pair = pair_of(object)) {
         messages = messages_of_pair(object, *pair, where);
-    } else {
-        return;
     }
-    object["messages"] = std::move(messages);
+    return messages;
 }
 
 // Fails because an example has no fields that are read, and names those that it has.

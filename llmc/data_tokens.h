@@ -31,31 +31,36 @@
 // dev/data/tokenize_text.py writes into shards.
 
 // Reports the progress of tokenizing and at the end the result: on a terminal in one line that is
-// overwritten, otherwise in a line every ten seconds. Prints nothing for files of less than 10 MB.
+// overwritten, otherwise in a line every ten seconds. Files of less than 10 MB are reported only after ten
+// seconds.
 class TokenizingLines {
   public:
     TokenizingLines(FILE* to, const Dataset& data)
-        : to_(data.file_bytes() >= 10'000'000 ? to : nullptr),
+        : to_(to),
           name_(data.stream_name(0)),
           of_all_(data.has_compressed_examples() ? "" : format(" of %.1f", megabytes(data.file_bytes()))),
-          terminal_(isatty(fileno(to)) == 1) {}
+          terminal_(isatty(fileno(to)) == 1),
+          due_(data.file_bytes() >= 10'000'000 ? 0 : kPatience) {}
 
     void add(uint64_t bytes) {
         done_ += bytes;
         const double now = seconds();
-        if (!to_ || now < due_) return;
-        due_ = now + (terminal_ ? 0.2 : 10);
+        if (now < due_) return;
+        due_ = now + (terminal_ ? 0.2 : kPatience);
+        reports_ = true;
         fprintf(to_, "%stokenizing %s: %.1f%s MB%s", terminal_ ? "\r" : "", name_.c_str(), megabytes(done_),
                 of_all_.c_str(), terminal_ ? "" : "\n");
         fflush(to_);
     }
     void finish(uint64_t tokens) const {
-        if (!to_) return;
+        if (!reports_) return;
         fprintf(to_, "%stokenized %s: %.1f MB, %llu tokens, %.1f s\n", terminal_ ? "\r\033[K" : "",
                 name_.c_str(), megabytes(done_), static_cast<unsigned long long>(tokens), seconds());
     }
 
   private:
+    static constexpr double kPatience = 10;  // seconds
+
     static double megabytes(uint64_t bytes) { return static_cast<double>(bytes) / 1e6; }
     double seconds() const {
         return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
@@ -66,7 +71,8 @@ class TokenizingLines {
     const std::string of_all_;
     const bool terminal_;
     const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
-    double due_ = 0;
+    double due_;
+    bool reports_ = false;
     uint64_t done_ = 0;
 };
 
@@ -154,11 +160,14 @@ class ExampleEncoder {
     template <class Put>
     void encode(const JsonExample& example, const std::string& where, size_t most, Put&& put) {
         tokens_.clear();
+        text_bytes_ = 0;
         if (example.is_text) return encode_text(example.text(), where, put);
         if (!example.conversation.messages.empty()) {
-            if (question_.empty()) question_ = question_of(example.conversation.messages);
+            if (question_.empty() && example.bytes <= kLongestQuestion)
+                question_ = question_of(example.conversation.messages);
             const Chat& used = chat(where);
-            append_chat(naming(where, [&] { return used.render(example.conversation); }), where, most);
+            const auto kept = [&](const std::string& text) { return bytes_of_first(text, most); };
+            append_chat(naming(where, [&] { return used.render(example.conversation, kept); }), where, most);
         } else {
             append({{example.prompt, Learnt::WithPrompts}, {example.completion, Learnt::Always}}, where,
                    most);
@@ -171,8 +180,11 @@ class ExampleEncoder {
 
     // The chat template, if there were conversations so far; else null.
     const Chat* chat() const { return chat_ ? &*chat_ : nullptr; }
-    // The first conversation up to its first answer, for samples; empty if there was none.
+    // The first conversation up to its first answer, for samples; empty if there was none. One that takes
+    // much memory is passed over.
     const std::vector<Message>& question() const { return question_; }
+    // The size of the text that the latest example was written as, if it was a conversation.
+    size_t text_bytes() const { return text_bytes_; }
 
   private:
     // Reads the chat template at the first conversation.
@@ -199,6 +211,7 @@ class ExampleEncoder {
     }
 
     static constexpr size_t kPart = 256 << 10;  // a longer text is encoded in parts of this many bytes
+    static constexpr size_t kLongestQuestion = 16 << 20;
 
     void begin_document() {
         const int begin = tokenizer_.document_start();
@@ -249,6 +262,16 @@ class ExampleEncoder {
         if (tokens.size() < most) encoder->finish(tokens);
     }
 
+    // How many bytes of a chat's text its first `most` tokens spell.
+    size_t bytes_of_first(const std::string& text, size_t most) {
+        std::vector<int32_t> tokens;
+        encode_first(text, most, tokens);
+        if (tokens.size() <= most) return text.size();
+        tokens.resize(most);
+        const std::vector<size_t> ends = token_ends(text, tokens);
+        return ends.size() < most || most == 0 ? text.size() : ends.back();
+    }
+
     // Appends the tokens of the pieces' joined text, or at least the first `most`. A token that crosses the
     // end of a piece, or that differs from the tokens of the text up to that end, belongs to the next piece.
     void append(const std::vector<Piece>& pieces, const std::string& where, size_t most) {
@@ -259,6 +282,7 @@ class ExampleEncoder {
         std::string before;
         size_t done = 0;
         for (const Piece& piece : pieces) {
+            if (done >= most) break;
             before += piece.text;
             size_t end = all.size();
             if (before.size() < text.size()) {
@@ -276,12 +300,13 @@ class ExampleEncoder {
     void append_chat(const std::vector<Piece>& pieces, const std::string& where, size_t most) {
         std::string text;
         for (const Piece& piece : pieces) text += piece.text;
+        text_bytes_ = text.size();
         std::vector<int32_t> all;
         naming(where, [&] { encode_first(text, most, all); });
         const std::vector<size_t> ends = token_ends(text, all);
         if (ends.size() < all.size()) return append(pieces, where, most);
         size_t piece = 0, piece_end = pieces.empty() ? 0 : pieces[0].text.size(), begin = 0;
-        for (size_t i = 0; i < all.size(); i++) {
+        for (size_t i = 0; i < std::min(all.size(), most); i++) {
             while (piece + 1 < pieces.size() && piece_end <= begin) piece_end += pieces[++piece].text.size();
             Learnt learnt = pieces[piece].learnt;
             for (size_t k = piece + 1, at = piece_end; k < pieces.size() && at < ends[i]; k++) {
@@ -322,6 +347,7 @@ class ExampleEncoder {
     std::optional<Chat> chat_;  // made at the first conversation
     std::vector<Message> question_;
     std::vector<int32_t> tokens_;
+    size_t text_bytes_ = 0;
 };
 
 // Turns the examples in the files into tokens, at most seq_len + 1 for each (Dataset::tokenize_examples), and
@@ -349,7 +375,9 @@ inline ChatUsed tokenize_examples(Dataset& lines, const Tokenizer& tokenizer, co
             encoder.encode(
                 example, where, static_cast<size_t>(seq_len) + 2,
                 [&](std::span<const int32_t> tokens, bool last) { put(tokens, example.is_text, last); });
-            most_bytes = std::max(most_bytes, copies * line.size() + example.bytes);
+            const size_t written = encoder.text_bytes();
+            const size_t more = written - std::min(written, line.size());  // that the template added
+            most_bytes = std::max(most_bytes, copies * line.size() + example.bytes + kCopiesOfLine * more);
             progress.add(bytes);
         };
         try {

@@ -269,6 +269,17 @@ inline std::string read_text(const std::string& path) {
     return text;
 }
 
+// Fails naming a file whose JSON a parser of the library refuses.
+[[noreturn]] inline void fail_broken_json(const std::string& file, const nlohmann::json::exception& error) {
+    // The library's message starts with "[json.exception.parse_error.101] " and then gives line and column.
+    std::string_view what = error.what();
+    if (const size_t end = what.find("] "); end != what.npos) what.remove_prefix(end + 2);
+    std::string line(what.substr(0, 300));
+    std::replace_if(
+        line.begin(), line.end(), [](unsigned char c) { return c < 0x20 || c == 0x7f; }, ' ');
+    fail("%s: broken JSON: %s", file.c_str(), line.c_str());
+}
+
 // Parses JSON text that came from `file`. Fails in one line that names the file and the position of the
 // error. A key that appears twice in an object is an error too, because JSON does not define which of them
 // counts. `keep` is called for each parsed part, like the callback of nlohmann's parser, and returns whether
@@ -291,14 +302,7 @@ Json parse_json(std::string_view text, const std::string& file, Keep&& keep) {
     try {
         return Json::parse(text.begin(), text.end(), note_keys);
     } catch (const json::exception& error) {
-        // The library's message starts with "[json.exception.parse_error.101] " and then gives line and
-        // column.
-        std::string_view what = error.what();
-        if (const size_t end = what.find("] "); end != what.npos) what.remove_prefix(end + 2);
-        std::string line(what.substr(0, 300));
-        std::replace_if(
-            line.begin(), line.end(), [](unsigned char c) { return c < 0x20 || c == 0x7f; }, ' ');
-        fail("%s: broken JSON: %s", file.c_str(), line.c_str());
+        fail_broken_json(file, error);
     }
 }
 template <class Json = nlohmann::json>

@@ -83,6 +83,8 @@ class Evaluator {
         scope_ = new_scope(&globals_);
     }
 
+    uint64_t steps_left() const { return work_.left(); }
+
     Rendered run(const Statements& statements) {
         try {
             execute(statements);
@@ -541,8 +543,21 @@ Template::Template(std::string_view source) {
     has_generation_ = mentions_generation(statements_->all);
 }
 
-Rendered Template::render(const Variables& variables, size_t input_bytes, const std::tm& date) const {
-    return Evaluator(variables, date, input_bytes).run(statements_->all);
+Rendered Template::render(const Variables& variables, size_t input_bytes, const std::tm& date,
+                          uint64_t* steps) const {
+    Evaluator evaluator(variables, date, input_bytes);
+    const uint64_t before = evaluator.steps_left();
+    const auto count = [&] {
+        if (steps) *steps += before - evaluator.steps_left();
+    };
+    try {
+        Rendered written = evaluator.run(statements_->all);
+        count();
+        return written;
+    } catch (const UserError&) {
+        count();
+        throw;
+    }
 }
 
 }  // namespace jinja

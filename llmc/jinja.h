@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <ctime>
 #include <memory>
 #include <string>
@@ -39,8 +40,9 @@ class Template {
     explicit Template(std::string_view source);
 
     // What the template writes. `input_bytes` is about the size of the variables; the work that the template
-    // may do grows with it.
-    Rendered render(const Variables& variables, size_t input_bytes, const std::tm& date) const;
+    // may do grows with it. The steps that it takes, also where it fails, are added to `steps`.
+    Rendered render(const Variables& variables, size_t input_bytes, const std::tm& date,
+                    uint64_t* steps = nullptr) const;
 
     // True if the template says with {% generation %} what the assistant generates.
     bool has_generation() const { return has_generation_; }

@@ -385,8 +385,10 @@ inline Value attribute_only(const Value& v, const std::string& name) {
 inline Value attribute(Work& work, const Value& v, const std::string& name) {
     work.spend();
     defined(v);
-    if (v.is(Kind::Dict) && !is_method(v, name) && !is_hidden_method(v, name))
+    if (v.is(Kind::Dict) && !is_method(v, name) && !is_hidden_method(v, name)) {
+        work.spend(v.entries().size());
         if (const Value* found = v.find(name)) return *found;
+    }
     return attribute_only(v, name);
 }
 

@@ -37,9 +37,11 @@ class Work {
                  static_cast<unsigned long long>(kMostSteps / 1'000'000));
         left_ -= cost;
     }
+    uint64_t left() const { return left_; }
+
+    static constexpr uint64_t kMostSteps = 20'000'000;
 
   private:
-    static constexpr uint64_t kMostSteps = 20'000'000;
     uint64_t left_;
 };
 
@@ -257,10 +259,12 @@ inline Value Value::from_json(const nlohmann::ordered_json& json, int depth) {
     if (json.is_number()) return integer(json.get<int64_t>());
     if (json.is_array()) {
         Values items;
+        items.reserve(json.size());
         for (const auto& item : json) items.push_back(from_json(item, depth + 1));
         return list(std::move(items));
     }
     Entries entries;
+    entries.reserve(json.size());
     for (const auto& [key, value] : json.items())
         entries.push_back({string(key), from_json(value, depth + 1)});
     return dict(std::move(entries));

@@ -10,6 +10,7 @@ import resource
 import shutil
 
 import gguf_files
+import limited_runs
 import numpy as np
 import peft
 import pytest
@@ -532,8 +533,12 @@ READ = {
     "a text": lambda: [{"text": " ".join(WORDS) * 6000}],
     "a prompt": lambda: [{"prompt": " ".join(WORDS) * 1500, "completion": "b"}, *[{"text": "some words"}] * 50],
     "a field": lambda: [{"text": "some words", "numbers": [1] * 10**6}, *[{"text": "some words"}] * 50],
+    "lists": lambda: [MANY_LISTS, *[{"text": "some words"}] * 50],
+    "objects": lambda: [{"messages": ASKED, "tools": [{"name": f"f{i}", "of": {"a": "b"}} for i in range(60_000)]}, *[{"text": "some words"}] * 50],
+    "fields": lambda: [{"messages": [ASKED[0] | {f"field {i}": [] for i in range(60_000)}, ASKED[1]]}, *[{"text": "some words"}] * 50],
     "short": lambda: [{"text": f"{i} and {i}"} for i in range(50_000)],
 }
+MANY_LISTS = {"messages": [ASKED[0] | {"tool_calls": [[0]] * 300_000}, ASKED[1]]}
 
 
 @pytest.mark.on_a_cpu("a GPU's plan counts the memory of the GPU, and this measures that of the process")
@@ -550,6 +555,60 @@ def test_reading_examples_stays_in_the_plan(train_fp32, work, name):
     assert ("reading" in totals) == (name != "short")
     if name == "a text":  # in its line, and in parts
         assert (work / "data.jsonl").stat().st_size < totals["reading"] < (work / "data.jsonl").stat().st_size + 2**20
+
+
+def test_a_line_of_many_values_is_refused_without_memory(train_fp32, work):
+    """Values of a few bytes each take many times the memory of their line."""
+    (work / "data.jsonl").write_text(json.dumps(MANY_LISTS) + "\n" + FINE)
+    options = ("--model", work / "model", "--data", work / "data.jsonl", "--batch", 1, "--seq-len", LENGTH, "--steps", 1)
+    with limited_runs.cgroup(80 << 20) as folder:
+        result = limited_runs.run(train_fp32, *options, "--memory", "80MiB", inside=folder)
+    error = result.stderr.decode()
+    assert result.returncode == 2 and error.count("\n") == 1, error
+    assert re.search(r"data\.jsonl: line 1: reading it takes [\d.]+ MiB, and [\d.]+ are free \(.*\); divide it into shorter lines$", error), error
+
+
+LARGE = {
+    "keys of a field": lambda: {"text": "some words", "field": {f"key {i}": i for i in range(80_000)}},
+    "keys of a message": lambda: {"messages": [ASKED[0] | {f"key {i}": i for i in range(80_000)}, ASKED[1]]},
+    "keys of another tool's message": lambda: {"conversations": [{"from": "human", "value": "a"} | {f"key {i}": i for i in range(80_000)},
+                                                                 {"from": "gpt", "value": "b"}]},
+    "tools": lambda: {"messages": ASKED, "tools": [{"name": f"f{i}"} for i in range(80_000)]},
+    "messages": lambda: {"messages": ASKED * 2000},
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_examples_take_little_time(train_fp32, work, name):
+    """The time grows with the size of a line. Of a long conversation, no answers are looked for beyond the
+    tokens that are kept."""
+    (work / "data.jsonl").write_text("\n".join([json.dumps(LARGE[name]()), *[FINE] * 50]) + "\n")
+    assert cpu_seconds(lambda: train_fp32(*RUN, "--plan", cwd=work)) < 4
+
+
+def test_long_conversations_are_learnt_as_far_as_they_are_kept(train_fp32, work):
+    """The answers of a conversation that is cut have the losses that they have in one that ends there."""
+    choose = random.Random(3)
+    messages = [says(role, words(choose, 1)) for _ in range(60) for role in ("user", "assistant")]
+    messages[3]["weight"] = messages[41]["weight"] = 0
+    logs = []
+    for count in (26, 120):
+        lines = [{"messages": messages[:count]}] * 8
+        (work / "data.jsonl").write_text("\n".join(lines_of(lines)) + "\n")
+        logs.append([log_of(train_fp32, work, "--steps", 2, "--loss-on", kind)[0] for kind in ("completions", "all")])
+    for short, long in zip(*logs):
+        assert figures(short) == figures(long)
+
+
+def test_a_template_that_takes_too_long_to_show_its_answers(tmp_path):
+    """It is run for each answer, and the steps are counted together."""
+    template = ("{%- for i in range(600) %}{% if 'b' in messages[0].content %}{% endif %}{% endfor %}"
+                "{%- for m in messages[1:] %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{%- endfor %}")
+    folder = save_tokenizer(tmp_path, smollm2(), template, "<|im_start|>", "<|im_end|>")
+    line = json.dumps({"messages": [says("system", "a" * 400_000), *ASKED * 60]})
+    assert re.fullmatch(r"a line: the chat template takes more than 110\d million steps to show where the answers of 121 messages are: "
+                        r"divide the conversation, or put {% generation %} around answers in the template\n",
+                        probe(folder, "examples", "auto", inputs=[line.encode()], code=2))
 
 
 def test_short_examples_take_little_time(train_fp32, tmp_path):
@@ -721,6 +780,9 @@ BAD_LINES = {
     "not UTF-8": (b'{"text": "\xff"}', "line 3 is not UTF-8 text: no character has the byte 0xff in column 11"),
     "no words": (json.dumps({"text": "a" * 300_000}), "line 3: near byte 0 a piece of more than 256 KiB begins that"),
     "twice": ('{"text": "a", "text": "b"}', 'line 3: broken JSON: key "text" appears twice'),
+    "deep": ('{"text": "a", "x": ' + "[" * 300 + "]" * 300 + "}", "line 3 nests more than 200 deep"),
+    "many kwargs": (json.dumps({"messages": CONVERSATIONS[0], "chat_template_kwargs": {f"a{i}": 1 for i in range(1001)}}),
+                    'line 3: "chat_template_kwargs" has 1001 fields, and may have 1000'),
     "functions": (json.dumps({"messages": CONVERSATIONS[0], "functions": [{}]}), 'line 3: "functions" is not supported'),
     "tools": (json.dumps({"messages": CONVERSATIONS[0], "tools": ["a"]}), 'line 3: "tools" is not a list of JSON objects'),
     "kwargs": (json.dumps({"messages": CONVERSATIONS[0], "chat_template_kwargs": {"messages": []}}),

@@ -143,16 +143,17 @@ inline void place(Plan& plan) {
 
 // Finds the most bytes that live at once, and where in the step that is.
 inline void find_peak(Plan& plan) {
-    std::vector<std::pair<int, int64_t>> events;
+    int times = 0;
+    for (const Take& t : plan.takes) times = std::max(times, t.dies + 1);
+    std::vector<int64_t> change(static_cast<size_t>(times));  // at each time
     for (const Take& t : plan.takes) {
         const int64_t bytes = static_cast<int64_t>(arena_align(t.bytes));
-        events.push_back({t.born, bytes});
-        events.push_back({t.dies, -bytes});
+        change[static_cast<size_t>(t.born)] += bytes;
+        change[static_cast<size_t>(t.dies)] -= bytes;
     }
-    std::sort(events.begin(), events.end());
     int64_t live = 0, most = 0;
-    for (auto [time, bytes] : events) {
-        live += bytes;
+    for (int time = 0; time < times; time++) {
+        live += change[static_cast<size_t>(time)];
         if (live > most) most = live, plan.peak_time = time;
     }
     plan.lower_bound = static_cast<size_t>(most);
@@ -174,9 +175,15 @@ class Arena : simt::Source {
     template <class Step>
     Plan rehearse(Step&& step, Offsets offsets = Offsets::Planned) {
         Plan plan;
-        plan.transfers.reserve(most_transfers_);
+        if (offsets == Offsets::None) {  // one of many plans that are alike, and is soon forgotten
+            plan.takes.reserve(most_.takes);
+            plan.work.reserve(most_.work);
+            plan.transfers.reserve(most_.transfers);
+        }
         perform(plan, true, step);
-        most_transfers_ = std::max(most_transfers_, plan.transfers.size());
+        most_.takes = std::max(most_.takes, plan.takes.size());
+        most_.work = std::max(most_.work, plan.work.size());
+        most_.transfers = std::max(most_.transfers, plan.transfers.size());
         find_peak(plan);
         plan.bytes = plan.lower_bound;
         if (offsets == Offsets::Planned) place(plan);
@@ -334,7 +341,9 @@ class Arena : simt::Source {
     Plan* plan_ = nullptr;
     bool rehearsing_ = false;
     int next_ = 0, clock_ = 0, loop_ = 0;
-    size_t most_transfers_ = 0;  // of a rehearsal so far
+    struct {
+        size_t takes = 0, work = 0, transfers = 0;
+    } most_;                     // entries of a rehearsal so far
     std::vector<bool> live_;     // by take
     int released_wrongly_ = -1;  // the first take released at an unplanned moment; destructors cannot fail
 };

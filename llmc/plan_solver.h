@@ -71,6 +71,20 @@ inline std::string_view block_range(std::string_view path) {
     return {};
 }
 
+// block_range(), which remembers its last answer: a plan's paths are Range::place()s, and neighbours are
+// mostly the same one.
+class BlockRange {
+  public:
+    std::string_view operator()(std::string_view path) {
+        if (path.data() != path_.data() || path.size() != path_.size())
+            path_ = path, block_ = block_range(path);
+        return block_;
+    }
+
+  private:
+    std::string_view path_, block_;
+};
+
 // The seconds that a block's transfers take in a phase, "forward" or "backward"; the same for all its blocks.
 // A disk either reads or writes; a link carries both directions at once.
 inline double moving_seconds(const Plan& plan, const std::vector<Segment>& segments, const std::string& phase,
@@ -104,27 +118,30 @@ inline bool outlives_its_block(const Take& t) {
 // count at the end.
 inline std::vector<Segment> segments_of(const Plan& plan, const Rates& rates) {
     struct Event {
-        int time;
-        int64_t bytes;
-        std::string_view path;
+        bool happens = false;
+        int64_t bytes = 0;
+        std::string_view path = {};
     };
-    std::vector<Event> events;
+    int times = 0;
+    for (const Take& t : plan.takes) times = std::max(times, t.dies + 1);
+    std::vector<Event> events(static_cast<size_t>(times));  // by time
     std::vector<Take> outlive;
     double exchange_seconds = 0;
     for (const Take& t : plan.takes) {
         if (is_exchange(t.born_at)) continue;
         const int64_t bytes = static_cast<int64_t>(arena_align(t.bytes));
-        events.push_back({t.born, bytes, t.born_at});
+        events[static_cast<size_t>(t.born)] = {true, bytes, t.born_at};
         if (outlives_its_block(t))
             outlive.push_back(t);
         else
-            events.push_back({t.dies, -bytes, t.dies_at});
+            events[static_cast<size_t>(t.dies)] = {true, -bytes, t.dies_at};
     }
-    std::sort(events.begin(), events.end(), [](const Event& a, const Event& b) { return a.time < b.time; });
 
     std::vector<Segment> segments(1);
+    BlockRange block_of;
     for (const Event& e : events) {
-        const std::string_view block = block_range(e.path);
+        if (!e.happens) continue;
+        const std::string_view block = block_of(e.path);
         if (!block.empty() && block != segments.back().block)
             segments.push_back({std::string(block), {}, {}});
         assert(block.empty() || segments.back().after == Stretch());  // a block's range is entered once
@@ -144,7 +161,7 @@ inline std::vector<Segment> segments_of(const Plan& plan, const Rates& rates) {
             exchange_seconds += rates.seconds(w);
             continue;
         }
-        const std::string_view block = block_range(w.range);
+        const std::string_view block = block_of(w.range);
         while (!block.empty() && block != segments[at].block) {
             at++;
             assert(at < segments.size());  // a block that works also takes something

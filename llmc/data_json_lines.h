@@ -153,9 +153,10 @@ inline std::vector<Message> read_messages(nlohmann::ordered_json list, const std
                 "known",
                 place.c_str(), printable(role).c_str());
         const bool assistant = role == "assistant";
-        if (assistant && !says_something(item)) fail("%s: the assistant says nothing", place.c_str());
         answers |= assistant;
         const bool counts = message_counts(item, place);
+        if (assistant && counts && !says_something(item))
+            fail("%s: the assistant says nothing", place.c_str());
         messages.push_back({std::move(item), counts});
     }
     if (answered && !answers) fail("%s: none of the messages is the assistant's", where.c_str());

@@ -66,6 +66,7 @@ CONVERSATIONS = [
     [says("user", "a"), says("assistant", "wrong") | {"weight": 0}, says("user", "No."),
      says("assistant", "right") | {"weight": 1, "train": None}, says("user", "b") | {"train": False},
      says("assistant", "also wrong") | {"train": False}, says("user", "c"), says("assistant", "good") | {"train": True}],
+    [says("user", "a"), says("assistant", "") | {"weight": 0}, says("user", "b"), says("assistant", "c")],
 ]
 
 

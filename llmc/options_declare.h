@@ -238,8 +238,8 @@ inline void declare_training_options(CLI::App& app, Options& o) {
         .add("--zero", o.zero, "auto|0|1|2|3",
              "What each of several devices keeps: 0: a copy of everything; 1: its slice of the optimizer's "
              "state; 2: also of the gradients, with one micro-batch a device or --by-block; 3: also of the "
-             "blocks' weights, frozen ones too. auto: 1, or what --memory, --batch auto or --seq-len auto "
-             "choose.")
+             "blocks' weights, frozen ones too. auto: the first of 1, 2 and 3 that fits what is free, or what "
+             "--memory, --batch auto or --seq-len auto choose.")
         ->check(one_of({"auto", "0", "1", "2", "3"}));
     group
         .add("--machines", o.machines, "M",

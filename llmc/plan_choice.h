@@ -84,6 +84,24 @@ auto largest_of_ways(const Options& given, Choose&& choose, Size&& size) {
     return *best;
 }
 
+// What several devices share if neither --zero nor --memory says so: the first way, which sends the least, of
+// those that fit what is free; without one, the given options. The plan of a GPU that may not be here keeps
+// these too.
+template <class Trial>
+Options with_way_that_fits(const Options& given, RunInputs& inputs) {
+    const std::vector<Options> ways = ways_to_share_alone(given);
+    if (ways.size() == 1 || (given.plan && !kHostIsDevice)) return given;
+    for (size_t i = 0; i < ways.size(); i++) {
+        Options way = ways[i];
+        Trial trial(way, inputs);
+        if (trial.rehearse(Offsets::None).total() > memory_for(way).bytes) continue;
+        if (i == 0) break;  // what --zero auto does
+        way.given["--zero"] = {way.zero};
+        return way;
+    }
+    return given;
+}
+
 // The options with all open settings chosen for the memory that they name, or for what is free.
 template <class Trial>
 Options with_setting_for_memory(const Options& given, RunInputs& inputs, Choices& choices) {
@@ -92,7 +110,7 @@ Options with_setting_for_memory(const Options& given, RunInputs& inputs, Choices
     const bool has_budget = given.has("--memory");
     if (!has_budget && given.batch > 0 && given.head_rows >= 0 && given.mlp_rows >= 0 &&
         given.attention_rows >= 0)
-        return given;
+        return with_way_that_fits<Trial>(given, inputs);
     int64_t most = kMostTokens / given.seq_len;
     std::optional<uint64_t> epoch;
     if (inputs.data) {
@@ -133,6 +151,7 @@ Options with_setting_for_memory(const Options& given, RunInputs& inputs, Choices
             std::tie(s, chosen.zero, choices.batch) = largest_of_ways(
                 given, choose_batch, [](const auto& answer) { return std::get<0>(answer).batch; });
         apply_setting(s, chosen);
+        chosen = with_way_that_fits<Trial>(chosen, inputs);
     }
     remember_choice(given, chosen);
     return chosen;

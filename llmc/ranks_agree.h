@@ -156,7 +156,8 @@ Options chosen_by_first_rank(RankEngine* engine, const Options& given, Choose&& 
     RankFacts facts;
     for (const auto& [name, words] : given.given) facts.emplace_back(setting_name(name), joined(words, " "));
     check_ranks_agree(exchange, given.rank, facts);
-    if (given.has("--memory") || given.batch == 0 || given.auto_length) learn_least_of_ranks(exchange, given);
+    if (given.has("--memory") || given.batch == 0 || given.auto_length || given.zero == "auto")
+        learn_least_of_ranks(exchange, given);
     Options chosen = given;
     std::string text;
     if (given.rank.is_first()) {

@@ -87,6 +87,23 @@ def test_auto_leaves_room_for_the_largest(train, work):
         assert chosen["ranks"]["zero"] == "2" or chosen[key] == fixed[key]
 
 
+def test_without_zero_it_is_the_first_that_fits(train, tmp_path):
+    """What is free decides, in plans and runs: a cgroup between what two of them take. The losses are the same."""
+    base = ("--model", "d6", "--batch", 1, "--seq-len", 256, "--devices", 2, "--data", "dev/data/tinyshakespeare.txt")
+    totals = {zero: train.plan(*base, "--threads", 2, "--zero", zero)["totals"]["total"] for zero in "123"}
+    assert totals["1"] > totals["2"] > totals["3"]
+    for larger, smaller in ("12", "23"):
+        with cgroup(int((totals[larger] + totals[smaller]) / 0.95)) as folder:
+            result = run(train, *base, "--plan", "json", inside=folder)
+        assert json.loads(result.stdout)["ranks"]["zero"] == smaller
+    with cgroup(int((totals["1"] + totals["3"]) / 0.95)) as folder:
+        result = run(train, *base, "--steps", 2, "--log", tmp_path / "chosen", inside=folder)
+    assert result.returncode == 0 and re.search(rb"each of 2 devices, --zero [23]$", result.stdout, re.M), result
+    train(*base, "--steps", 2, "--zero", 1, "--log", tmp_path / "given")
+    chosen, given = ([line["loss"] for line in read_log(tmp_path / name) if "loss" in line] for name in ("chosen", "given"))
+    assert chosen == given and len(chosen) == 2
+
+
 def test_too_little_memory_is_one_line(train):
     line = error_line(train, *D6, "--plan", "--memory", "20MiB")
     assert "the least that this takes is" in line and "--zero" in line

@@ -49,6 +49,12 @@ TABLES = [
           [("4090", "--devices 4 --memory 24000MiB,host=1000GiB")], [""],
           "LLMQ reports 2,200 tokens/s on 4 x RTX 4090. The ranks of a machine have the weights in host memory once, and "
           "each has its slice of the optimizer's state, but a copy of the gradients."),
+    Table("Qwen2.5-32B, all weights, in less than 500 GB of host memory", "qwen2.5-32b", f"{ALL} --seq-len 1024 --batch 4 --grad-accum 32",
+          [("4090", "--devices 4")],
+          ["--by-block --update-in-backward --advanced clip=block --recompute block --chunk-rows head=0 "
+           "--offload weights=host,state=host,inputs=host"],
+          "Each block is updated in backward, so that no gradients are kept. A step has 131,072 tokens: all of them go through a "
+          "block together, and the inputs of the blocks are in host memory too."),
     Table("Llama-3.1-8B, all weights", "llama-3.1-8b", f"{ALL} --seq-len 4096 --batch 1",
           [("4090", "--devices 8 --grad-accum 8 --memory 24000MiB"),
            ("A100", "--devices 16 --machines 2 --network 100Gbit/s --grad-accum 16 --memory 80000MiB"),

@@ -1,5 +1,6 @@
-"""llmc/README.md lists every file of the folder, once, with a line that says what it is for."""
+"""llmc/README.md lists every file of the folder, once, with a line that says what it is for. Scripts can be run by their names."""
 
+import os
 import pathlib
 import re
 
@@ -26,3 +27,12 @@ def test_every_item_is_a_file():
 def test_other_files_that_are_named_exist():
     for name in re.findall(r"`(\w+\.(?:h|cuh|cpp|cu|md))`", README):
         assert any((ROOT / folder / name).exists() for folder in ("llmc", ".", "dev/guide")), name
+
+
+def test_scripts_are_executable():
+    """Those that begin with #!, and no others: pages and help texts call them by their names."""
+    scripts = [path for folder in ("dev", "dev/bench", "dev/data", "scripts", "test") for path in (ROOT / folder).iterdir()
+               if path.suffix in (".py", ".sh")]
+    assert len(scripts) > 100
+    for path in scripts:
+        assert path.read_bytes().startswith(b"#!") == os.access(path, os.X_OK), path

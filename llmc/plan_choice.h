@@ -84,9 +84,9 @@ auto largest_of_ways(const Options& given, Choose&& choose, Size&& size) {
     return *best;
 }
 
-// What several devices share if neither --zero nor --memory says so: the first way, which sends the least, of
-// those that fit what is free; without one, the given options. The plan of a GPU that may not be here keeps
-// these too.
+// What several devices share if neither --zero nor --memory says it: the first of ways_to_share_alone() that
+// fits what is free, because it sends the least. Returns the given options if none fits, and for the plan of
+// a GPU that may not be here.
 template <class Trial>
 Options with_way_that_fits(const Options& given, RunInputs& inputs) {
     const std::vector<Options> ways = ways_to_share_alone(given);

@@ -12,6 +12,7 @@ inline void read(const ConfigReader& r, ModelConfig& c) {
     r.must_be("tie_word_embeddings", {true});
     c.vocabulary = r.size("vocab_size", kTokens.vocabulary, kMostVocabulary);
     c.positions = kMostPositions;  // ALiBi has no limit of positions
+    c.stated_length = r.has("seq_length") ? r.size("seq_length", 0, kMostPositions) : 0;
     c.layers = r.size(r.either("n_layer", "num_hidden_layers"), 2, kMostLayers);
     c.channels = r.size(r.either("n_embed", "hidden_size"), 64, kMostChannels);
     c.heads = c.kv_heads = r.size(r.either("n_head", "num_attention_heads"), 8, kMostChannels);
@@ -32,6 +33,7 @@ inline void write(const ModelConfig& c, nlohmann::json& json) {
                  {"apply_residual_connection_post_layernorm", false},
                  {"hidden_dropout", 0.0},
                  {"attention_dropout", 0.0}});
+    if (c.stated_length > 0) json["seq_length"] = c.stated_length;
 }
 
 inline void begin(ModelConfig& c) {
@@ -39,6 +41,7 @@ inline void begin(ModelConfig& c) {
     c.head_size = c.channels / c.heads;
     c.mlp_width = 4 * c.channels;
     c.positions = kMostPositions;
+    c.stated_length = 2048;  // as BLOOM's own models
 }
 
 inline Table embeddings(const ModelConfig& c) {

@@ -332,8 +332,9 @@ inline GgufKeys model_keys(const ModelConfig& c, const ExportType& type, const s
     if (!parts.basename.empty()) keys.add("general.basename", parts.basename);
     keys.add("general.size_label", parts.size_label.empty() ? size_label(parameters) : parts.size_label);
     size(keys, "block_count", c.layers);
-    // ALiBi has no limit, and llama.cpp's converter writes the channels.
-    size(keys, "context_length", c.family == &kBloom ? c.channels : c.positions);
+    // llama.cpp takes no longer texts. For a BLOOM that states no length, its converter writes the channels.
+    const int length = c.stated_length > 0 ? c.stated_length : c.channels;
+    size(keys, "context_length", c.family == &kBloom ? length : c.positions);
     size(keys, "embedding_length", c.channels);
     size(keys, "feed_forward_length", c.mlp_width);
     size(keys, "attention.head_count", c.heads);

@@ -288,6 +288,8 @@ class GgufModel {
                          {"n_head", heads},
                          {"n_inner", mlp},
                          {"layer_norm_epsilon", epsilon}});
+            if (reader_.has(key("context_length").c_str()))
+                json["seq_length"] = size("context_length", kMostPositions);
             return json;
         }
         json.update({{"num_hidden_layers", layers},

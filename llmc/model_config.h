@@ -52,6 +52,8 @@ struct ModelConfig {
     const Family* family = nullptr;
     int vocabulary = 0;  // number of tokens; the embedding has padded_vocabulary() rows
     int positions = 0;   // the longest sequence without extension by `rope`: see longest()
+    // The length that a model without a limit of positions states for other programs; 0: none.
+    int stated_length = 0;
     // If learned positions are extended (model_positions.h): the rows that the model's files have; else 0.
     int grown_from = 0;
     int layers = 0, channels = 0;

@@ -198,7 +198,7 @@ def test_keys(train_fp32, model):
               "general.quantization_version": 2, f"{arch}.block_count": LAYERS, f"{arch}.embedding_length": width,
               f"{arch}.attention.head_count": heads, "tokenizer.ggml.model": "none", f"{arch}.vocab_size": VOCAB,
               f"{arch}.feed_forward_length": config.get("intermediate_size", 4 * width),
-              f"{arch}.context_length": width if family == "bloom" else 64}
+              f"{arch}.context_length": config.get("seq_length", width) if family == "bloom" else 64}
     if family in ("gpt2", "bloom"):
         wanted[f"{arch}.attention.layer_norm_epsilon"] = np.float32(1e-5)
     else:
@@ -252,6 +252,25 @@ def test_transformers_reads_it(train_fp32, model):
 
 
 # ---- adapters
+
+
+def test_the_length_that_a_bloom_states(train_fp32, tmp_path):
+    """ALiBi has no limit, but llama.cpp takes no longer texts. Saves, exports and what is made of these keep it; a new model has
+    that of BLOOM's own models."""
+    work, config = prepare(tmp_path, "bloom"), tmp_path / "model/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"seq_length": 96}))
+    write_shard(work / "data.bin", random_tokens(VOCAB, 400))
+    write_text(work / "text", 2000)
+    step = ("--batch", 1, "--seq-len", 16, "--steps", 1, "--sample", "tokens=0", "--out")
+    train_fp32("--model", "model", "--data", "data.bin", *step, "out", cwd=work)
+    train_fp32("--model", "bloom:d2", "--data", "text", *step, "new", cwd=work)
+    export(train_fp32, work, "a.gguf", of="out")
+    export(train_fp32, work, "b.gguf", of="a.gguf")
+    export(train_fp32, work, "new.gguf", of="new")
+    for name, length in {"out/config.json": 96, "a.gguf": 96, "b.gguf": 96, "new/config.json": 2048, "new.gguf": 2048}.items():
+        stated = (keys_of(work / name)["bloom.context_length"] if name.endswith("gguf") else
+                  json.loads((work / name).read_text())["seq_length"])
+        assert stated == length, name
 
 
 @pytest.fixture(scope="module", params=("gpt2", "llama", "qwen2", "bloom"))

@@ -175,10 +175,10 @@ class Arena : simt::Source {
     template <class Step>
     Plan rehearse(Step&& step, Offsets offsets = Offsets::Planned) {
         Plan plan;
+        plan.transfers.reserve(most_.transfers);
         if (offsets == Offsets::None) {  // one of many plans that are alike, and is soon forgotten
             plan.takes.reserve(most_.takes);
             plan.work.reserve(most_.work);
-            plan.transfers.reserve(most_.transfers);
         }
         perform(plan, true, step);
         most_.takes = std::max(most_.takes, plan.takes.size());

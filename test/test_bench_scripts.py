@@ -251,7 +251,8 @@ def test_pytorchs_model_is_as_large(train_fp32, tmp_path, model):
     assert parameters - padding == train_fp32.plan("--model", model, "--data", tokens)["parameters"]
 
 
-@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.more), "llama"])
+@pytest.mark.more
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_transformers_beside_the_trainer(tmp_path, family):
     model = make(tmp_path / "tiny", "--family", family, "--vocab", 300)
     rows, raw, text = compare(tmp_path, "--train", fake_trainer(tmp_path), "--model", model, "--batch", 2, "--seq-len", 8,

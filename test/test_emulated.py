@@ -30,8 +30,9 @@ pytestmark = pytest.mark.skipif(not (BUILD / "faults").exists(), reason="no CUDA
 # --- Kernels.
 
 # Hopper's own code runs on the H100, everything else on the A100; each has its own PTX. Attention tests that
-# take minutes, and larger shapes, are left to make test-emulated.
-ATTENTION = {"A100": "-Attention/0.*Random*:Attention/0.*Documents:Attention/0.*Queries*:Attention/*Costs*:Attention/*KeysInPieces",
+# take minutes, and larger shapes, are left to make test-emulated. Most forms in fp32 (Attention/0) are left to make test-more.
+ATTENTION = {"A100": "-Attention/0.*Random*:Attention/0.*Documents:Attention/0.*Queries*:Attention/*Costs*:Attention/*KeysInPieces" +
+                     ("" if MORE else ":Attention/0.*InEveryForm"),
              "H100": "HopperAttention.*"}
 
 
@@ -321,7 +322,8 @@ def test_embeddings_that_live_elsewhere_come_in_time(dtype, tmp_path):
     np.testing.assert_allclose(losses(runs["disk"][0]), losses(runs["device"][0]), rtol=BOUND["bf16"])
 
 
-@pytest.mark.parametrize("options", [(), ("--update-in-backward", "--clip", 0, "--state-formats", "m=8bit,v=8bit")], ids=str)
+@pytest.mark.parametrize("options", [
+    (), pytest.param(("--update-in-backward", "--clip", 0, "--state-formats", "m=8bit,v=8bit"), marks=pytest.mark.more)], ids=str)
 def test_what_is_trained_lives_elsewhere(tmp_path, options):
     """Changed weights of blocks are written back, and chunks of the optimizer's state pass through their
     ring: in host memory, or through it to a file."""
@@ -705,8 +707,7 @@ GPU_CHECKS = {"test_plan": "schema or totals or batch or text or summary or none
               "test_closed_memory": "step_0 or lives", "test_rates": "alone or nominal", "test_json_lines": "what_the_data_are"}
 
 
-@pytest.mark.parametrize("name", [name if name in ("test_plan", "test_memory", "test_json_lines") else pytest.param(name, marks=pytest.mark.more)
-                                  for name in GPU_CHECKS])
+@pytest.mark.parametrize("name", [name if name == "test_plan" else pytest.param(name, marks=pytest.mark.more) for name in GPU_CHECKS])
 def test_gpu_checks_python_tests(name):
     binaries = " ".join(str(BUILD / f"train-{precision}") for precision in (("fp32", "bf16") if MORE else ("bf16",)))
     ran = play(sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", ROOT / "test" / f"{name}.py",

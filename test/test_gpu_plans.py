@@ -70,7 +70,7 @@ CASES = [
 REFUSED = [
     ("RTX 3050", "--model llama-3.1-70b --batch 1 --seq-len 128", "does not fit the GPU RTX 3050"),
     ("GB10", "--model llama-3.1-70b --batch 1", "does not fit the GPU GB10"),
-    ("RTX 3060", "--model llama-3.1-70b --batch 8 --devices 4 --seq-len 131072", "does not fit 4 GPUs RTX 3060"),
+    ("RTX 3060", "--model llama-3.1-70b --batch 2 --devices 4 --seq-len 131072", "does not fit 4 GPUs RTX 3060"),
     ("RTX 4090", "--model llama-3.1-8b --batch 1 --memory 8GiB", "the least that this takes on the RTX 4090 is 12"),
     ("RTX 4080", "--model llama-3.1-8b --batch 1 --memory 1GiB,host=100MiB", "needed with a larger host= in --memory."),
     ("RTX 4080", "--model llama-3.1-8b --batch 1 --memory 14GiB,host=2GiB --offload state=host", "--memory host=2GiB: what the RTX 4080"),

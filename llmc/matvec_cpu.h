@@ -11,7 +11,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstring>
 #include <type_traits>
 
 #include "llmc/arena.h"
@@ -22,6 +21,14 @@
 // Elements that are processed at a time.
 constexpr int kMatvecRun = 16;
 using MatvecRun = Packed<float, kMatvecRun>;
+
+// Whether a core has AVX-512's 32 wide registers for the sums of dots(). In 16 registers of half their width
+// only the sums of three rows stay, and eight rows would take nearly as long as eight products of one row.
+#ifdef __AVX512F__
+constexpr bool kManyRegisters = true;
+#else
+constexpr bool kManyRegisters = false;
+#endif
 
 template <class T>
 SIMT_DEVICE MatvecRun load_widened(const T* p) {
@@ -38,25 +45,20 @@ inline float fused_sum(float a, float b, float c) { return __builtin_fmaf(a, b, 
 // The dot product of x and y (n).
 template <class T>
 float dot(const float* x, const T* y, int64_t n) {
-    MatvecRun even = {}, odd = {};  // two, because an addition waits for the one before
-    auto add = [&](MatvecRun& sums, int64_t at) {
-        const MatvecRun a = load<kMatvecRun>(x + at), b = load_widened(y + at);
-        for (int i = 0; i < kMatvecRun; i++) sums.v[i] += a.v[i] * b.v[i];
+    Vector16 sums[1] = {}, odd = {};  // two, because an addition waits for the one before
+    const auto add = [&](Vector16& to, int64_t at) SIMT_INLINE {
+        Vector16 a, b;
+        load_floats(a, x + at), load_floats(b, y + at);
+        to += a * b;
     };
     int64_t c = 0;
-    for (; c + 2 * kMatvecRun <= n; c += 2 * kMatvecRun) add(even, c), add(odd, c + kMatvecRun);
-    if (c + kMatvecRun <= n) add(even, c), c += kMatvecRun;
-    for (int i = 0; i < kMatvecRun; i++) even.v[i] += odd.v[i];
-    float sum = sum_of(even.v);
-    for (; c < n; c++) sum = fused_sum(x[c], to_float(y[c]), sum);
-    return sum;
-}
-
-// Writes to a reference, because g++ warns of functions that return a vector of this size without AVX-512.
-template <class T>
-void load_value(Vector16& value, const T* p) {
-    const MatvecRun run = load_widened(p);
-    memcpy(&value, &run, sizeof value);
+    for (; c + 2 * kMatvecRun <= n; c += 2 * kMatvecRun) add(sums[0], c), add(odd, c + kMatvecRun);
+    if (c + kMatvecRun <= n) add(sums[0], c), c += kMatvecRun;
+    sums[0] += odd;
+    float sum[1];
+    sums_of_vectors(sum, sums);
+    for (; c < n; c++) sum[0] = fused_sum(x[c], to_float(y[c]), sum[0]);
+    return sum[0];
 }
 
 // Widens `rows` rows of x (rows, n) and puts them into the order in which dots() reads them: a run of each
@@ -82,12 +84,12 @@ void dots(float (&sums)[kOutputs][kRows], const float* packed, const T* x, const
 #pragma GCC unroll 8
         for (int o = 0; o < kOutputs; o++) {
             __builtin_prefetch(reinterpret_cast<const char*>(y + o * n + at) + kAhead);
-            load_value(b[o], y + o * n + at);
+            load_floats(b[o], y + o * n + at);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; r++) {
             Vector16 a;
-            load_value(a, packed + at * kRows + r * kMatvecRun);
+            load_floats(a, packed + at * kRows + r * kMatvecRun);
 #pragma GCC unroll 8
             for (int o = 0; o < kOutputs; o++) to[o][r] += a * b[o];
         }
@@ -115,24 +117,23 @@ void with_row_count(int64_t rows, F&& f) {
 }
 
 // Calls use(first row, constants of how many rows and outputs) for groups of the rows of x (rows, n) that
-// dots() takes at a time: up to 8 rows if 8 fit a core's first cache; otherwise up to 4, and 3 outputs that
-// share what is loaded of them.
+// dots() takes at a time: with few registers up to 3 rows; else up to 8 rows if 8 fit a core's first cache;
+// otherwise up to 4, and 3 outputs that share what is loaded of them.
 template <class Use>
 void for_each_row_group(int64_t rows, int64_t n, Use&& use) {
     constexpr int64_t kCached = 24 << 10;  // bytes
     const bool fits = 8 * n * static_cast<int64_t>(sizeof(float)) <= kCached;
-    for (int64_t row = 0; row < rows;) {
-        const int64_t left = rows - row;
-        with_row_count(fits ? left : std::min<int64_t>(left, 4),
-                       [&]<int kRows>(std::integral_constant<int, kRows> count) {
-                           constexpr int kOutputs = kRows <= 4 ? 3 : 1;
-                           if (fits)
-                               use(row, count, std::integral_constant<int, 1>());
-                           else
-                               use(row, count, std::integral_constant<int, kOutputs>());
-                           row += kRows;
-                       });
-    }
+    const int64_t most = !kManyRegisters ? 3 : fits ? 8 : 4;
+    int64_t row = 0;
+    while (row < rows)
+        with_row_count(std::min(rows - row, most), [&]<int kRows>(std::integral_constant<int, kRows> count) {
+            constexpr int kOutputs = kManyRegisters && kRows <= 4 ? 3 : 1;
+            if (fits)
+                use(row, count, std::integral_constant<int, 1>());
+            else
+                use(row, count, std::integral_constant<int, kOutputs>());
+            row += kRows;
+        });
 }
 
 // sums (n) += x (kRows) times kRows rows of n. A sum stays in a register for all these rows: one row at a

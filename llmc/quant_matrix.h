@@ -273,11 +273,10 @@ void add_decoded_products(float* sums, const float* packed, const Decoder& weigh
             float w[N];
             weights.decode(w, at + c);
             Vector16 w_low, w_high, x_low, x_high;
-            memcpy(&w_low, w, sizeof w_low), memcpy(&w_high, w + 16, sizeof w_high);
+            load_floats(w_low, w), load_floats(w_high, w + 16);
 #pragma GCC unroll 8
             for (int r = 0; r < kRows; r++) {
-                memcpy(&x_low, packed + r * N, sizeof x_low);
-                memcpy(&x_high, packed + r * N + 16, sizeof x_high);
+                load_floats(x_low, packed + r * N), load_floats(x_high, packed + r * N + 16);
                 low[r] += x_low * w_low, high[r] += x_high * w_high;
             }
         }

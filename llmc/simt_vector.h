@@ -315,8 +315,21 @@ struct HeadLanes {
 #if !defined(SIMT_GPU) && !defined(LLMC_PLANNER)
 // ---- sixteen floats at a time, on a CPU
 
+#ifdef __AVX512F__
 // g++ keeps such a vector in a register also if it is an element of an array.
 using Vector16 = float __attribute__((vector_size(16 * sizeof(float))));
+
+// Sixteen elements as floats. They write to a reference, because g++ warns of functions that return a vector
+// of this size without AVX-512.
+SIMT_DEVICE void load_floats(Vector16& x, const float* from) { __builtin_memcpy(&x, from, sizeof x); }
+SIMT_DEVICE void load_floats(Vector16& x, const bf16* from) {
+    using Halves = uint16_t __attribute__((vector_size(16 * sizeof(uint16_t))));
+    using Bits = uint32_t __attribute__((vector_size(16 * sizeof(uint32_t))));
+    Halves halves;
+    __builtin_memcpy(&halves, from, sizeof halves);
+    const Bits bits = __builtin_convertvector(halves, Bits) << 16;
+    __builtin_memcpy(&x, &bits, sizeof x);
+}
 
 // The sums of several vectors' elements, each added in the order of sum_of(): first the elements that are 8
 // apart, then those 4, 2 and 1 apart. Four vectors share these additions.
@@ -345,4 +358,46 @@ SIMT_DEVICE void sums_of_vectors(float (&sums)[kRows], const Vector16 (&x)[kRows
         for (int i = 0; i < 4 && r + i < kRows; i++) sums[r + i] = sum[4 * i];
     }
 }
+#else
+// Two vectors of eight: g++ would keep a vector that is wider than the CPU's registers in memory.
+using Vector8 = float __attribute__((vector_size(8 * sizeof(float))));
+struct Vector16 {
+    Vector8 low = {}, high = {};
+
+    SIMT_INLINE friend Vector16 operator*(const Vector16& a, const Vector16& b) {
+        return {a.low * b.low, a.high * b.high};
+    }
+    SIMT_INLINE Vector16& operator+=(const Vector16& b) {
+        low += b.low, high += b.high;
+        return *this;
+    }
+};
+
+// Sixteen elements as floats, loaded and widened in registers: memcpy() may go through memory in smaller
+// parts, for which each load would then wait.
+SIMT_DEVICE void load_floats(Vector16& x, const float* from) {
+    using Unaligned = float __attribute__((vector_size(sizeof(Vector8)), aligned(alignof(float)), may_alias));
+    x.low = *reinterpret_cast<const Unaligned*>(from);
+    x.high = *reinterpret_cast<const Unaligned*>(from + 8);
+}
+SIMT_DEVICE void load_floats(Vector16& x, const bf16* from) {
+    using Halves =
+        uint16_t __attribute__((vector_size(8 * sizeof(uint16_t)), aligned(alignof(bf16)), may_alias));
+    using Bits = uint32_t __attribute__((vector_size(8 * sizeof(uint32_t))));
+    const auto* const halves = reinterpret_cast<const Halves*>(from);
+    x.low = reinterpret_cast<Vector8>(__builtin_convertvector(halves[0], Bits) << 16);
+    x.high = reinterpret_cast<Vector8>(__builtin_convertvector(halves[1], Bits) << 16);
+}
+
+// The sums of several vectors' elements, each added in the order of sum_of().
+template <int kRows>
+SIMT_DEVICE void sums_of_vectors(float (&sums)[kRows], const Vector16 (&x)[kRows]) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; r++) {
+        float elements[16];
+        __builtin_memcpy(elements, &x[r], sizeof elements);
+        sums[r] = sum_of(elements);
+    }
+}
+#endif
 #endif

@@ -152,8 +152,9 @@ Options chosen_by_first_rank(RankEngine* engine, const Options& given, Choose&& 
     const Slices slices = slices_of(given.rank);
     Exchange exchange(none, stream, slices);
     exchange.connect(*engine);
-    // A rank that was given other options must fail, and not take those of the first rank.
-    RankFacts facts;
+    // A rank that was given other options must fail, and not take those of the first rank. The program is
+    // compared now too, because another one may exchange other things from here on.
+    RankFacts facts = {{"the program", version_text()}};
     for (const auto& [name, words] : given.given) facts.emplace_back(setting_name(name), joined(words, " "));
     check_ranks_agree(exchange, given.rank, facts);
     if (given.has("--memory") || given.batch == 0 || given.auto_length || given.zero == "auto")

@@ -251,9 +251,6 @@ def test_transformers_reads_it(train_fp32, model):
     torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-4)
 
 
-# ---- adapters
-
-
 def test_the_length_that_a_bloom_states(train_fp32, tmp_path):
     """ALiBi has no limit, but llama.cpp takes no longer texts. Saves, exports and what is made of these keep it; a new model has
     that of BLOOM's own models."""
@@ -271,6 +268,9 @@ def test_the_length_that_a_bloom_states(train_fp32, tmp_path):
         stated = (keys_of(work / name)["bloom.context_length"] if name.endswith("gguf") else
                   json.loads((work / name).read_text())["seq_length"])
         assert stated == length, name
+
+
+# ---- adapters
 
 
 @pytest.fixture(scope="module", params=("gpt2", "llama", "qwen2", "bloom"))

@@ -141,10 +141,16 @@ inline void place(Plan& plan) {
     for (size_t i = 0; i < best.size(); i++) plan.takes[i].offset = best[i];
 }
 
-// Finds the most bytes that live at once, and where in the step that is.
-inline void find_peak(Plan& plan) {
+// The number of times at which takes are born and die: these are 0 ... count_times() - 1.
+inline int count_times(const Plan& plan) {
     int times = 0;
     for (const Take& t : plan.takes) times = std::max(times, t.dies + 1);
+    return times;
+}
+
+// Finds the most bytes that live at once, and where in the step that is.
+inline void find_peak(Plan& plan) {
+    const int times = count_times(plan);
     std::vector<int64_t> change(static_cast<size_t>(times));  // at each time
     for (const Take& t : plan.takes) {
         const int64_t bytes = static_cast<int64_t>(arena_align(t.bytes));

@@ -191,8 +191,7 @@ class LineJson {
     const JsonCounts& counts() const { return counts_; }
 
   private:
-    static constexpr size_t kShort = 256;  // strings of at most this many bytes are not taken
-                                           // out
+    static constexpr size_t kShort = 256;                                   // longer strings are taken out
     static constexpr size_t kBytesOfTaken = sizeof(std::string_view) + 16;  // and a Move
     static constexpr std::string_view kNul = "\\u0000";                     // a placeholder begins with this
 

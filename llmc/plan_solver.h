@@ -122,9 +122,7 @@ inline std::vector<Segment> segments_of(const Plan& plan, const Rates& rates) {
         int64_t bytes = 0;
         std::string_view path = {};
     };
-    int times = 0;
-    for (const Take& t : plan.takes) times = std::max(times, t.dies + 1);
-    std::vector<Event> events(static_cast<size_t>(times));  // by time
+    std::vector<Event> events(static_cast<size_t>(count_times(plan)));  // by time
     std::vector<Take> outlive;
     double exchange_seconds = 0;
     for (const Take& t : plan.takes) {

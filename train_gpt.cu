@@ -60,7 +60,7 @@ void Trainer::run() {
         throw;
     }
     finish_steps();
-    if (stopping())
+    if (agree_to_stop())
         stop();
     else
         finish();
@@ -69,11 +69,11 @@ void Trainer::run() {
 
 void Trainer::train() {
     // After the first step all device memory is taken; with graphs after the second, which records them.
-    const int steps_until_all_is_taken = replays() ? 2 : 1;
-    for (step_ = first_step_; step_ < o_.steps && !stopping(); step_++, evaluated_ = false) {
+    const int64_t steps_until_report = std::min<int64_t>(o_.steps, first_step_ + (replays() ? 2 : 1));
+    for (step_ = first_step_; step_ < o_.steps && !agree_to_stop(); step_++, evaluated_ = false) {
         save_if_asked();
         if (!evaluated_) validate_and_sample_if_due();
-        if (stopping() || metrics_.ends_early(o_.early_stopping)) break;
+        if (agree_to_stop() || metrics_.ends_early(o_.early_stopping)) break;
         if (step_ > first_step_ && !saves_.has(step_) && (is_time(o_.save_every) || saves_.is_best(step_)))
             save();
         check_logs();
@@ -81,7 +81,7 @@ void Trainer::train() {
         if (!exchange_.is_alone())
             metrics_.compare_ranks(exchange_.gather(std::vector{metrics_.waited_for_ranks()}));
         if (!train_step()) break;
-        if (step_ == std::min(o_.steps, first_step_ + steps_until_all_is_taken) - 1) {
+        if (step_ + 1 == steps_until_report) {
             metrics_.finish();
             print_taken(report_, taken_bytes());
         }
@@ -104,7 +104,7 @@ bool Trainer::train_step() {
     updates_.begin_step(step_, rate);
     fill_zero(metrics_.loss(), stream_);
     for (int first = 0; first < o_.own_micro_batches(); first += micro_batches_per_pass()) {
-        if (first > 0 && stopping()) return false;
+        if (first > 0 && agree_to_stop()) return false;
         if (first > 0) save_if_asked();
         for (int k = first; k < first + micro_batches_per_pass(); k++) batches_.feed(step_, k, loss_scale);
         const StepPass pass = pass_from(first);
@@ -119,8 +119,8 @@ bool Trainer::train_step() {
 }
 
 // The pass of a step that begins with this micro-batch. Only the last pass needs the sums of squares. But
-// passes that share its plan must take the same memory, so they compute the sums too. On one device these are
-// all passes but the first, or the only pass; on several devices all, because each plan has the exchange.
+// passes that run the same plan must take the same memory, so all that add to gradients compute the sums. On
+// several devices the first pass does too: so its plan, which the report shows, has the exchange's buffers.
 StepPass Trainer::pass_from(int first_micro_batch) const {
     const bool accumulate = first_micro_batch > 0;
     const bool is_last = first_micro_batch + micro_batches_per_pass() >= o_.own_micro_batches();
@@ -150,8 +150,9 @@ void Trainer::run_step(Plan& plan, Operations&& operations, bool exchanges) {
         run();
 }
 
-// True if a signal has asked the run, or any of its ranks, to stop. All ranks must ask at the same points.
-bool Trainer::stopping() {
+// True if a signal has asked the run, or any of its ranks, to stop. All ranks must call it at the same
+// points.
+bool Trainer::agree_to_stop() {
     if (exchange_.is_alone()) return interrupted;
     // A signal that arrives meanwhile waits for the next call.
     const int agreed = exchange_.largest(interrupted);
@@ -159,13 +160,13 @@ bool Trainer::stopping() {
     return agreed;
 }
 
-// Notes where the run is, for the line about a rank that is lost.
+// Says where the run is, for the line about an error or a lost rank.
 void Trainer::say_where() {
     if (exchange_.is_alone()) return;
-    where_ =
+    const std::string where =
         format("in step %lld; the last save: %s", static_cast<long long>(step_ + 1), saves_.last().c_str());
-    exchange_.set_where(where_);
-    if (o_.rank.is_first()) tell_starter_where(where_);
+    exchange_.set_where(where);
+    if (o_.rank.is_first()) tell_starter_where(where);
 }
 
 // ---- a micro-batch
@@ -174,13 +175,13 @@ void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const
                            const StepPass& pass, float loss_scale, TensorF& loss) {
     std::vector<MicroBatch> micro_batches = micro_batches_of(batches, options, pass);
     std::optional<Range> range(std::in_place, "forward");  // emplace() ends it and begins the next
-    weights_.wait_for(trained_.layout.embeddings_unit());
+    weights_.wait_for_ranks(trained_.layout.embeddings_unit());
     for (MicroBatch& m : micro_batches) m.residual = embedding_and_head_.embed(m.batch.inputs, m.rows, 0);
-    inputs_.take(micro_batches[0].residual.shape());
+    offloaded_inputs_.take_slots(micro_batches[0].residual.shape());
     forward_blocks(micro_batches, options.keep);
 
     range.emplace("head");
-    weights_.wait_for(trained_.layout.head_unit());
+    weights_.wait_for_ranks(trained_.layout.head_unit());
     EmbeddingAndHeadGradients gradients(gradients_, stream_, trained_.layout,
                                         config_.tied && !weights_.is_frozen(), pass);
     const Head<floatX>& d_head = gradients.take_head();
@@ -194,6 +195,7 @@ void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const
     backward_blocks(micro_batches, pass);
     Embeddings<floatX>& d_embeddings = gradients.take_embeddings();
     for (MicroBatch& m : micro_batches) {
+        // With LoRA nothing before the first block is trained.
         if (!weights_.is_frozen() || d_embeddings.prompt)
             embedding_and_head_.embed_backward(d_embeddings, m.d_residual, m.batch, m.rows);
         m.d_residual.drop();
@@ -232,17 +234,21 @@ void Gpt::forward_blocks(std::vector<MicroBatch>& micro_batches, const std::vect
     weights_.expect_blocks();
     for (int l = 0; l < config_.layers; l++) {
         Range range("block", l);
-        weights_.wait_for(Layout::block_unit(l));
+        weights_.wait_for_ranks(Layout::block_unit(l));
         weights_.fetch(l);
         for (MicroBatch& m : micro_batches) {
             BlockActivations& a = m.blocks[static_cast<size_t>(l)];
             a.input = std::move(m.residual);
-            inputs_.begin_forward(l, m.number, a.input);
-            m.residual = forward_block(l, a, m.rows, keep[static_cast<size_t>(l)]);
-            inputs_.end_forward(l, a.input);
+            const Keep kept = keep[static_cast<size_t>(l)];
+            // An input that is offloaded in chunks is stored by chunks of attention if attention has them.
+            const bool by_chunk = !kept.middle && attention_goes_in_chunks(a.input);
+            offloaded_inputs_.begin_forward(l, m.number, a.input, by_chunk);
+            m.residual = forward_block(l, a, m.rows, kept);
+            offloaded_inputs_.end_forward(l, a.input);
         }
     }
-    if (embedding_and_head_.streams_head()) weights_.release();  // a streamed head needs their room
+    // The last blocks stay in their buffers for backward, unless a streamed head needs the room.
+    if (embedding_and_head_.streams_head()) weights_.release();
 }
 
 void Gpt::backward_blocks(std::vector<MicroBatch>& micro_batches, const StepPass& pass) {
@@ -253,9 +259,9 @@ void Gpt::backward_blocks(std::vector<MicroBatch>& micro_batches, const StepPass
         weights_.fetch(l);
         for (MicroBatch& m : micro_batches) {
             BlockActivations& a = m.blocks[static_cast<size_t>(l)];
-            // An offloaded input is fetched by chunks of attention only if the block is recomputed.
-            const bool recomputes_block = !a.middle;
-            inputs_.begin_backward(l, m.number, a.input, recomputes_block);
+            // Likewise it is fetched by chunks of attention only if the block is recomputed.
+            const bool by_chunk = !a.middle;
+            offloaded_inputs_.begin_backward(l, m.number, a.input, by_chunk);
             BlockGradient<floatX> g(trained_.layout.block(gradients.all.data(), l), m.accumulate);
             backward_block(l, g, a, m.rows, m.d_residual);
         }
@@ -263,7 +269,7 @@ void Gpt::backward_blocks(std::vector<MicroBatch>& micro_batches, const StepPass
     }
     weights_.release();
     gradients_.end_backward();
-    inputs_.release();
+    offloaded_inputs_.release();
 }
 
 // ---- a block
@@ -290,16 +296,12 @@ void Gpt::forward_attention(int layer, BlockActivations& a, const Rows& rows, Ke
         a.middle = forward_attention_in_chunks(layer, a, rows, keep);
         return;
     }
-    // Inputs that are offloaded in chunks are stored here, because no loop over chunks follows.
-    if (inputs_.stores_chunks())
-        for_each_rows_of_sequence(arena_, a.input, attention_rows_, From::First,
-                                  [&](TensorX chunk) { inputs_.store(chunk); });
     forward_attention_rows(layer, a, rows, keep, kv);
     const auto drop_attention = [&] {
         if (!keep.attention) a.attention.out.drop(), a.attention.lse.drop();
     };
     if (mlp_.goes_in_chunks(a.input.rows())) {
-        // If it is not kept for backward, the block's output overwrites it.
+        // It has the name of what it holds in the end: if it is not kept, the block's output overwrites it.
         a.middle = take(keep.middle ? "residual_middle" : "residual", a.input.shape());
         add_projection_in_chunks(a.middle, a.input, a.attention.out, layer, rows);
         return drop_attention();
@@ -392,11 +394,12 @@ TensorX Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, T
     const LossScale scale = {loss_scale, m.batch.loss_scale.data()};
     TensorF losses = arena_.take<float>("losses", {row_count, 1});
     HeadGradient<floatX> g(d_head, m.accumulate);
-    g.begin(arena_, stream_, head_rows > 0 && head_rows < row_count);
+    g.begin(arena_, stream_, go_in_chunks(row_count, head_rows));
     embedding_and_head_.prefetch_head();
     for_each_chunk(arena_, {}, row_count, head_rows, [&](const Rows&, int64_t first, int64_t count) {
-        TensorX rows = residual.rows_at(first, count), x = take("head_input", {count, C});
-        copy_rows_on_device(x.data(), C, rows.data(), C, C, count, stream_);
+        // x is a copy, because the gradient overwrites these rows of the residual stream.
+        TensorX d_x = residual.rows_at(first, count), x = take("head_input", {count, C});
+        copy_rows_on_device(x.data(), C, d_x.data(), C, C, count, stream_);
         HeadActivations a = forward_head(x);
         TensorF part_losses = losses.rows_at(first, count);
         const Tensor<int> targets = m.batch.targets.view({row_count, 1}).rows_at(first, count);
@@ -405,7 +408,6 @@ TensorX Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, T
         TensorX d_norm = std::move(a.norm.out);  // reuses its memory: g.add() was the last to read it
         embedding_and_head_.logits_backward(d_norm, a.logits);
         a.logits.drop();
-        TensorX& d_x = rows;  // the gradient overwrites these rows of the residual stream
         fill_zero(d_x, stream_);
         norm_.backward(d_x, g.norm, d_norm, x, a.norm, weights_.head.norm);
     });
@@ -428,19 +430,21 @@ HeadActivations Gpt::forward_head(const TensorX& x, const Rows& rows) {
 // a.middle overwrites a.input, unless backward needs that on the device.
 TensorX Gpt::forward_attention_in_chunks(int layer, BlockActivations& a, const Rows& rows, Keep keep) {
     Block<floatX>& w = weights_.block(layer);
-    const DequantizedScope whole(arena_, stream_, {&w.qkv, &w.projection});
+    const DequantizedScope dequantized(arena_, stream_, {&w.qkv, &w.projection});
+    const bool stores_input = offloaded_inputs_.stores_by_chunk();  // as forward_blocks() decided
     const TensorX x = a.input.view();
-    TensorX middle =
-        inputs_.stores_chunks() || !keep.backward ? std::move(a.input) : take("residual", x.shape());
+    TensorX middle = stores_input || !keep.backward ? std::move(a.input) : take("residual", x.shape());
     SequenceKeys& keys = attention_.keys();
     keys.begin_block();
     for_each_sequence(arena_, x, rows, [&](const Rows& sequence, int entry, int64_t length) {
         KvRows kv = keys.begin_sequence(length, entry, attention_rows_);
-        const auto forward = [&](const Rows& chunk, int64_t first, int64_t count) {
+        // `position` is the chunk's in its sequence, chunk.first in the batch.
+        const auto forward = [&](const Rows& chunk, int64_t position, int64_t count) {
             BlockActivations of_chunk;
             of_chunk.input = rows_of_sequence(x, chunk, count);
-            if (inputs_.stores_chunks()) inputs_.store(of_chunk.input);
-            keys.begin_chunk(kv, first);
+            if (stores_input) offloaded_inputs_.store(of_chunk.input);
+            keys.begin_chunk(kv, position);
+            // Without lse also in training: it changes no bit of attention's output.
             forward_attention_rows(layer, of_chunk, chunk, kKeepNothing, &kv);
             keys.end_chunk(kv, count);
             TensorX to = middle.rows_at(chunk.first, count);
@@ -457,7 +461,7 @@ TensorX Gpt::forward_attention_in_chunks(int layer, BlockActivations& a, const R
 void Gpt::add_projection_in_chunks(TensorX& middle, const TensorX& x, const TensorX& attended, int layer,
                                    const Rows& rows) {
     Linear<floatX>& w = weights_.block(layer).projection;
-    const DequantizedScope whole(arena_, stream_, {&w});
+    const DequantizedScope dequantized(arena_, stream_, {&w});
     const auto project = [&](const Rows& chunk, int64_t first, int64_t count) {
         TensorX to = middle.rows_at(first, count);
         add_attention_projection(to, x.rows_at(first, count), attended.rows_at(first, count), layer, chunk);
@@ -474,17 +478,17 @@ void Gpt::backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const Te
                                    TensorX& d_residual) {
     Block<floatX>& w = weights_.block(layer);
     SequenceKeys& keys = attention_.keys();
-    const DequantizedScope whole(arena_, stream_, {&w.qkv, &w.projection, &w.up, &w.down});
+    const DequantizedScope dequantized(arena_, stream_, {&w.qkv, &w.projection, &w.up, &w.down});
     g.begin_chunks(arena_, stream_);
     keys.begin_block_for_backward();
     const auto input = [&](const Rows& chunk, int64_t count) {
-        return x ? rows_of_sequence(x, chunk, count) : inputs_.fetch(count);
+        return x ? rows_of_sequence(x, chunk, count) : offloaded_inputs_.fetch(count);
     };
     for_each_sequence(arena_, d_residual, rows, [&](const Rows& sequence, int entry, int64_t length) {
         KvRows kv = keys.begin_sequence(length, entry, attention_rows_);
-        const auto make_kv = [&](const Rows& chunk, int64_t first, int64_t count) {
+        const auto make_kv = [&](const Rows& chunk, int64_t position, int64_t count) {
             BlockActivations a;
-            keys.begin_chunk(kv, first);
+            keys.begin_chunk(kv, position);
             a.norm_1 = norm_.forward(kNorm1, input(chunk, count), w.norm_1);
             auto normed = [&] { return a.norm_1.out.view(); };
             constexpr bool for_backward = false;  // only the keys and values are needed
@@ -494,10 +498,10 @@ void Gpt::backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const Te
         };
         for_each_chunk(arena_, sequence, length, attention_rows_, make_kv, From::Last);
         keys.begin_gradients(kv);
-        const auto backward = [&](const Rows& chunk, int64_t first, int64_t count) {
+        const auto backward = [&](const Rows& chunk, int64_t position, int64_t count) {
             BlockActivations a;
             a.input = input(chunk, count);
-            keys.begin_chunk(kv, first);
+            keys.begin_chunk(kv, position);
             forward_attention_rows(layer, a, chunk, kRecomputed, &kv);
             a.middle = take("residual_middle", a.input.shape());
             add_attention_projection(a.middle, a.input, a.attention.out, layer, chunk);
@@ -571,7 +575,7 @@ std::optional<double> Trainer::validate() {
     };
     return validation_loss(o_, exchange_, metrics_.loss(), stream_,
                            ceil_div(batches_.validation_sequences(), batch), evaluate,
-                           [this] { return stopping(); });
+                           [this] { return agree_to_stop(); });
 }
 
 void Trainer::evaluate_batch(float loss_scale) {
@@ -591,8 +595,9 @@ void Trainer::validate_and_log() {
 // The validation and the sample that are due before the next step.
 void Trainer::validate_and_sample_if_due() {
     if (batches_.validation() && is_time(o_.eval_every) && validated_step_ != step_) validate_and_log();
-    if (is_time(o_.sample_every) && may_sample()) sample();
-    evaluated_ = !interrupted;  // on this rank; the ranks agree at the next stopping()
+    if (is_time(o_.sample_every) && agree_to_sample()) sample();
+    // A signal may have cut them short. Ranks may see it at different times; agree_to_stop() settles it.
+    evaluated_ = !interrupted;
 }
 
 void Trainer::sample() {
@@ -634,12 +639,12 @@ void Trainer::finish() {
     if (batches_.validation() && validated_step_ != step_) validate_and_log();
     saves_.remove_fallback();
     saves_.remark_best(step_);
-    if (may_sample()) sample();
-    if (export_.wanted() && !stopping()) {
+    if (agree_to_sample()) sample();
+    if (export_.wanted() && !agree_to_stop()) {
         metrics_.finish();
         export_.save(plans_.exported, saves_.reader(), step_ > first_step_, saves_.latest());
     }
-    if (!o_.merge.empty() && !stopping()) {
+    if (!o_.merge.empty() && !agree_to_stop()) {
         metrics_.finish();
         merge_.save(plans_.merge, step_ > first_step_, saves_.latest());
     }
@@ -708,7 +713,7 @@ void Trainer::apply(const MemorySetting& s) {
 // Tells the model's parts what they stream, and where from.
 void Trainer::connect_streams() {
     offloaded_.connect(gpt_);
-    gpt_.weights().wait_with([this](int unit) { updates_.wait_for_weights(unit); });
+    gpt_.weights().wait_for_ranks_with([this](int unit) { updates_.wait_for_weights(unit); });
     if (o_.slices_weights())
         gpt_.weights().stream_blocks_from(pointer_to(gathered_), Route::ToRanks, divided_blocks().bytes(),
                                           o_.prefetch);
@@ -729,7 +734,7 @@ const MemoryReport& Trainer::rehearse(Offsets offsets) {
         // The last pass takes the same tensors as the first, but its products add.
         const int last = o_.own_micro_batches() - micro_batches_per_pass();
         plans_.add = last > 0 ? rehearse_training(last, offsets) : Plan();
-        // The report shows `train` alone.
+        // The report shows the plan `train` alone.
         plans_.train.workspace = std::max(plans_.train.workspace, plans_.add.workspace);
         // The update depends on the state's formats, and on nothing else that a setting changes.
         if (!o_.update_in_backward && plans_.update.is_empty()) {
@@ -774,9 +779,7 @@ void Trainer::prepare() {
         peak = device_peak_flops<floatX>(stream_, report_.allocated());
         printf("MFU is relative to %.0f GFLOP/s, %s\n", peak.flops / 1e9, peak.of);
     }
-    // An algorithm that was found may compute a bias's gradient too. That changes the operations of a step,
-    // from which its time is estimated, but not its memory.
-    if (use_algorithms_for<floatX>(plans_.all(), o_.matmul_algorithms, stream_)) rehearse();
+    choose_algorithms();
     take_memory();
     batches_.open();
     if (in_.progress) batches_.begin_at(in_.progress->step, in_.progress->sequences);
@@ -793,6 +796,16 @@ void Trainer::prepare() {
     metrics_.log().open(o_.log, !o_.resume.empty());
     loss_by_position_.open(o_.loss_by_position, !o_.resume.empty());
     if (batches_.training() && trains()) print_data(o_, in_, batches_, first_step_);
+}
+
+// Makes products use the fastest algorithms, if there is a file of them.
+void Trainer::choose_algorithms() {
+    if (o_.matmul_algorithms.empty()) return;
+    exchange_.in_turn(o_.rank, [this] {
+        // An algorithm that was found may compute a bias's gradient too. That changes the operations of a
+        // step, from which its time is estimated, but not its memory.
+        if (use_algorithms_for<floatX>(plans_.all(), o_.matmul_algorithms, stream_)) rehearse();
+    });
 }
 
 // Halves the number of prompts that are answered at a time until the run fits.
@@ -945,7 +958,7 @@ int run(int argc, char** argv, RankEngine* engine, FILE* errors) {
     } catch (...) {
         // All ranks end while the Trainer is there: its destructor could wait for ranks that wait for this
         // one.
-        if (engine) return end_with_error(errors, options.rank, engine, trainer.where());
+        if (engine) return end_with_error(errors, options.rank, engine, engine->where());
         throw;
     }
     if (interrupted) return 128 + interrupted;

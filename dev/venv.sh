@@ -18,7 +18,8 @@ rm -f "$probe"
 python3 -c 'import ensurepip, venv' 2>/dev/null || fail "there is no Python 3 with its venv module: make test-deps installs it"
 # Sizes as of 2026-11-28, of PyPI's files for Python 3.11 on x86-64.
 echo "venv.sh: installing dev/requirements*.txt into .venv: downloads about 3.3 GB, most of it PyTorch with CUDA, and takes 6 GB there"
-[ -x .venv/bin/python ] || python3 -m venv .venv || fail "python3 -m venv failed (see above)"
+# A run that was interrupted may have left a .venv without pip.
+.venv/bin/python -m pip --version >/dev/null 2>&1 || python3 -m venv --clear .venv || fail "python3 -m venv failed (see above)"
 install() {
     .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@" ||
         fail "pip could not install $* (see above): run dev/venv.sh again when online"

@@ -70,9 +70,8 @@ class AttentionLayer {
             attention_forward(a.out.data(), a.lse.data(), in, stream_);
         };
         if (kv && !kv->each.empty()) return forward_each(layer, a, *kv);
-        // For backward the same rows attend again, so their first keys are prefetched.
-        const int64_t next_row = kv ? kv->rows_before + (for_backward ? 0 : T) : 0;
-        keys_.for_each_piece(a.qkv, layer, rows, kv, false, next_row, forward);
+        keys_.for_seen_keys(a.qkv, layer, rows, kv, for_backward ? KeysFor::Recomputation : KeysFor::Forward,
+                            forward);
     }
 
     // From the gradient of a.out, returns that of the qkv product, and adds those of the heads' norms to g.
@@ -81,8 +80,8 @@ class AttentionLayer {
     TensorX backward(int layer, AttentionActivations& a, TensorX&& d_out, const Block<floatX>& w,
                      BlockGradient<floatX>& g, const Rows& rows, KvRows* kv) {
         TensorF delta = arena_.take<float>("attention_delta", a.lse.shape());
-        attention_delta(delta.data(), d_out.data(), a.out.data(), keys_.input(a.qkv, layer, rows, nullptr),
-                        stream_);
+        const auto of_queries = keys_.input(a.qkv, layer, rows, nullptr);  // no key is read
+        attention_delta(delta.data(), d_out.data(), a.out.data(), of_queries, stream_);
         a.out.drop();
         backward_in_place(a.qkv, d_out, a.lse, delta, layer, rows, kv);
         delta.drop();
@@ -120,11 +119,10 @@ class AttentionLayer {
         const auto run = [&](floatX* dq, floatX* dk, floatX* dv, const AttentionInput<floatX>& in) {
             attention_backward(dq, dk, dv, d_out.data(), lse.data(), delta.data(), in, stream_);
         };
-        const int64_t next_row = kv ? kv->rows_before - kv->chunk_rows : 0;  // the last chunk goes first
         floatX *const k = qkv.at(keys_.keys_at()), *const v = qkv.at(keys_.values_at());
         if (kv || kOverwritesKeys)
-            return keys_.for_each_piece(qkv, layer, rows, kv, true, next_row,
-                                        [&](const AttentionInput<floatX>& in) { run(qkv.data(), k, v, in); });
+            return keys_.for_seen_keys(qkv, layer, rows, kv, KeysFor::Backward,
+                                       [&](const AttentionInput<floatX>& in) { run(qkv.data(), k, v, in); });
         AttentionInput<floatX> in = keys_.input(qkv, layer, rows, nullptr);
         const int64_t count = qkv.rows(), kv_width = config_.kv_width();
         TensorX d_k = arena_.take<floatX>("d_keys", {count, kv_width}, "gradient"),

@@ -22,7 +22,7 @@ struct RecoverableError : UserError {
     using UserError::UserError;
 };
 
-// An error whose line says in which step it was, and what the last save is.
+// An error whose text says where the run was: report_error() adds nothing.
 struct StepError : UserError {
     using UserError::UserError;
 };

@@ -144,6 +144,18 @@ class Exchange {
         return all;
     }
 
+    // Calls act() on the first rank, then on the first rank of every other machine, then on all others: later
+    // ones find the files that earlier ones have written. All ranks must call it together.
+    template <class Act>
+    void in_turn(const Rank& rank, Act&& act) {
+        if (is_alone()) return act();
+        const int own_turn = rank.is_first() ? 0 : rank.number_on_this_machine == 0 ? 1 : 2;
+        for (int turn = 0; turn < 3; turn++) {
+            if (turn == own_turn) act();
+            engine_->wait_for_all(rank);
+        }
+    }
+
     // Collects bytes on the first rank. part(r) is where those of rank r are, on that rank and on the first.
     template <class PartOf>
     void gather_on_first(PartOf&& part) {

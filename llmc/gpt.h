@@ -75,7 +75,7 @@ class Gpt {
           mlp_(arena, stream, config_, weights_, norm_),
           attention_(arena, stream, config_, hopper_attention),
           embedding_and_head_(arena, stream, config_, outside, weights_, norm_),
-          inputs_(arena, stream) {}
+          offloaded_inputs_(arena, stream) {}
 
     // Forward and backward of one micro-batch, or of several that go through each block together
     // (--by-block). Adds loss_scale, or the batch's own scale, times the sum of its losses to `loss` (1).
@@ -101,7 +101,7 @@ class Gpt {
     Weights& weights() { return weights_; }
     Gradients& gradients() { return gradients_; }
     EmbeddingAndHead& embedding_and_head() { return embedding_and_head_; }
-    OffloadedInputs<floatX>& inputs() { return inputs_; }
+    OffloadedInputs<floatX>& offloaded_inputs() { return offloaded_inputs_; }
     SequenceKeys& keys() { return attention_.keys(); }
     // Sets the sizes of chunks: rows of the batch in an MLP, queries of a sequence in attention. 0: all.
     void set_chunk_rows(int64_t mlp, int64_t attention) {
@@ -141,7 +141,7 @@ class Gpt {
 
     // A block in chunks of rows.
     bool attention_goes_in_chunks(const TensorX& x) const {
-        return attention_rows_ > 0 && attention_rows_ < x.shape().dims[1];
+        return go_in_chunks(x.shape().dims[1], attention_rows_);
     }
     TensorX forward_attention_in_chunks(int layer, BlockActivations& a, const Rows& rows, Keep keep);
     void add_projection_in_chunks(TensorX& middle, const TensorX& x, const TensorX& attended, int layer,
@@ -161,6 +161,6 @@ class Gpt {
     MlpLayer mlp_;
     AttentionLayer attention_;
     EmbeddingAndHead embedding_and_head_;  // from tokens to the residual stream, and from there to logits
-    OffloadedInputs<floatX> inputs_;       // of blocks
-    int64_t attention_rows_ = 0;           // a chunk's queries of a sequence; 0: all
+    OffloadedInputs<floatX> offloaded_inputs_;  // of blocks
+    int64_t attention_rows_ = 0;                // a chunk's queries of a sequence; 0: all
 };

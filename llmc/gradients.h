@@ -43,8 +43,10 @@ class Gradients {
     // Begins a backward pass, which takes the blocks from the last to the first. If it adds to the gradients
     // that are there, these are prefetched.
     void begin_backward(const StepPass& pass) {
-        streamed_.come_with_contents(pass.accumulate);
-        if (streams_blocks()) streamed_.expect(numbers_in_order(layers(), From::Last));
+        if (!streams_blocks()) return;
+        const auto contents =
+            pass.accumulate ? BlockStream::Contents::Fetched : BlockStream::Contents::Overwritten;
+        streamed_.expect(numbers_in_order(layers(), From::Last), contents);
     }
     // A unit's gradients, for backward to write or add to. Those of a streamed block are stored before their
     // buffer is reused.
@@ -65,10 +67,7 @@ class Gradients {
         if (on_complete_ && g.all.size() > 0) on_complete_(unit, g);
         g.buffer.drop();
     }
-    void end_backward() {
-        release();
-        streamed_.come_with_contents(true);
-    }
+    void end_backward() { release(); }
 
     // Begins an update of all units in order: prefetches the first blocks' gradients.
     void expect_update() {

@@ -18,6 +18,7 @@ inline TensorX weight_of(Arena& arena, Stream stream, const Linear<floatX>& w) {
 }
 
 // Dequantizes matrices once for the products of several chunks, from here to the end of the scope.
+// weight_of() finds them in the Linear.
 class DequantizedScope {
   public:
     DequantizedScope(Arena& arena, Stream stream, std::initializer_list<Linear<floatX>*> matrices)

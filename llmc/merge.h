@@ -107,6 +107,7 @@ void for_each_merged(Arena& arena, Stream stream, const ModelConfig& config, Wei
     Range range("merge");
     weights.expect_blocks();
     for (int l = 0; l < config.layers; l++) {
+        weights.fetch(l);
         for (const auto& [w, field] : linears(weights.block(l))) {
             const int64_t outputs = w->outputs(), inputs = w->inputs();
             TensorX matrix =

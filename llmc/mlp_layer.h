@@ -37,25 +37,31 @@ class MlpLayer {
     void set_chunk_rows(int64_t rows) { chunk_rows_ = rows; }
     int64_t chunk_rows() const { return chunk_rows_; }
     // True if these are too many rows to go at once.
-    bool goes_in_chunks(int64_t rows) const { return chunk_rows_ > 0 && chunk_rows_ < rows; }
+    bool goes_in_chunks(int64_t rows) const { return go_in_chunks(rows, chunk_rows_); }
 
     // Returns the block's output, from the residual stream x (.., C) after attention. If all rows go at once,
     // `m` may have x's norm already, and it keeps for backward what `keep` says. In chunks nothing is kept,
     // and the output overwrites x, unless `keep` says to keep that.
     TensorX forward(int layer, MlpActivations& m, TensorX& x, const Rows& rows, Keep keep) {
-        if (!goes_in_chunks(x.rows())) return forward_rows(layer, m, rows, keep, x, {});
+        if (!goes_in_chunks(x.rows())) {
+            TensorX output = forward_rows("residual", layer, m, x, rows, keep);
+            residual_forward(output, output, x, stream_);
+            return output;
+        }
         Block<floatX>& w = weights_.block(layer);
-        const DequantizedScope whole(arena_, stream_, {&w.up, &w.down});
+        const DequantizedScope dequantized(arena_, stream_, {&w.up, &w.down});
         const TensorX in = x.view();
         TensorX output = keep.middle ? arena_.take<floatX>("residual", in.shape()) : std::move(x);
         Keep nothing = kKeepNothing;
         nothing.backward = keep.backward;  // the same kernels as when backward recomputes this
-        for_each_chunk(arena_, rows, in.rows(), chunk_rows_,
-                       [&](const Rows& chunk, int64_t first, int64_t count) {
-                           MlpActivations of_chunk;
-                           forward_rows(layer, of_chunk, chunk, nothing, in.rows_at(first, count),
-                                        output.rows_at(first, count));
-                       });
+        for_each_chunk(
+            arena_, rows, in.rows(), chunk_rows_, [&](const Rows& chunk, int64_t first, int64_t count) {
+                MlpActivations of_chunk;
+                const TensorX x_chunk = in.rows_at(first, count);
+                TensorX to = output.rows_at(first, count);
+                const TensorX added = forward_rows("mlp_output", layer, of_chunk, x_chunk, chunk, nothing);
+                residual_forward(to, added, x_chunk, stream_);
+            });
         return output;
     }
 
@@ -65,7 +71,7 @@ class MlpLayer {
                   TensorX& d_residual) {
         if (!goes_in_chunks(d_residual.rows())) return backward_rows(layer, g, m, x, rows, d_residual);
         Block<floatX>& w = weights_.block(layer);
-        const DequantizedScope whole(arena_, stream_, {&w.up, &w.down});
+        const DequantizedScope dequantized(arena_, stream_, {&w.up, &w.down});
         g.begin_mlp_chunks(arena_, stream_);
         backward_in_chunks(layer, g, x, rows, d_residual);
         g.end_mlp_chunks(stream_);
@@ -83,10 +89,9 @@ class MlpLayer {
     }
 
   private:
-    // Returns x (.., C) plus the MLP of its norm, for all rows or a chunk: in `out`, which may be x, or else
-    // in a new tensor.
-    TensorX forward_rows(int layer, MlpActivations& m, const Rows& rows, Keep keep, const TensorX& x,
-                         TensorX out) {
+    // What the MLP adds to x (.., C), for all rows or a chunk: a tensor called `name`.
+    TensorX forward_rows(const char* name, int layer, MlpActivations& m, const TensorX& x, const Rows& rows,
+                         Keep keep) {
         const Block<floatX>& w = weights_.block(layer);
         if (!m.norm.rstd) m.norm = norm_.forward(kNorm2, x, w.norm_2);
         if (!keep.backward && family_.mlp == MlpKind::Gelu) {  // GELU's input is not needed
@@ -98,14 +103,11 @@ class MlpLayer {
             m.activated = activate(m.up);
             if (!keep.up) m.up.drop();
         }
-        const char* const name = out ? "mlp_output" : "residual";
         TensorX output = linear_forward(arena_, stream_, name, m.activated, w.down, rows);
         if (const Dropout d = rows.dropout_at(layer, kOutputPlace, config_.channels))
             dropout(output, output, d, stream_);
         if (!keep.gelu || !weights_.backward_reads_input(w.down)) m.activated.drop();
-        TensorX& sum = out ? out : output;
-        residual_forward(sum, output, x, stream_);
-        return std::move(sum);
+        return output;
     }
 
     // Backward for all rows or a chunk: adds to d_residual the gradient that comes through the MLP, so that

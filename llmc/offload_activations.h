@@ -14,8 +14,8 @@
 //
 // Whole inputs: the device has two slots. Forward copies a block's input into one of them; the block reads it
 // there while it is stored. Backward reads an input in a slot too, to which it was fetched while the input
-// before it was used. With one micro-batch at a time, the last two inputs are still in the slots. So every
-// block finds the same memory left, however many inputs are offloaded.
+// before it was used. With one micro-batch at a time, the last two inputs are still in the slots. The slots
+// are held throughout, so every block finds the same memory left, however many inputs are offloaded.
 //
 // In chunks, for attention that takes rows in chunks: the two slots have one chunk each. Forward copies each
 // chunk of a block's input into one of them, and it is stored from there. Backward reads a chunk in one slot
@@ -54,7 +54,7 @@ class OffloadedInputs {
     }
 
     // Takes the slots, until release(), for inputs of this shape (B, T, C).
-    void take(Shape shape) {
+    void take_slots(Shape shape) {
         if (layers_ == 0) return;
         shape_ = shape;
         piece_bytes_ = in_chunks() ? chunk_bytes(shape, chunk_rows_) : stored_bytes(shape);
@@ -75,20 +75,25 @@ class OffloadedInputs {
         }
     }
 
-    // Call around the forward of a layer of micro-batch k. A whole input becomes a view of its slot. In
-    // chunks the block calls store() for each chunk in order. Afterwards the input is not on the device.
-    void begin_forward(int layer, int k, Tensor<T>& input) {
+    // Call around the forward of a layer of micro-batch k. A whole input becomes a view of its slot. An input
+    // in chunks is stored at once; or, if `by_chunk`, the block calls store() for each chunk in order.
+    // Afterwards the input is not on the device.
+    void begin_forward(int layer, int k, Tensor<T>& input, bool by_chunk) {
         if (!offloads(layer)) return;
-        in_chunks() ? begin_chunks(layer, k, chunks_of_input_) : store_whole(layer, k, input);
-        stores_chunks_ = in_chunks();
+        if (!in_chunks()) return store_whole(layer, k, input);
+        begin_chunks(layer, k, chunks_of_input_);
+        stores_by_chunk_ = by_chunk;
+        if (!by_chunk)
+            for_each_rows_of_sequence(arena_, input, chunk_rows_, From::First,
+                                      [&](Tensor<T> rows) { store(rows); });
     }
     void end_forward(int layer, Tensor<T>& input) {
         if (!offloads(layer)) return;
         input.drop();
-        stores_chunks_ = false;
+        stores_by_chunk_ = false;
     }
     // True if the block that goes forward now must call store() for each chunk (1, rows, C) of its input.
-    bool stores_chunks() const { return stores_chunks_; }
+    bool stores_by_chunk() const { return stores_by_chunk_; }
     void store(const Tensor<T>& chunk) {
         OffloadBuffer& buffer = slots_[next_ % 2].buffer;
         buffer.join();
@@ -193,7 +198,7 @@ class OffloadedInputs {
     int held_ = 0;  // whole inputs: the slot in use
     // In chunks: how many a sequence and an input have, the first chunk of the current input, and turns.
     int64_t chunks_of_sequence_ = 0, chunks_of_input_ = 0, first_ = 0, next_ = 0, end_ = 0, sweeps_ = 1;
-    bool stores_chunks_ = false;
+    bool stores_by_chunk_ = false;
 };
 
 // ---- keys and values

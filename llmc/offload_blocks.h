@@ -84,12 +84,12 @@ class BlockStream {
     void stream_from(Route route, const std::vector<size_t>& bytes, int ahead, PieceSource* source) {
         stream_from(route, std::vector<BlockBytes>(bytes.begin(), bytes.end()), ahead, source);
     }
-    // By default blocks are fetched with their contents. If `contents` is false, their buffers will be
-    // overwritten, and nothing is fetched.
-    void come_with_contents(bool contents) { contents_ = contents; }
+    // Whether blocks are fetched with their contents; or the user overwrites them, and nothing is fetched.
+    enum class Contents { Fetched, Overwritten };
     // Says which blocks will be fetched next, after those expected so far, and starts fetching the first of
-    // them. Takes the buffers.
-    void expect(const std::vector<int>& blocks) {
+    // them. Takes the buffers. `contents` is of all blocks until release().
+    void expect(const std::vector<int>& blocks, Contents contents = Contents::Fetched) {
+        contents_ = contents;
         for (Slot& slot : slots_)
             if (!slot.buffer.is_taken()) slot.buffer.take(kind_.buffers, buffer_bytes(), kind_.kind, pieces_);
         for (const int block : blocks) {
@@ -168,7 +168,7 @@ class BlockStream {
         };
         const int changed = std::exchange(slot.changed, false) ? slot.block : kNoBlock;
         slot.block = block;
-        slot.buffer.exchange(piece(changed), piece(contents_ ? block : kNoBlock));
+        slot.buffer.exchange(piece(changed), piece(contents_ == Contents::Fetched ? block : kNoBlock));
     }
 
     Arena& arena_;
@@ -176,7 +176,7 @@ class BlockStream {
     const StreamedKind kind_;
     Pieces pieces_ = {};
     std::vector<BlockBytes> bytes_;
-    bool contents_ = true;
+    Contents contents_ = Contents::Fetched;
     std::vector<Slot> slots_;
     size_t held_ = kNoSlot;     // the slot in use
     std::deque<int> expected_;  // never the same block twice in a row

@@ -88,7 +88,9 @@ class OffloadedMemory {
         const int layers = model_.layout.config().layers;
         return o_.offloaded_inputs < 0 ? layers : std::min(o_.offloaded_inputs, layers);
     }
-    int64_t input_chunk_rows() const { return o_.attention_rows < length() ? o_.attention_rows : 0; }
+    int64_t input_chunk_rows() const {
+        return go_in_chunks(length(), o_.attention_rows) ? o_.attention_rows : 0;
+    }
     // How many rows of keys and values are offloaded at a time; 0: they stay on the device.
     int64_t key_chunk_rows() const { return o_.offload_keys ? input_chunk_rows() : 0; }
 
@@ -114,7 +116,7 @@ class OffloadedMemory {
         return memory_of(unit, on_device, with_host, block_gradients_.storage.get());
     }
     // Tells the parts of a model what they stream, and where from. The model has weights(), gradients(),
-    // embedding_and_head(), inputs() and keys(). Call it again after make().
+    // embedding_and_head(), offloaded_inputs() and keys(). Call it again after make().
     template <class Model>
     void connect(Model& model) const {
         model.weights().stream_blocks_from(blocks(),
@@ -122,7 +124,8 @@ class OffloadedMemory {
                                            streamed_block_bytes(), o_.prefetch);
         model.gradients().stream_blocks_from(gradients(), streamed_gradient_bytes(), o_.prefetch);
         model.embedding_and_head().stream_head();
-        model.inputs().use(inputs(), offloaded_layers(), o_.micro_batches_together(), input_chunk_rows());
+        model.offloaded_inputs().use(inputs(), offloaded_layers(), o_.micro_batches_together(),
+                                     input_chunk_rows());
         model.keys().offload_to(keys(), key_sums(), key_chunk_rows());
     }
     // Adds the memory that they take outside the device.

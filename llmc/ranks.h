@@ -108,10 +108,12 @@ class RankEngine {
     // Ranks send each other signs of life. If none comes from a rank for this long, it is lost (see OnLost).
     // A rank that is slow, or waits for a disk, is not lost.
     virtual void set_patience(double seconds) = 0;
-    // Where this rank is, as "in step 3; the last save: none", for messages about lost ranks and failed
-    // exchanges.
+    // Where this rank is, as "in step 3; the last save: none", for messages; empty before the first step.
     virtual void set_where(const std::string& where) = 0;
     virtual std::string where() const = 0;
+    static std::string where_text(const std::string& where) {
+        return where.empty() ? "before the first step" : where;
+    }
     // Asks `fault` many times a second, from another thread, whether what else connects the ranks has failed:
     // it returns what happened, or an empty text. If something did, and the main thread does not end the run
     // because of it, the run ends as when a rank is lost. No `fault` ends this.

@@ -371,7 +371,7 @@ class MpiEngine : public RankEngine {
             return;
         }
         if (now - last_without_fault_ > (1 + std::min(rank_.number, 10)) * std::chrono::milliseconds(300))
-            on_lost_(*this, format("%s, %s", fault.c_str(), where_.c_str()));
+            on_lost_(*this, format("%s, %s", fault.c_str(), where_text(where_).c_str()));
     }
     void abort_if_asked() {
         if (const int code = end_code_; code != kGoesOn) abort(code);
@@ -395,7 +395,7 @@ class MpiEngine : public RankEngine {
         if (lost.empty()) return;
         const std::lock_guard lock(mutex_);
         on_lost_(*this, format("no sign of life from %s for %.0f s (--advanced patience), %s", lost.c_str(),
-                               patience_.load(), where_.c_str()));
+                               patience_.load(), where_text(where_).c_str()));
     }
 
     // MPI moves bytes only while a thread is inside one of its calls, so a worker thread makes all of them,
@@ -469,7 +469,7 @@ class MpiEngine : public RankEngine {
     std::atomic<double> patience_ = 600;
     mutable std::mutex mutex_;
     std::condition_variable changed_;
-    std::string where_ = "before the first step";  // this rank is, for messages
+    std::string where_;
     std::function<std::string()> fault_;
     Clock::time_point looked_for_fault_ = Clock::now(), last_without_fault_ = looked_for_fault_;
     // Control messages (exchange()) overtake the exchanges that start() began.

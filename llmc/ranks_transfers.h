@@ -405,7 +405,7 @@ class RankTransfers {
         return nccl_.fault_text(result == Nccl::kSuccess ? status : result, "an exchange failed");
     }
     [[noreturn]] void fail_here(const std::string& text) const {
-        throw StepError(text + ", " + engine_.where());
+        throw StepError(text + ", " + RankEngine::where_text(engine_.where()));
     }
     void check(int result, const char* what) const {
         if (const std::string text = nccl_.fault_text(result, what); !text.empty()) fail_here(text);

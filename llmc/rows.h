@@ -93,6 +93,9 @@ Tensor<T> rows_of_sequence(const Tensor<T>& x, const Rows& rows, int64_t count) 
 // Which chunks come first.
 enum class From { First, Last };
 
+// True if for_each_chunk() divides `count` rows into several chunks.
+inline bool go_in_chunks(int64_t count, int64_t at_a_time) { return at_a_time > 0 && at_a_time < count; }
+
 // Calls chunk(rows, first, n) for all `count` rows, `at_a_time` (0: all) at a time. `first` counts from the
 // first of these rows. A dry run executes one chunk of full size, halfway between the first and the last,
 // whose attention costs the average.

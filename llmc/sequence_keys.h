@@ -35,19 +35,29 @@ struct KvCache {
     struct KvRows rows_of(int layer) const;
 };
 
-// The keys and values of one sequence of a batch, in one layer.
+// The keys and values, in one layer, that some rows attend to. These are of:
+//
+//                                      `all` has           from row `begin`   `rows`
+//     a text that is decoded           the whole cache     0                  the cache's capacity
+//     a sequence in chunks             all of its keys     0                  those of the sequence
+//     the same, with offloaded keys    the chunk's own     rows_before        those of the sequence
+//     a piece of offloaded keys        the piece           the piece's first  those of the sequence
+//     several texts that are decoded   `each` has them; the rest is not used
 struct KvRows {
-    TensorX all;             // (.., 2 kv_width()), from row `begin` of the sequence on
-    int64_t rows = 0;        // how many the whole sequence has
-    int rows_before = 0;     // how many come before the current ones
-    int entry = 0;           // number of the sequence in the batch
-    bool grows = true;       // a cache, which rows are added to; else a sequence that goes in chunks of rows
+    TensorX all;  // (.., 2 kv_width())
+    int64_t rows = 0;
+    int rows_before = 0;     // how many rows of the sequence come before the current ones
+    int entry = 0;           // the number of the sequence in the batch
+    bool in_chunks = false;  // a sequence of a batch, whose rows go in chunks; else a text that is decoded
     bool offloaded = false;  // the keys before the current rows are offloaded
-    int begin = 0;
+    int begin = 0;           // with offloaded keys append() sets it, and `all`
     TensorF dk_sums = {}, dv_sums = {};  // backward: sums of the gradients, (.., kv_width())
     int64_t chunk_rows = 0;              // rows of a chunk
     std::vector<KvRows> each = {};       // in decoding several texts: those of each row
 };
+
+// What rows attend to keys for. In backward, a chunk's forward is recomputed before its backward.
+enum class KeysFor { Forward, Recomputation, Backward };
 
 // The keys and values of a layer, for rows that follow them.
 inline KvRows KvCache::rows_of(int layer) const {
@@ -96,7 +106,7 @@ class SequenceKeys {
         KvRows kv{.all = {},
                   .rows = rows,
                   .entry = entry,
-                  .grows = false,
+                  .in_chunks = true,
                   .offloaded = offloaded_.offloads(),
                   .chunk_rows = chunk_rows};
         if (kv.offloaded)
@@ -166,7 +176,7 @@ class SequenceKeys {
         // A row of kv has all keys, then all values; or, with heads_together, each head's key and value.
         in.dkv_row = row, in.dkv_head = in.kv_head;  // gradients are laid out as keys and values in qkv
         in.kv_row = 2 * config_.kv_width();
-        in.in_chunks = !kv->grows;
+        in.in_chunks = kv->in_chunks;
         in.kv_head = together ? 2 * size : size;
         in.k = kv->all.data();
         in.v = kv->all.at(together ? size : config_.kv_width());
@@ -181,12 +191,19 @@ class SequenceKeys {
     }
 
     // Calls use(input()). With offloaded keys it calls it several times: for each piece of keys that some
-    // query sees, and last for the rows' own keys. `with_sums`: with each piece it fetches the sums of the
-    // keys' gradients. next_row is the first of the rows that attend to keys next, for the prefetch.
+    // query sees, and last for the rows' own keys.
     template <class Use>
-    void for_each_piece(const TensorX& qkv, int layer, const Rows& rows, const KvRows* kv, bool with_sums,
-                        int64_t next_row, Use&& use) {
+    void for_seen_keys(const TensorX& qkv, int layer, const Rows& rows, const KvRows* kv, KeysFor purpose,
+                       Use&& use) {
         if (!kv || !kv->offloaded) return use(input(qkv, layer, rows, kv));
+        for_each_seen_piece(qkv, layer, rows, kv, purpose, use);
+    }
+
+  private:
+    template <class Use>
+    void for_each_seen_piece(const TensorX& qkv, int layer, const Rows& rows, const KvRows* kv,
+                             KeysFor purpose, Use&& use) {
+        const bool with_sums = purpose == KeysFor::Backward;  // of the keys' gradients
         const int64_t n = offloaded_.rows(), count = qkv.rows(), window = config_.window;
         const auto first_seen = [&](int64_t row) {
             return window > 0 ? std::max<int64_t>(0, row + 1 - window) / n : 0;
@@ -196,9 +213,17 @@ class SequenceKeys {
         const int64_t of_piece = arena_.rehearsing() && own > first
                                      ? std::max<int64_t>(1, (kv->rows_before - first * n) / (own - first))
                                      : n;
-        // Backward begins with the last rows that see a piece; before these, the piece's sums are zeroed.
-        const bool last = kv->rows_before + count == kv->rows;
-        const auto begins = [&](int64_t piece) { return last || piece < first_seen(kv->rows_before + n); };
+        // The rows that attend to keys next, from this one on: their first piece is prefetched at the end.
+        // After a recomputation they are the same rows.
+        int64_t next_row = kv->rows_before;
+        if (purpose == KeysFor::Forward) next_row += count;
+        if (purpose == KeysFor::Backward) next_row -= kv->chunk_rows;
+        // The first chunk in backward that sees a piece zeroes the piece's sums. That is the last chunk of
+        // the sequence or, with a window, the last one that reaches back to the piece.
+        const bool is_last_chunk = kv->rows_before + count == kv->rows;
+        const auto zeroes_sums = [&](int64_t piece) {
+            return is_last_chunk || piece < first_seen(kv->rows_before + n);
+        };
         TensorF carried = arena_.take<float>(
             "attention_carried",
             {AttentionInput<floatX>::carried_size(count, config_.heads, config_.head_size)});
@@ -206,7 +231,7 @@ class SequenceKeys {
             if (with_sums) {
                 const int64_t next = piece < own ? piece + 1 : first_seen(next_row);
                 TensorF sums = offloaded_.fetch_sums(piece, next, piece < own);
-                if (begins(piece)) fill_zero(sums, stream_);
+                if (zeroes_sums(piece)) fill_zero(sums, stream_);
                 keys.dk_sums = sums.rows_at(0, n);
                 keys.dv_sums = sums.rows_at(n, n);
             }
@@ -215,9 +240,12 @@ class SequenceKeys {
             use(in);
         };
         const auto keys_from = [&](int64_t begin, TensorX all) {
-            KvRows keys{std::move(all), kv->rows, kv->rows_before, kv->entry, false};
-            keys.begin = static_cast<int>(begin);
-            return keys;
+            return KvRows{.all = std::move(all),
+                          .rows = kv->rows,
+                          .rows_before = kv->rows_before,
+                          .entry = kv->entry,
+                          .in_chunks = true,
+                          .begin = static_cast<int>(begin)};
         };
         // The next rows may begin with the current rows' own piece, but that is not stored yet.
         const int64_t next_first = std::min(first_seen(next_row), own - 1);
@@ -233,7 +261,6 @@ class SequenceKeys {
         use_piece(own, keys);
     }
 
-  private:
     Arena& arena_;
     const Stream& stream_;
     const ModelConfig& config_;

@@ -43,7 +43,7 @@ Value named(const char* const (&names)[count], const std::string& name) {
 
 struct StateOptions {
     bool training = true;   // false: only the weights
-    bool gradients = true;  // a buffer of all gradients; false: another class has them
+    bool gradients = true;  // a buffer of all gradients; false: each unit's are in the arena until its update
     Optimizer optimizer = Optimizer::AdamW;
     Master master = Master::Fp32;
     Moment m = Moment::Fp32, v = Moment::Fp32;
@@ -244,7 +244,8 @@ class State {
         return {first_chunks_[u], first_chunks_[u + 1]};
     }
     size_t chunk_bytes() const { return chunk_bytes_; }
-    // True if what only updates need is in chunks, and not on the device. A rank with empty slices has none.
+    // True if what only updates need is in chunks, and not on the device. A rank with empty slices has no
+    // chunks, and this is still true.
     bool in_chunks() const { return chunk_bytes_ > 0; }
     // How many chunks a unit has on the rank that has the most, the first one. All ranks plan for these.
     size_t most_chunks_of(int unit) const {

@@ -40,8 +40,6 @@ class Trainer {
         check_ranks_agree(exchange_, o_.rank, facts_of(o_, in_, report_, plans_));
     }
     void run();
-    // "in step 3; the last save: out/step-2", in a run of several ranks from its first step on.
-    const std::string& where() const { return where_; }
     void bench();
     void print_plan() const { ::print_plan(o_, report_, plans_.update, rates_); }
 
@@ -62,7 +60,7 @@ class Trainer {
     template <class Operations>
     void run_step(Plan& plan, Operations&& operations, bool exchanges = false);
     void say_where();
-    bool stopping();
+    bool agree_to_stop();
 
     // Between steps.
     void validate_and_sample_if_due();
@@ -89,6 +87,7 @@ class Trainer {
     void open_device();
     void connect_streams();
     void prepare();
+    void choose_algorithms();
     void answer_as_many_as_fit();
     void take_memory();
     void load();
@@ -102,8 +101,8 @@ class Trainer {
     // ranks, which then draw the same; what the others print is not shown.
     bool samples_here() const { return o_.rank.is_first() || o_.slices_weights(); }
     // True if a signal has asked to stop. Ranks that sample together must end together.
-    bool sampling_stops() { return o_.slices_weights() ? stopping() : interrupted != 0; }
-    bool may_sample() { return samples_here() && in_.samples() && !sampling_stops(); }
+    bool sampling_stops() { return o_.slices_weights() ? agree_to_stop() : interrupted != 0; }
+    bool agree_to_sample() { return samples_here() && in_.samples() && !sampling_stops(); }
     bool is_time(int64_t every) const { return every > 0 && step_ > 0 && step_ % every == 0; }
     bool trains() const { return o_.steps > 0 && o_.bench.empty(); }
     int micro_batches_per_pass() const { return o_.micro_batches_together(); }
@@ -153,5 +152,4 @@ class Trainer {
     int64_t first_step_ = 0;       // that of this run's first one: not 0 after a resume
     int64_t validated_step_ = -1;  // the last one that was validated
     bool evaluated_ = false;       // the validation and sample due at this step are done
-    std::string where_;
 };

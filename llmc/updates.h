@@ -2,8 +2,8 @@
 // each unit's weights, after all backward passes or, with --update-in-backward, as soon as a unit's gradients
 // are complete.
 //
-// Updates decides how a unit is updated: in one launch if its whole state is on the device; chunk by chunk if
-// state is streamed from host memory or a disk; or by the host's cores. The latter two are in
+// All units of a run are updated in one way: each in one launch if the whole state is on the device; chunk by
+// chunk if the state is streamed from host memory or a disk; or by the host's cores. The latter two are in
 // offload_optimizer.h.
 #pragma once
 
@@ -45,6 +45,14 @@ inline SquareSums square_sums_of(const Layout& layout) {
     return square_sums(sizes);
 }
 
+// When the squares of a unit's gradients are summed, after its gradients were exchanged if there are several
+// ranks, and when the unit is updated:
+//
+//                                      squares                                    update
+//     --update-in-backward             when the unit's gradients are complete     at once
+//     gradients of blocks streamed     when they are complete                     in update_all()
+//     several ranks                    while backward computes the next unit      in update_all()
+//     otherwise                        in update_all()                            in update_all()
 class Updates {
   public:
     // `sums`: square_sums_of() for what is trained. Norms and sums are written to `metrics`.
@@ -63,16 +71,14 @@ class Updates {
           ring_(arena, stream),
           on_host_(arena, stream),
           gathers_(trained.layout.units().size()) {
-        // A unit's squares are summed as soon as its gradients are complete, unless one device keeps all
-        // gradients: then update_all() sums them.
         if (o_.update_in_backward)
             gradients_.on_complete([this](int unit, Gradients::OfUnit& g) {
-                complete_sums(unit, g.all.data());
+                exchange_and_sum(unit, g.all.data());
                 update(unit, g.all.data());
             });
         else if (gradients_.streams_blocks())  // on the device now, but not later
             gradients_.on_complete([this](int unit, Gradients::OfUnit& g) {
-                if (pass_.sums_squares) complete_sums(unit, g.all.data());
+                if (pass_.sums_squares) exchange_and_sum(unit, g.all.data());
             });
         else if (!exchange_.is_alone())
             gradients_.on_complete([this](int unit, Gradients::OfUnit& g) {
@@ -86,7 +92,7 @@ class Updates {
         memory_ = DeviceBuffer(sizeof(UpdateFactors), "the step's factors");
         factors_ = reinterpret_cast<UpdateFactors*>(memory_.data());
         ring_.use(places_.state_chunks());
-        if (places_.updates_on_host()) on_host_.allocate(trained_, places_.updated_state());
+        if (updater() == Updater::Host) on_host_.allocate(trained_, places_.updated_state());
     }
 
     // Sets the factors of the updates of a step, counted from 0.
@@ -126,55 +132,62 @@ class Updates {
     void end_pass() {
         if (exchanged_.unit >= 0) {
             Range range("backward");
-            finish_exchange();
+            end_exchange_under_way();
         }
         if (o_.update_in_backward) compute_norm_and_loss();
         exchange_.set_active(true);
-        finish();
+        end_updates();
     }
     // Updates all units, after the last backward pass.
     void update_all() {
         Range range("update");
         const std::vector<int> units = units_in_order();
+        const bool are_summed = gradients_.streams_blocks() || !exchange_.is_alone();
         for (const int unit : units)
-            if (!gradients_.streams_blocks() && exchange_.is_alone())
-                complete_sums(unit, gradients_.of(unit).data());
+            if (!are_summed) sum_squares_of(unit, gradients_.of(unit).data());
         compute_norm_and_loss();
         const bool streams_weights = weights_.streams_trained_blocks() && !trained_.options.slices_blocks &&
-                                     !places_.updates_on_host();
+                                     updater() != Updater::Host;
         fetch_state(units);
         if (streams_weights) weights_.expect_blocks();
         if (!gradients_stay_with_host()) gradients_.expect_update();
         for (const int unit : units) {
-            TensorX gradients;
-            {
-                Range range_of_unit("update", unit);
-                const bool is_block = trained_.layout.is_block(unit);
-                if (streams_weights && is_block) weights_.block(Layout::layer_of(unit));
-                if (!is_block || !gradients_stay_with_host()) gradients = gradients_.of(unit);
-            }
+            const TensorX gradients = fetch_for_update(unit, streams_weights);
             update(unit, gradients.data());
         }
         weights_.release();
         gradients_.release();
-        finish();
+        end_updates();
     }
 
   private:
+    enum class Updater { Device, DeviceByChunk, Host };
+    Updater updater() const {
+        if (!trained_.in_chunks()) return Updater::Device;
+        return places_.updates_on_host() ? Updater::Host : Updater::DeviceByChunk;
+    }
     // True if each unit is clipped by the norm of its own gradients.
     bool norm_of_each() const { return o_.clip_per_block; }
     // True if updates use blocks' gradients in host memory, so that they are not fetched to the device.
     bool gradients_stay_with_host() const {
-        return places_.updates_on_host() && gradients_.streams_blocks() && !norm_of_each();
+        return updater() == Updater::Host && gradients_.streams_blocks() && !norm_of_each();
     }
     std::vector<int> units_in_order(From from = From::First) const {
         return numbers_in_order(static_cast<int>(trained_.layout.units().size()), from);
     }
     void fetch_state(const std::vector<int>& units) {
-        if (!places_.updates_on_host()) ring_.take(trained_, units, o_.state_buffers);
+        if (updater() != Updater::Host) ring_.take(trained_, units, o_.state_buffers);
+    }
+    // Fetches what update_all() needs on the device for the update of a unit, and returns its gradients; none
+    // if they stay in host memory.
+    TensorX fetch_for_update(int unit, bool streams_weights) {
+        Range range("update", unit);
+        const bool is_block = trained_.layout.is_block(unit);
+        if (streams_weights && is_block) weights_.fetch(Layout::layer_of(unit));
+        return is_block && gradients_stay_with_host() ? TensorX() : gradients_.of(unit);
     }
     // Waits for updates under way, frees their memory, and gathers weights that the host has updated.
-    void finish() {
+    void end_updates() {
         ring_.release();
         on_host_.release();
         for (const int unit : std::exchange(ungathered_, {})) {
@@ -194,15 +207,17 @@ class Updates {
 
     // A unit's gradients of the step are complete on this rank: sums them over the ranks, and computes the
     // unit's partial sums of squares.
-    void complete_sums(int unit, floatX* gradients) {
-        const int64_t size = size_of(unit);
-        if (size == 0) return;
-        if (!exchange_.is_alone()) start_exchange(unit, gradients);
-        complete_exchanged(unit, gradients);
+    void exchange_and_sum(int unit, floatX* gradients) {
+        if (size_of(unit) == 0) return;
+        if (!exchange_.is_alone()) {
+            start_exchange(unit, gradients);
+            end_exchange();
+        }
+        sum_squares_of(unit, gradients);
     }
-    // As complete_sums(); the gradients are exchanged while backward computes those of the next unit.
+    // As exchange_and_sum(); the gradients are exchanged while backward computes those of the next unit.
     void exchange_beside_backward(int unit, Gradients::OfUnit& g) {
-        finish_exchange();
+        end_exchange_under_way();
         Range range(kExchangeRange, unit);
         start_exchange(unit, g.all.data());
         exchanged_ = {unit, g.all.data(), std::move(g.buffer)};
@@ -213,18 +228,24 @@ class Updates {
         if (gathers_gradients())
             exchange_.start_gather(gradients, size_of(unit), "gradients", gathered_gradients_);
     }
-    void finish_exchange() {
-        if (exchanged_.unit < 0) return;
-        Range range(kExchangeRange, exchanged_.unit);
-        complete_exchanged(exchanged_.unit, exchanged_.gradients);
-        exchanged_ = {};
-    }
-    // With --zero 1 to 3 both the sum and its squares are of the rank's own slice.
-    void complete_exchanged(int unit, floatX* gradients) {
-        const int64_t size = size_of(unit);
-        floatX* const kept = kept_slice(unit);
+    void end_exchange() {
         exchange_.finish_sum();
         if (gathers_gradients() && exchange_.is_active()) exchange_.finish(gathered_gradients_);
+    }
+    // Ends the exchange that goes on beside backward, if there is one.
+    void end_exchange_under_way() {
+        if (exchanged_.unit < 0) return;
+        Range range(kExchangeRange, exchanged_.unit);
+        end_exchange();
+        sum_squares_of(exchanged_.unit, exchanged_.gradients);
+        exchanged_ = {};
+    }
+    // Computes the partial sums of the squares of a unit's gradients. With --zero 1 to 3 they are those of
+    // the rank's own slice.
+    void sum_squares_of(int unit, floatX* gradients) {
+        const int64_t size = size_of(unit);
+        if (size == 0) return;
+        floatX* const kept = kept_slice(unit);
         TensorF all = sums_of(unit);
         const Slice own = trained_.options.slices.own(size);
         if (own.count < size) fill_zero(all, stream_);  // the other ranks have the others
@@ -236,8 +257,10 @@ class Updates {
     }
     // With --zero 2 and 3: where the State has the rank's slice of a unit's gradients; else null.
     floatX* kept_slice(int unit) const {
+        return kept_slice(trained_.layout.units()[static_cast<size_t>(unit)]);
+    }
+    floatX* kept_slice(const Unit& u) const {
         if (!trained_.options.slices_gradients) return nullptr;
-        const Unit& u = trained_.layout.units()[static_cast<size_t>(unit)];
         return trained_.template data<floatX>(StatePart::Gradients, u.offset + trained_.own_slice(u).first);
     }
     int64_t size_of(int unit) const { return trained_.layout.units()[static_cast<size_t>(unit)].size; }
@@ -265,10 +288,18 @@ class Updates {
         const Unit& u = trained_.layout.units()[static_cast<size_t>(unit)];
         if (u.size == 0) return;
         const TensorF norm = metrics_.norms().rows_at(norm_of_each() ? unit : 0, 1);
-        if (places_.updates_on_host()) return update_on_host(unit, u, gradients, norm);
+        gradients = counted_from_unit(u, gradients);
+        if (updater() == Updater::Host) return update_on_host(unit, u, gradients, norm);
         floatX* const weights = weights_.to_update(unit);
-        update_own(unit, u, weights, gradients, norm);
+        updater() == Updater::Device ? update_on_device(u, weights, gradients, norm)
+                                     : update_by_chunk(unit, u, weights, gradients, norm);
         if (gathers_weights(unit)) gather_weights(unit, weights);
+    }
+    // With --zero 2 and 3 only this rank's slice of the gradients is kept, and updates reach no others. The
+    // address is where the whole unit's would begin.
+    const floatX* counted_from_unit(const Unit& u, const floatX* gradients) const {
+        const floatX* const kept = kept_slice(u);
+        return kept ? kept - trained_.own_slice(u).first : gradients;
     }
     // With --zero 0 every rank updates everything.
     bool gathers_gradients() const { return !exchange_.is_alone() && !o_.slices_state(); }
@@ -289,22 +320,22 @@ class Updates {
     // The host's cores update the elements whose state this rank has. The weights are back, and can be
     // gathered, when all updates are complete (finish()).
     void update_on_host(int unit, const Unit& u, const floatX* gradients, const TensorF& norm) {
+        // to_update() would mark a streamed block as changed; the host itself writes the block's memory.
         floatX* const on_device = trained_.options.slices_blocks
                                       ? weights_.to_update(unit)
                                       : trained_.template data<floatX>(StatePart::Weights, u.offset);
-        if (const floatX* const kept = kept_slice(unit)) gradients = kept - trained_.own_slice(u).first;
         on_host_.update(trained_, unit, places_.weights_of(unit, on_device),
                         places_.gradients_of(unit, gradients, gradients_stay_with_host()), norm);
         if (gathers_weights(unit)) ungathered_.push_back(unit);
     }
-    // Updates the elements whose state this rank has.
-    void update_own(int unit, const Unit& u, floatX* weights, const floatX* gradients, const TensorF& norm) {
-        const Slice own = trained_.own_slice(u);
-        if (own.count == 0) return;
-        // What is updated are elements of the slice, counted from the unit's first.
-        if (const floatX* const kept = kept_slice(unit)) gradients = kept - own.first;
-        if (!trained_.in_chunks())
-            return optimizer_update(factors_, arrays_of_unit(trained_, u, weights, gradients), norm, stream_);
+    // The device updates the elements whose state this rank has, in one launch or chunk by chunk.
+    void update_on_device(const Unit& u, floatX* weights, const floatX* gradients, const TensorF& norm) {
+        if (trained_.own_slice(u).count == 0) return;
+        optimizer_update(factors_, arrays_of_unit(trained_, u, weights, gradients), norm, stream_);
+    }
+    void update_by_chunk(int unit, const Unit& u, floatX* weights, const floatX* gradients,
+                         const TensorF& norm) {
+        if (trained_.own_slice(u).count == 0) return;
         ring_.update(trained_, unit,
                      [=, this, &u, norm = norm.view()](const StateChunk& chunk, char* buffer) {
                          const auto arrays = arrays_of_chunk(trained_, u, chunk, buffer, weights, gradients);

@@ -2,11 +2,12 @@
 // kept.
 //
 // A block in host memory, in files, or in slices on several devices is streamed: expect_blocks() prefetches
-// the blocks in order, and block() waits for the one it is asked for. With all blocks on the device both cost
+// the blocks in order, and fetch() waits for the one it is asked for. With all blocks on the device both cost
 // nothing. Matrices of a frozen model may be quantized; linear.h dequantizes them where a product reads them.
 #pragma once
 
 #include <array>
+#include <cassert>
 #include <functional>
 #include <utility>
 #include <vector>
@@ -67,11 +68,11 @@ class Weights {
         streamed_.stream_from(route, bytes, prefetch, source);
     }
 
-    // Says what waits until a unit's weights may be used, if they come from other ranks.
-    void wait_with(std::function<void(int unit)> wait) { wait_ = std::move(wait); }
-    // A step's forward pass calls it before it uses a unit's weights.
-    void wait_for(int unit) const {
-        if (wait_) wait_(unit);
+    // Says what waits until the other ranks' updates of a unit have arrived.
+    void wait_for_ranks_with(std::function<void(int unit)> wait) { wait_for_ranks_ = std::move(wait); }
+    // A step's forward pass calls it before it fetches or uses a unit's weights.
+    void wait_for_ranks(int unit) const {
+        if (wait_for_ranks_) wait_for_ranks_(unit);
     }
 
     // True if the model is frozen, and only an adapter is trained.
@@ -90,27 +91,32 @@ class Weights {
     void expect_blocks() { begin_sweep(From::First); }
     void expect_blocks_for_backward() { begin_sweep(From::Last); }
     // Waits for a block's weights, if they are streamed, and lets the next ones of the sweep be prefetched.
-    void fetch(int layer) { block(layer); }
-    // A block's weights, on the device until another block is asked for. Call it in the order of the sweep.
-    Block<floatX>& block(int layer) {
-        Block<floatX>& block = blocks_[static_cast<size_t>(layer)];
-        if (!streams_blocks()) return block;
+    // Call it in the order of the sweep, or again for the same block. The block's views point into a buffer
+    // until another block is fetched.
+    void fetch(int layer) {
+        if (!streams_blocks()) return;
         char* const buffer = streamed_.fetch(layer);
-        if (bound_ == std::pair(layer, buffer)) return block;
+        if (bound_ == std::pair(layer, buffer)) return;
         bound_ = {layer, buffer};
         if (streams_trained_blocks())
-            block = model_.layout.block(reinterpret_cast<floatX*>(aligned_buffer(buffer)), layer);
+            blocks_[static_cast<size_t>(layer)] =
+                model_.layout.block(reinterpret_cast<floatX*>(aligned_buffer(buffer)), layer);
         else
             bind_matrices(layer, buffer);
-        return block;
     }
-    // The weights of a trained unit, for changing them. A streamed block must be the one that block()
-    // returned last; its weights are stored before their buffer is reused. Of a block in slices only this
-    // rank's elements are there, and the next gather brings what has changed.
+    // A block's weights. A streamed block must be the one that was fetched last.
+    Block<floatX>& block(int layer) {
+        assert(!streams_blocks() || streamed_.holds(layer));
+        return blocks_[static_cast<size_t>(layer)];
+    }
+    // The weights of a trained unit, for changing them. A streamed block must be the one that was fetched
+    // last; its weights are stored before their buffer is reused. Of a block in slices only this rank's
+    // elements are there, and the next gather brings what has changed.
     floatX* to_update(int unit) {
         const bool is_block = trained_.layout.is_block(unit);
         if (is_block && trained_.options.slices_blocks) return own_slice_of_weights(trained_, unit).unit;
         if (!is_block || !streams_trained_blocks()) return unit_of(trained_, StatePart::Weights, unit).data();
+        assert(streamed_.holds(Layout::layer_of(unit)));
         return reinterpret_cast<floatX*>(aligned_buffer(streamed_.change()));
     }
     // Ends the sweeps: stores what was changed and releases the buffers.
@@ -146,7 +152,7 @@ class Weights {
     const OutsideState outside_;
     std::vector<Block<floatX>> blocks_;
     BlockStream streamed_;
-    std::function<void(int unit)> wait_;
+    std::function<void(int unit)> wait_for_ranks_;
     // The streamed block whose views point at its bytes, and the address of these.
     std::pair<int, char*> bound_ = {-1, nullptr};
 };

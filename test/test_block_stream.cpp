@@ -129,9 +129,8 @@ TEST(BlockStream, FetchesAheadOfUse) {
 // Blocks that are only written are not fetched first, but are stored.
 TEST(BlockStream, WithoutContents) {
     Streamed l(5, 1);
-    l.blocks.come_with_contents(false);
     const auto pass = [&] {
-        l.blocks.expect(numbers_in_order(5, From::Last));
+        l.blocks.expect(numbers_in_order(5, From::Last), BlockStream::Contents::Overwritten);
         for (const int block : numbers_in_order(5, From::Last)) {
             l.fetch(block);
             int* const at = reinterpret_cast<int*>(l.blocks.change());

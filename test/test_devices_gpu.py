@@ -134,6 +134,18 @@ def test_orders_change_no_bit(model, precision, name, tmp_path):
         assert taken <= planned
 
 
+@pytest.mark.more
+def test_one_rank_measures_the_products(model, tmp_path):
+    """The other uses what the first has written. A file that has everything gives the same bits again."""
+    folder = linked_folder(tmp_path / "measured", model)
+    logs = []
+    for measures in (True, False):
+        ran = gpus("bf16")(*STEPS, "--devices", 2, "--advanced", "algorithms=found.json", "--log", "log.jsonl", cwd=folder, minutes=5)
+        assert (ran.stdout + ran.stderr).count(b"measuring ") == measures
+        logs.append(losses(read_log(folder / "log.jsonl")).tolist())
+    assert logs[0] == logs[1]
+
+
 def shared_mappings(pid):
     """The bytes of each file in memory that a rank has mapped for its weights, by the file's number."""
     mappings = {}

@@ -230,20 +230,33 @@ def test_a_venv_that_cannot_be_made():
     assert ran.stderr == f"venv.sh: cannot write in {folder}, where Python's packages go\n"
 
 
-def test_a_venv_says_first_how_much_it_downloads(tmp_path):
-    """Before anything is installed."""
+@pytest.fixture
+def venv_script(tmp_path):
+    """Runs dev/venv.sh in a folder of its own, with a Python that makes environments whose pip only prints its arguments."""
     (tmp_path / "dev").mkdir()
     for file in ("venv.sh", "requirements.txt", "requirements-alone.txt"):
         shutil.copy(ROOT / "dev" / file, tmp_path / "dev" / file)
-    executable(tmp_path / "bin/pip", "#!/bin/sh\necho \"$*\"\n")
+    executable(tmp_path / "bin/pip", "#!/bin/sh\n[ \"$3\" = --version ] || echo \"$*\"\n")
     executable(tmp_path / "bin/python3", "#!/bin/sh\n[ \"$2\" != venv ] || { mkdir -p .venv/bin; cp bin/pip .venv/bin/python; }\n")
-    ran = subprocess.run(["sh", tmp_path / "dev/venv.sh"], capture_output=True, text=True, timeout=60,
-                         env={**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"})
+    return lambda: subprocess.run(["sh", tmp_path / "dev/venv.sh"], capture_output=True, text=True, timeout=60,
+                                  env={**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"})
+
+
+def test_a_venv_says_first_how_much_it_downloads(venv_script):
+    """Before anything is installed."""
+    ran = venv_script()
     first, *installs = ran.stdout.splitlines()
     assert re.fullmatch(r"venv\.sh: installing .* downloads about [\d.]+ GB, .* takes [\d.]+ GB there", first), ran.stdout + ran.stderr
     assert ran.returncode == 0 and [line.split()[:3] for line in installs] == [["-m", "pip", "install"]] * 2
-    again = subprocess.run(["sh", tmp_path / "dev/venv.sh"], capture_output=True, text=True, timeout=60)
+    again = venv_script()
     assert again.returncode == 0 and not again.stdout + again.stderr
+
+
+def test_a_venv_whose_making_was_interrupted_is_made_again(venv_script, tmp_path):
+    executable(tmp_path / ".venv/bin/python", "#!/bin/sh\necho No module named pip >&2\nexit 1\n")
+    ran = venv_script()
+    assert ran.returncode == 0 and not ran.stderr
+    assert [line.split()[:3] for line in ran.stdout.splitlines()[1:]] == [["-m", "pip", "install"]] * 2
 
 
 # ---- the tests themselves

@@ -24,7 +24,7 @@ class SocketEngine : public RankEngine {
     SocketEngine(int rank, int socket) : rank_(rank), socket_(socket) {}
     void set_patience(double) override {}
     void set_where(const std::string&) override {}
-    std::string where() const override { return "before the first step"; }
+    std::string where() const override { return ""; }
     void watch(std::function<std::string()>) override {}
     void exchange(std::span<const Part> send, std::span<const Part> receive) override {
         const auto own = static_cast<size_t>(rank_), other = 1 - own;

@@ -34,7 +34,7 @@
 #include "llmc/rates_device.h"      // device_peak_flops()
 #include "llmc/rates_file.h"        // rates_of(): how fast the device is
 #include "llmc/run_inputs_check.h"  // RunInputs: what a run reads, opened and checked
-#include "llmc/run_options.h"       // RunOptions: from the command line, and from a save
+#include "llmc/options_parse.h"     // RunOptions: from the command line, and from a save
 #include "llmc/run_start.h"         // print_data(), print_start()
 #include "llmc/threads.h"           // start_threads()
 #include "llmc/trainer.h"           // Trainer: a training run

@@ -357,7 +357,7 @@ def load_examples(data, val_data, examples, seq_len, pack):
 
 
 def is_examples(path):
-    """True if a file has examples in JSON, by its name or its first bytes (llmc/data_kind.h)."""
+    """True if a file has examples in JSON, by its name or its first bytes (llmc/data_files.h)."""
     extension = os.path.splitext(path)[1].lower()
     with open(path, "rb") as file:
         start = file.read(4096).removeprefix(b"\xef\xbb\xbf")

@@ -17,7 +17,7 @@
 #include <nlohmann/json.hpp>
 
 #include "llmc/file.h"
-#include "llmc/hub_cache.h"
+#include "llmc/model_names.h"
 #include "llmc/model.h"
 #include "llmc/save_folder.h"
 

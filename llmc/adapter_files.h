@@ -95,7 +95,7 @@ class TargetModules {
     explicit TargetModules(const ConfigReader& r)
         : targets_(r, "target_modules"), excluded_(r, "exclude_modules") {
         if (!r.has("target_modules")) fail("%s: 'target_modules' is missing", r.file().c_str());
-        all_linear_ = is_text(r, "target_modules") && lowercase(targets_.names[0]) == "all-linear";
+        all_linear_ = is_text(r, "target_modules") && lower(targets_.names[0]) == "all-linear";
         read_layers(r);
     }
 
@@ -130,10 +130,6 @@ class TargetModules {
     };
     static bool is_text(const ConfigReader& r, const char* setting) {
         return r.has(setting) && r.json()[setting].is_string();
-    }
-    static std::string lowercase(std::string text) {
-        for (char& c : text) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
-        return text;
     }
 
     // Reads layers_to_transform, one number or several, and layers_pattern, the name of the list of blocks.
@@ -363,9 +359,7 @@ inline std::vector<LinearModule> read_lora_modules(const SafetensorsFile& file,
 
 // Reads adapter_config.json and keeps the order of its keys: of two keys of a pattern, the first counts.
 inline nlohmann::ordered_json read_adapter_config(const std::string& path) {
-    const std::string text = read_text(path);
-    parse_json(text, path);  // fails if it is not valid JSON
-    return nlohmann::ordered_json::parse(text);
+    return parse_json<nlohmann::ordered_json>(read_text(path), path);
 }
 
 // Writes adapter_config.json with its keys in their order.

@@ -1,4 +1,5 @@
-// arena_occupancy.h - which bytes of an allocation are occupied at which times, and the gaps between them.
+// arena_occupancy.h - which bytes of an allocation are occupied at which times, and the gaps between them;
+// with it arena.h places tensors.
 //
 // A stay is a range of bytes that is occupied for an interval of time. Stays are kept in a binary tree over
 // time, whose nodes are intervals. A node has the union of the bytes of all stays that touch it, and of those

@@ -14,7 +14,7 @@
 #include <thread>
 
 #include "llmc/attention_input.h"
-#include "llmc/matmul_cpu.h"
+#include "llmc/matmul_onednn.h"
 #include "llmc/matvec_cpu.h"
 
 // Queries and keys in a tile of scores.

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "llmc/exchange.h"
+#include "llmc/ranks_exchange.h"
 #include "llmc/ranks.h"
 
 // Passes everything on to another engine, and measures it. Exchanges between GPUs, which no engine makes, are

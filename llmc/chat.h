@@ -19,7 +19,6 @@
 #include "llmc/line_editor.h"
 #include "llmc/options.h"
 #include "llmc/run_inputs.h"
-#include "llmc/sample_text.h"
 #include "llmc/signals.h"
 
 constexpr const char* kChatHelp =

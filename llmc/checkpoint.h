@@ -25,7 +25,7 @@
 #include <vector>
 
 #include "llmc/adapter_files.h"
-#include "llmc/known_models.h"
+#include "llmc/model_names.h"
 #include "llmc/model_positions.h"
 #include "llmc/quant_formats.h"
 #include "llmc/safetensors.h"
@@ -302,7 +302,7 @@ void for_each_chunk(const StateBuffer& b, const SavedTensor& t, Use&& use) {
 }
 
 // Reads what stores `count` elements of the model, from element `at` on, from a buffer to the host. A run on
-// several devices gathers what the ranks have (exchange.h).
+// several devices gathers what the ranks have (ranks_exchange.h).
 using ReadBuffer = std::function<void(const StateBuffer& b, int64_t at, int64_t count, void* host)>;
 inline const ReadBuffer kReadBuffer = [](const StateBuffer& b, int64_t at, int64_t count, void* host) {
     b.read(at, count, host);

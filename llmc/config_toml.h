@@ -4,17 +4,15 @@
 #include <string>
 #include <vector>
 
+#include "llmc/text.h"
+
 // A key with its values: "lr = 1e-4", or "weights = ..." below [offload], whose path is {"offload",
 // "weights"}.
 struct ConfigItem {
     std::vector<std::string> path;
     std::vector<std::string> values;  // several if it is a list
     size_t line;
-    std::string name() const {
-        std::string all;
-        for (const std::string& part : path) all += (all.empty() ? "" : ".") + part;
-        return all;
-    }
+    std::string name() const { return joined(path, "."); }
 };
 
 // The items of a TOML text, in the order of their lines. Fails naming the file and the line if the text is no

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     }
 }
 
-// a * b, rounded before anything is added to it: so ranks can compute such terms apart (exchange.h).
+// a * b, rounded before anything is added to it: so ranks can compute such terms apart (ranks_exchange.h).
 SIMT_DEVICE float rounded_product(float a, float b) {
 #if defined(__CUDA_ARCH__)
     return __fmul_rn(a, b);

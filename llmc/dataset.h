@@ -2,10 +2,10 @@
 // function of seed and sequence number, so a resumed run needs only the number of its next sequence.
 //
 // There are three kinds of files. Token shards have llm.c's formats, with 16 or 32 bits per token; each shard
-// is a token stream of its own. JSON lines and lists contain examples (data_kind.h tells them from text),
+// is a token stream of its own. JSON lines and lists contain examples (data_files.h tells them from text),
 // which a tokenizer turns into tokens (data_tokens.h) and which are packed into sequences (data_packing.h).
 // Every other file is text; its tokens are its bytes, or what a tokenizer makes of it (data_tokens.h).
-// Examples and texts may be compressed (data_gzip.h). All text files together are one stream, and so are all
+// Examples and texts may be compressed (data_files.h). All text files together are one stream, and so are all
 // examples. Tokens are read when a sequence needs them, so there may be any number of files of any size. They
 // are then dropped from the page cache, because memory plans do not count its memory.
 #pragma once
@@ -24,7 +24,7 @@
 #include <glob.h>
 #include <sys/stat.h>
 
-#include "llmc/data_kind.h"
+#include "llmc/data_files.h"
 #include "llmc/data_packing.h"
 #include "llmc/error.h"
 #include "llmc/file.h"

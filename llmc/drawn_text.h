@@ -1,12 +1,17 @@
-// drawn_text.h - a text that a model continues token by token: which token comes next, what can be shown of
-// it so far, and where it ends.
+// drawn_text.h - a text that a model continues token by token: where it ends, how it is written so that a
+// terminal is not controlled by it, and which token comes next.
 #pragma once
 
+#include <unistd.h>
+
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <functional>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -14,9 +19,116 @@
 #include "llmc/error.h"
 #include "llmc/random.h"
 #include "llmc/run_inputs.h"
-#include "llmc/sample_text.h"
 #include "llmc/sample_token.h"
 #include "llmc/tensor.h"
+#include "llmc/utf8.h"
+
+// ---- where a text ends
+
+// A text that arrives in pieces and ends before the first of some stop strings. What may be the beginning of
+// a stop string, or of a character, is held back until more is known.
+class StoppedText {
+  public:
+    explicit StoppedText(std::vector<std::string> stops) : stops_(std::move(stops)) {}
+
+    // The text that is certain with this piece.
+    std::string add(std::string_view piece) {
+        held_ += piece;
+        size_t end = std::string::npos, held_back = unfinished_utf8(held_);
+        for (const std::string& stop : stops_) {
+            end = std::min(end, held_.find(stop));
+            held_back = std::max(held_back, begun(stop));
+        }
+        stopped_ = end != std::string::npos;
+        const size_t certain = stopped_ ? end : held_.size() - held_back;
+        std::string text = held_.substr(0, certain);
+        held_.erase(0, stopped_ ? std::string::npos : certain);
+        return text;
+    }
+    // True if a stop string has come.
+    bool stopped() const { return stopped_; }
+    // What was held back, at the end of a text without a stop string.
+    std::string finish() { return std::exchange(held_, {}); }
+
+  private:
+    // The length of the longest beginning of `stop` that the text ends with.
+    size_t begun(const std::string& stop) const {
+        for (size_t n = std::min(stop.size() - 1, held_.size()); n > 0; n--)
+            if (std::string_view(held_).ends_with(std::string_view(stop).substr(0, n))) return n;
+        return 0;
+    }
+
+    const std::vector<std::string> stops_;
+    std::string held_;
+    bool stopped_ = false;
+};
+
+// ---- writing text
+//
+// Writes a model's text. On a terminal, control characters are escaped, because the terminal would obey them;
+// pipes and files get the bytes unchanged.
+
+// Escapes bytes that arrive in pieces for a terminal: each byte of a control character (except newline and
+// tab) and each byte that is not UTF-8 becomes \x1b or the like. Other characters stay as they are.
+class TerminalText {
+  public:
+    // What can be shown so far. The start of an incomplete character is held back until the rest arrives.
+    std::string add(std::string_view bytes) {
+        held_ += bytes;
+        std::string shown;
+        size_t at = 0;
+        while (const int count = whole_character(std::string_view(held_).substr(at))) {
+            const auto character =
+                std::string_view(held_).substr(at, static_cast<size_t>(std::max(count, 1)));
+            shown += count < 0 || is_control(character) ? escaped(character) : character;
+            at += character.size();
+        }
+        held_.erase(0, at);
+        return shown;
+    }
+    // The escaped bytes of a character that stayed incomplete.
+    std::string finish() { return escaped(std::exchange(held_, {})); }
+
+  private:
+    static bool is_control(std::string_view character) {
+        const unsigned char first = static_cast<unsigned char>(character[0]);
+        if (character.size() == 1) return (first < 0x20 && first != '\n' && first != '\t') || first == 0x7f;
+        return first == 0xc2 && static_cast<unsigned char>(character[1]) < 0xa0;  // U+0080 to U+009F
+    }
+    static std::string escaped(std::string_view bytes) {
+        std::string text;
+        for (const char c : bytes) text += format("\\x%02x", static_cast<unsigned>(c) & 0xff);
+        return text;
+    }
+
+    std::string held_;
+};
+
+// Writes text to a file piece by piece, without delay.
+class TextOutput {
+  public:
+    explicit TextOutput(FILE* to) : to_(to), terminal_(isatty(fileno(to)) == 1) {}
+    void write(std::string_view bytes) {
+        if (terminal_)
+            put(text_.add(bytes));
+        else
+            put(bytes);
+    }
+    // Ends the text and writes what follows it.
+    void finish(std::string_view ending) { put(text_.finish()), put(ending); }
+
+  private:
+    void put(std::string_view bytes) {
+        fwrite(bytes.data(), 1, bytes.size(), to_);
+        fflush(to_);
+    }
+
+    FILE* to_;
+    bool terminal_;
+    TerminalText text_;
+};
+
+// ---- drawing it
 
 constexpr uint64_t kSampleStream = uint64_t{1} << 62;  // the part of random_bits()' counters that sampling
                                                        // uses

@@ -2,7 +2,7 @@
 // and the addition to the residual stream.
 #pragma once
 
-#include "llmc/columns.cuh"
+#include "llmc/column_sums.cuh"
 #include "llmc/simt_vector.h"
 #include "llmc/tensor.h"
 #include "llmc/work.h"

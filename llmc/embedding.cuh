@@ -10,7 +10,7 @@
 
 #include <climits>
 
-#include "llmc/columns.cuh"
+#include "llmc/column_sums.cuh"
 #include "llmc/rows.h"
 #include "llmc/simt_vector.h"
 #include "llmc/tensor.h"

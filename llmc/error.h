@@ -39,13 +39,6 @@ __attribute__((format(printf, 1, 2))) inline std::string format(const char* patt
     return text;
 }
 
-// A number of bytes, in the largest of three units: "300 bytes", "12.5 KiB", "2048.0 MiB".
-inline std::string size_text(size_t bytes) {
-    if (bytes < 1024) return format("%zu byte%s", bytes, bytes == 1 ? "" : "s");
-    const double kib = static_cast<double>(bytes) / 1024;
-    return kib < 1024 ? format("%.1f KiB", kib) : format("%.1f MiB", kib / 1024);
-}
-
 // Throws a UserError with a printf-style message: one line, no full stop, no "error:" at the start.
 template <class... A>
 [[noreturn]] inline void fail(const char* pattern, A... args) {

@@ -5,14 +5,13 @@
 #include "llmc/family_gpt2.h"
 #include "llmc/family_llama.h"
 #include "llmc/family_qwen.h"
+#include "llmc/text.h"
 
 inline constexpr const Family* kFamilies[] = {&kGpt2, &kLlama, &kMistral, &kQwen2, &kQwen3, &kBloom};
 
 // All names: "gpt2, llama, ..."
 inline std::string family_names() {
-    std::string names;
-    for (const Family* family : kFamilies) names += (names.empty() ? "" : ", ") + std::string(family->name);
-    return names;
+    return joined(kFamilies, ", ", [](const Family* family) { return family->name; });
 }
 // The family of this name, or null.
 inline const Family* find_family(const std::string& name) {

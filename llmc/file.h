@@ -25,18 +25,7 @@
 #include <nlohmann/json.hpp>
 
 #include "llmc/error.h"
-
-// Makes a name from a file fit for a one-line message: escapes control characters and quotes, and cuts it at
-// 80 bytes.
-inline std::string printable(std::string_view text) {
-    constexpr size_t kLongest = 80;
-    std::string result;
-    for (const char c : text.substr(0, kLongest)) {
-        const bool plain = static_cast<unsigned char>(c) >= 0x20 && c != 0x7f && c != '"';
-        result += plain ? std::string(1, c) : format("\\x%02x", static_cast<unsigned>(c) & 0xff);
-    }
-    return text.size() > kLongest ? result + "..." : result;
-}
+#include "llmc/text.h"
 
 // Opens those standard streams that were closed, so that no file of ours gets their descriptor numbers.
 inline void open_standard_streams() {
@@ -430,6 +419,14 @@ inline void write_text(const std::string& path, const std::string& text) {
     FileWriter file(path);
     file.write(text);
     file.finish();
+}
+// Where replace_text() writes a file before it has its name: one name for each process.
+inline std::string name_before(const std::string& path) { return path + ".new-" + std::to_string(getpid()); }
+// Writes a whole file in place of one that may be there. After a crash, either the old or the new one is
+// there, complete.
+inline void replace_text(const std::string& path, const std::string& text) {
+    write_text(name_before(path), text);
+    replace_file(name_before(path), path);
 }
 // As text with an indentation of 2; bytes that are not UTF-8 are replaced.
 inline void write_json(const std::string& path, const nlohmann::json& json) {

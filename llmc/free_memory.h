@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "llmc/error.h"
+#include "llmc/text.h"
 
 // ---- what there is, and what is free
 //

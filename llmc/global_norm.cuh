@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "llmc/simt_vector.h"
-#include "llmc/slices.h"
+#include "llmc/ranks_slices.h"
 #include "llmc/tensor.h"
 #include "llmc/work.h"
 

@@ -1,6 +1,6 @@
-// gradients.h - where the gradients of each unit are, from backward until the update: in the State; streamed
-// from host memory or files; or, if each unit is updated as soon as its gradients are complete, in the arena
-// until then.
+// gradients.h - where the gradients of a whole unit are, from backward until the update: in the State;
+// streamed from host memory or files; or, if each unit is updated as soon as its gradients are complete, in
+// the arena until then.
 #pragma once
 
 #include <functional>

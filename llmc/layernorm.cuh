@@ -2,7 +2,7 @@
 // forward fused with the residual addition before it, backward, and recomputation from saved statistics.
 #pragma once
 
-#include "llmc/columns.cuh"
+#include "llmc/column_sums.cuh"
 #include "llmc/simt_vector.h"
 #include "llmc/tensor.h"
 #include "llmc/work.h"

@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include "llmc/sample_text.h"
+#include "llmc/utf8.h"
 #include "llmc/signals.h"
 #include "llmc/utf8.h"
 

@@ -18,8 +18,6 @@
 
 // ---- the sums
 //
-// A validation's losses by position: how well a model uses the length of its context.
-//
 // A token's context is what its document has before the target: position p predicts from p + 1 tokens. The
 // device sums the losses of each position, one thread per position, row after row: the same bits every time.
 
@@ -91,9 +89,6 @@ inline nlohmann::ordered_json position_losses_json(std::span<const float> sums,
 }
 
 // ---- the file
-//
-// --loss-by-position: sums up a validation's losses by position on the device and writes them as a line to a
-// file.
 
 class LossByPosition {
   public:

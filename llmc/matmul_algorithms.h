@@ -69,13 +69,7 @@ class MatmulAlgorithms {
     }
     // Writes the whole file, so that a crash leaves the old one or the new one. Runs that save at the same
     // time do not merge their entries: the last one's file stays.
-    void save() const {
-        const std::string beside = path_ + ".new-" + std::to_string(getpid());
-        FileWriter writer(beside);
-        writer.write(file_.dump(1) + "\n");
-        writer.finish();
-        replace_file(beside, path_);
-    }
+    void save() const { replace_text(path_, file_.dump(1) + "\n"); }
 
   private:
     static constexpr int kFormat = 1;

@@ -3,7 +3,7 @@
 //   options_declare.h    declares the options: help, ranges, defaults
 //   options_placement.h  the table of what can be placed outside the device (--offload)
 //   options_help.h       --help and --version
-//   options_resume.h     which options of a save hold in a run that resumes from it
+//   resume.h     which options of a save hold in a run that resumes from it
 //   options_check.h      which options may not be combined
 //   options_parse.h      parse_options(), which puts these together
 #pragma once
@@ -34,6 +34,12 @@ inline std::string spelled_setting(const std::string& name, const std::string& v
 
 // How often JSON examples are trained on, unless --steps or --epochs says otherwise.
 constexpr double kExampleEpochs = 3;
+
+// True if the library for matrix products lets us choose its algorithms.
+constexpr bool kSearchesAlgorithms = !kHostIsDevice;
+
+// True if that library has TF32 for this build's operands.
+constexpr bool kHasTf32 = !kHostIsDevice && std::is_same_v<floatX, float>;
 
 struct Options {
     std::string model = "d2";

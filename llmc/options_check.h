@@ -8,7 +8,7 @@
 #include "llmc/error.h"
 #include "llmc/options.h"
 #include "llmc/options_placement.h"
-#include "llmc/options_resume.h"
+#include "llmc/resume.h"
 
 // Fails if both --steps and --epochs say how long the training is.
 inline void check_length(const Options& o) {

@@ -12,6 +12,7 @@
 #include "llmc/options_placement.h"
 #include "llmc/recompute.h"
 #include "llmc/state.h"
+#include "llmc/text.h"
 
 // The highest learning rate if none is given: for a new model, for a trained model (which the first rate
 // would spoil), for a LoRA, and for a soft prompt.
@@ -105,31 +106,12 @@ inline bool is_date(const std::string& text) {
 inline CLI::Validator export_type() {
     return CLI::Validator(
         [](std::string& text) -> std::string {
-            std::string lower = text;
-            for (char& c : lower) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
-            const std::string wrong = one_of({"f32", "f16", "bf16", "q8_0", "q4_0", "q4_k_m", "q6_k"})(lower);
-            if (wrong.empty()) text = lower;
+            std::string small = lower(text);
+            const std::string wrong = one_of({"f32", "f16", "bf16", "q8_0", "q4_0", "q4_k_m", "q6_k"})(small);
+            if (wrong.empty()) text = small;
             return wrong;
         },
         "");
-}
-
-// The bytes/s of "50GB/s", "12.5GiB/s" or "100Gbit/s"; 0 if it is no rate.
-inline double rate_of(const std::string& text) {
-    char* end = nullptr;
-    const double value = strtod(text.c_str(), &end);
-    const std::string unit = end;
-    if (text.empty() || !isdigit(static_cast<unsigned char>(text[0])) || !(value > 0) || value > 1e9)
-        return 0;
-    constexpr const char* kLetters = "KMGT";
-    for (int i = 0; i < 4; i++) {
-        const std::string letter(1, kLetters[i]);
-        const double decimal = std::pow(1e3, i + 1);
-        if (unit == letter + "B/s") return value * decimal;
-        if (unit == letter + "iB/s") return value * std::pow(1024, i + 1);
-        if (unit == letter + "bit/s" || (i == 0 && unit == "kbit/s")) return value * decimal / 8;
-    }
-    return 0;
 }
 
 // Declares the options of one group. `value` is what a value looks like in the help.
@@ -235,11 +217,12 @@ inline void declare_training_options(CLI::App& app, Options& o) {
              "On several machines, start ./train with mpirun or srun.")
         ->transform(whole(1, 4096));
     group
-        .add("--zero", o.zero, "auto|0|1|2|3",
-             "What each of several devices keeps: 0: a copy of everything; 1: its slice of the optimizer's "
-             "state; 2: also of the gradients, with one micro-batch a device or --by-block; 3: also of the "
-             "blocks' weights, frozen ones too. auto: the first of 1, 2 and 3 that fits what is free, or what "
-             "--memory, --batch auto or --seq-len auto choose.")
+        .add(
+            "--zero", o.zero, "auto|0|1|2|3",
+            "What each of several devices keeps: 0: a copy of everything; 1: its slice of the optimizer's "
+            "state; 2: also of the gradients, with one micro-batch a device or --by-block; 3: also of the "
+            "blocks' weights, frozen ones too. auto: the first of 1, 2 and 3 that fits what is free, or what "
+            "--memory, --batch auto or --seq-len auto choose.")
         ->check(one_of({"auto", "0", "1", "2", "3"}));
     group
         .add("--machines", o.machines, "M",

@@ -21,6 +21,7 @@
 #include "llmc/error.h"
 #include "llmc/options.h"
 #include "llmc/options_words.h"
+#include "llmc/text.h"
 
 constexpr size_t kHelpColumns = 100, kHelpIndent = 30;
 constexpr char kNoBreak = '\x01';  // a space at which no line ends
@@ -95,10 +96,6 @@ inline std::string help_of(const CLI::Option& option) {
 // The group that a word names, as `memory` does "Memory", and `model` and `data` "Model and data"; else that
 // of the option of this name, or of the first whose name begins so, as `lora` does --lora-rank; "" if none.
 inline std::string group_named(const CLI::App& app, const std::string& word) {
-    const auto lower = [](std::string text) {
-        for (char& c : text) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
-        return text;
-    };
     const std::string wanted = lower(word), option = "--" + wanted;
     for (const std::string& group : app.get_groups()) {
         const std::vector<std::string> words = CLI::detail::split(lower(group), ' ');

@@ -11,57 +11,6 @@
 #include "llmc/checkpoint.h"
 #include "llmc/temporary_file.h"
 
-// Locks the folder of saves for this run, by OUT/.lock. Creates the folder if it is missing, and removes it
-// again if nothing was saved.
-class HeldFolder {
-  public:
-    // Waits up to `seconds`, because a killed run keeps its lock until all of its memory is freed. Fails
-    // naming the run that has the lock. On a file system without locks, says so and goes on.
-    explicit HeldFolder(const std::string& out, double seconds = 10) : path_(out + "/.lock") {
-        check_writable(out);
-        for (std::string folder = out; !file_exists(folder); folder = folder_above(folder))
-            made_.push_back(folder);
-        for (;; seconds -= 0.05) {
-            make_folders(out);
-            lock_.emplace(path_, O_RDWR | O_CREAT | O_NOFOLLOW, FileLock::Exclusive);
-            if (lock_->good()) break;
-            errno = lock_->error();
-            if (errno == ELOOP)
-                fail("--out %s: %s is a symbolic link: remove it", out.c_str(), path_.c_str());
-            check_call(errno == 0 || errno == ENOENT, path_, "open");  // it may just have been removed
-            if (seconds <= 0) fail_as_busy(out);
-            usleep(50000);
-        }
-        if (lock_->outcome() == FileLock::Unsupported)
-            fprintf(stderr, "--out %s: no locks on this file system: let no other run save there\n",
-                    out.c_str());
-        char host[256] = "";
-        gethostname(host, sizeof host - 1);
-        const std::string owner = format("process %d on %s\n", static_cast<int>(getpid()), host);
-        const bool told =
-            ftruncate(lock_->fd(), 0) == 0 && pwrite(lock_->fd(), owner.data(), owner.size(), 0) > 0;
-        static_cast<void>(told);  // only for messages
-    }
-    HeldFolder(const HeldFolder&) = delete;
-    ~HeldFolder() {
-        unlink(path_.c_str());
-        for (const std::string& folder : made_) rmdir(folder.c_str());  // only removes empty folders
-    }
-
-  private:
-    [[noreturn]] void fail_as_busy(const std::string& out) const {
-        char owner[300];
-        const ssize_t length = pread(lock_->fd(), owner, sizeof owner, 0);
-        const std::string_view line(owner, length > 0 ? static_cast<size_t>(length) : 0);
-        fail("--out %s: another run saves there: %s", out.c_str(),
-             printable(line.substr(0, line.find('\n'))).c_str());
-    }
-
-    std::string path_;
-    std::vector<std::string> made_;  // the folders that were created, innermost first
-    std::optional<FileLock> lock_;
-};
-
 // The file that a path leads to, even if it does not exist yet: follows links and resolves `a/..`.
 inline std::string resolved(const std::string& path) {
     namespace fs = std::filesystem;

@@ -16,6 +16,7 @@
 #include "llmc/plan_settings.h"
 #include "llmc/plan_solver.h"
 #include "llmc/recompute.h"
+#include "llmc/text.h"
 
 // Dry runs by which the choosers learn what a setting takes.
 struct Rehearsals {

@@ -11,6 +11,7 @@
 #include "llmc/plan_report.h"
 #include "llmc/plan_solver.h"
 #include "llmc/ranks.h"
+#include "llmc/text.h"
 
 // The limits of --batch auto: the most tokens that train well in one micro-batch, and the fewest steps that
 // an epoch should have.

@@ -12,6 +12,7 @@
 #include "llmc/plan_free_memory.h"
 #include "llmc/plan_report.h"
 #include "llmc/plan_settings.h"
+#include "llmc/text.h"
 
 // The memory that a run may take of the GPU that plans are for: a display and other programs keep 5%.
 inline FreeMemory memory_of_planned_gpu() { return with_reserve(device_memory_free(), context_bytes()); }
@@ -33,12 +34,6 @@ inline Options filling_planned_gpu(Options o, bool with_host) {
     o.host_memory = kAnyHostMemory;
     o.given["--memory.host"] = {o.host_memory};
     return o;
-}
-
-inline double gibibytes(size_t bytes) { return static_cast<double>(bytes) / 1073741824.0; }
-// "8.03 GB", "803 GB".
-inline std::string gigabytes(double bytes) {
-    return format(bytes < 100e9 ? "%.3g GB" : "%.0f GB", bytes / 1e9);
 }
 
 // The smallest GPUs of the table with room for a run that takes `bytes` of the planned one and `pinned` of

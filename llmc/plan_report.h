@@ -13,8 +13,7 @@
 #include "llmc/rates.h"
 #include "llmc/rates_device.h"
 #include "llmc/temporary_file.h"
-
-constexpr double mebibytes(size_t bytes) { return static_cast<double>(bytes) / 1048576.0; }
+#include "llmc/text.h"
 
 // A configuration that --memory chose or could have chosen.
 struct MemoryChoice {

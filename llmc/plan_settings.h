@@ -21,6 +21,7 @@
 #include "llmc/recompute.h"
 #include "llmc/run_inputs.h"
 #include "llmc/temporary_file.h"
+#include "llmc/text.h"
 
 // ---- a setting
 //

@@ -391,32 +391,3 @@ inline Solution solve(const std::vector<Profile>& profiles, size_t budget, const
     if (s.chosen && fits + 1 < static_cast<ptrdiff_t>(best.size())) s.next_cheaper = choice(fits + 1);
     return s;
 }
-
-// The bytes of "8GiB", "1.5GB" or "300MiB". Fails, naming `option` and the text, on anything else.
-inline size_t parse_bytes(const std::string& text, const char* option) {
-    const std::pair<const char*, double> units[] = {{"B", 1},        {"KiB", 0x1p10}, {"MiB", 0x1p20},
-                                                    {"GiB", 0x1p30}, {"TiB", 0x1p40}, {"KB", 1e3},
-                                                    {"MB", 1e6},     {"GB", 1e9},     {"TB", 1e12}};
-    const char* const digits = "0123456789";
-    size_t end = std::min(text.find_first_not_of(digits), text.size());
-    const bool number = end > 0;
-    if (number && end < text.size() && text[end] == '.') {
-        const size_t fraction = std::min(text.find_first_not_of(digits, end + 1), text.size());
-        if (fraction > end + 1) end = fraction;
-    }
-    for (const auto& [unit, bytes] : units) {
-        if (!number || strcasecmp(text.c_str() + end, unit) != 0) continue;
-        const double value = std::strtod(text.substr(0, end).c_str(), nullptr) * bytes;
-        if (value >= 0x1p64) fail("%s %s is more bytes than there are addresses", option, text.c_str());
-        return static_cast<size_t>(value);
-    }
-    // Other tools disagree on whether 16G is 16GiB or 16GB.
-    std::string example = "8GiB";
-    const std::string value = text.substr(0, end), unit = text.substr(end);
-    for (const std::string letter : {"K", "M", "G", "T"})
-        if (number && (strcasecmp(unit.c_str(), letter.c_str()) == 0 ||
-                       strcasecmp(unit.c_str(), (letter + "i").c_str()) == 0))
-            example = value + letter + "iB or " + value + letter + "B";
-    fail("%s '%s' is no number of bytes with a unit (B, KiB, MiB, GiB, TiB, KB, MB, GB, TB), as in %s",
-         option, text.c_str(), example.c_str());
-}

@@ -19,7 +19,7 @@
 #include "llmc/quant_formats.h"
 #include "llmc/quant_nf4_files.h"
 #include "llmc/ranks_host_memory.h"
-#include "llmc/slices.h"
+#include "llmc/ranks_slices.h"
 
 // ---- the format of each matrix
 //
@@ -105,7 +105,7 @@ inline void check_stored(const std::vector<StoredAs>& stored, const ModelConfig&
 // model's other tensors are in a State whose layout lacks these matrices.
 //
 // The matrices are on the device, or in host memory or on disk (offload_blocks.h), from where they are
-// streamed block by block; or each of several devices has a slice of every block (ranks_blocks.h). Streamed
+// streamed block by block; or each of several devices has a slice of every block (ranks_exchange.h). Streamed
 // matrices may also be the floats of a model's folder, in the files' own format.
 
 // The field with the matrix that the head multiplies by.
@@ -318,9 +318,6 @@ class QuantizedWeights {
                 find_matrix(matrices_[i], block, matrices_[i].offset - blocks_[l]);
             add(block);
         }
-    }
-    static int64_t bytes_in_file(const Matrix& m) {
-        return m.module.outputs * m.module.inputs * m.format->block_bytes;
     }
     const SafetensorsEntry& find_floats(const SafetensorsFolder& files, const ModelConfig& config,
                                         const Matrix& m, std::set<const SafetensorsEntry*>& used) const {

@@ -1,7 +1,7 @@
-// rank_sums.cuh - sums of what several ranks have computed (exchange.h). The terms are added in the order of
-// the ranks, in fp32, and rounded once: so every engine, and every order of arrival, gives the same bits. In
-// fp32 these are the bits of one device that adds one micro-batch after another. With several ranks on each
-// of several machines, the terms are the sums of the machines, in fp32.
+// rank_sums.cuh - sums of what several ranks have computed (ranks_exchange.h). The terms are added in the
+// order of the ranks, in fp32, and rounded once: so every engine, and every order of arrival, gives the same
+// bits. In fp32 these are the bits of one device that adds one micro-batch after another. With several ranks
+// on each of several machines, the terms are the sums of the machines, in fp32.
 #pragma once
 
 #include "llmc/simt_vector.h"

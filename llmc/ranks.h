@@ -1,6 +1,6 @@
 // ranks.h - the processes of a run on several devices: each device has one, its rank. MPI starts them
-// (ranks_launch.h) and carries what they send each other; what they send in a step is in exchange.h. A run on
-// one device has one rank, and needs none of this.
+// (ranks_launch.h) and carries what they send each other; what they send in a step is in ranks_exchange.h. A
+// run on one device has one rank, and needs none of this.
 #pragma once
 
 #include <unistd.h>

@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "llmc/exchange.h"
+#include "llmc/ranks_exchange.h"
 #include "llmc/options.h"
 #include "llmc/options_declare.h"
 #include "llmc/options_help.h"

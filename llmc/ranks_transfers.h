@@ -1,5 +1,5 @@
 // ranks_transfers.h - moves device memory between the ranks of a run on several devices, beside the
-// computation: between GPUs by NCCL, on a stream of its own; between CPUs by MPI (ranks.h). exchange.h
+// computation: between GPUs by NCCL, on a stream of its own; between CPUs by MPI (ranks.h). ranks_exchange.h
 // decides what is moved.
 //
 // NCCL is loaded when a run has several GPUs, so that a run on one neither needs it nor has its memory. It
@@ -22,7 +22,7 @@
 #include "llmc/device.h"
 #include "llmc/file.h"
 #include "llmc/ranks.h"
-#include "llmc/slices.h"
+#include "llmc/ranks_slices.h"
 #include "llmc/work.h"
 
 // What a rank sends in a step to ranks on its own machine, and to others.

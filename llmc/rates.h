@@ -261,12 +261,6 @@ struct PhaseTime {
 
 using PhaseTimes = std::vector<PhaseTime>;
 
-inline double total_seconds(const PhaseTimes& phases) {
-    double sum = 0;
-    for (const PhaseTime& p : phases) sum += p.total();
-    return sum;
-}
-
 // The part of these seconds that transfers cost; only of one phase if that is named.
 inline double seconds_waited(const PhaseTimes& phases, std::string_view phase = "") {
     double sum = 0;

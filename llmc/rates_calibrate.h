@@ -29,7 +29,7 @@
 #include "llmc/bench.h"
 #include "llmc/cross_entropy.cuh"
 #include "llmc/elementwise.cuh"
-#include "llmc/exchange.h"
+#include "llmc/ranks_exchange.h"
 #include "llmc/global_norm.cuh"
 #include "llmc/gradient_sums.cuh"
 #include "llmc/lora.cuh"

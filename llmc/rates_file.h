@@ -45,12 +45,10 @@ inline nlohmann::ordered_json measured_on(const char* precision) {
     return on;
 }
 
-inline std::string beside(const std::string& path) { return path + ".new-" + std::to_string(getpid()); }
-
 // Fails if a file cannot be written at `path`.
 inline void check_rates_writable(const std::string& path) {
-    { const FileWriter probe(beside(path)); }
-    unlink(beside(path).c_str());
+    { const FileWriter probe(name_before(path)); }
+    unlink(name_before(path).c_str());
 }
 
 // Writes the measured rates, in place of any file at `path`.
@@ -75,10 +73,7 @@ inline void write_rates(const std::string& path, const Rates& rates, const char*
     for (size_t route = 0; route < rates.beside.size(); route++)
         if (kHostIsDevice && (is_disks(static_cast<Route>(route)) || rates.beside[route] < 1))
             j["computing_beside"][kRouteNames[route]] = rounded({rates.beside[route]})[0];
-    FileWriter writer(beside(path));
-    writer.write(j.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
-    writer.finish();
-    replace_file(beside(path), path);
+    replace_text(path, j.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
 }
 
 // Reads a file of rates. If something is wrong with it, fails with one line that says where.

@@ -1,4 +1,5 @@
-// recompute.h - what a block's forward keeps for its backward; backward recomputes the rest.
+// recompute.h - what a block's forward keeps for its backward, by the levels of --recompute; backward
+// recomputes the rest. Add a level here.
 #pragma once
 
 #include <algorithm>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "llmc/error.h"
+#include "llmc/text.h"
 
 // The tensors that a block keeps besides its input. Any subset works; each level below keeps less than the
 // one before it.
@@ -42,12 +44,6 @@ inline std::vector<std::string> recompute_names() {
     std::vector<std::string> names;
     for (const RecomputeLevel& level : kRecomputeLevels) names.push_back(level.name);
     return names;
-}
-
-inline std::string joined(const std::vector<std::string>& names, const char* between) {
-    std::string text;
-    for (const std::string& name : names) text += (text.empty() ? "" : between) + name;
-    return text;
 }
 
 // The levels as text: "block:4,norm:8" for twelve layers, from the first on; "norm" if all have that level.

@@ -8,7 +8,7 @@
 // be read beside q and k.
 #pragma once
 
-#include "llmc/columns.cuh"
+#include "llmc/column_sums.cuh"
 #include "llmc/simt_vector.h"
 #include "llmc/tensor.h"
 #include "llmc/work.h"

@@ -24,7 +24,7 @@
 #include "llmc/outputs.h"
 #include "llmc/plan_report.h"
 #include "llmc/quant_weights.h"
-#include "llmc/save_resume.h"
+#include "llmc/resume.h"
 #include "llmc/tokenizer.h"
 #include "llmc/tokenizer_gguf_write.h"
 

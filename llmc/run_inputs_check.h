@@ -10,7 +10,7 @@
 
 #include "llmc/outputs.h"
 #include "llmc/run_inputs.h"
-#include "llmc/save_resume.h"
+#include "llmc/resume.h"
 
 // Fails if chunks of rows were given that are larger than all rows (unless the length is still to be chosen),
 // or if no block would use them.

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "llmc/exchange.h"
+#include "llmc/ranks_exchange.h"
 #include "llmc/metrics.h"
 #include "llmc/outputs.h"
 #include "llmc/plan_settings.h"

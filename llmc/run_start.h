@@ -14,6 +14,7 @@
 #include "llmc/options.h"
 #include "llmc/run_inputs.h"
 #include "llmc/updates.h"
+#include "llmc/text.h"
 
 // Turns --epochs into a number of steps. Examples are trained on three times if neither was given. A warmup
 // that was not given then takes at most a tenth of the steps.
@@ -135,8 +136,7 @@ inline void remark_no_validation(const RunInputs& in, int seq_len) {
 // Prints which settings of a resumed run are not those of the save, and what becomes of the learning rate.
 inline void print_changes(const Options& o, int64_t first_step) {
     if (o.changed.empty()) return;
-    std::string list;
-    for (const auto& [name, text] : o.changed) list += (list.empty() ? "" : ", ") + text;
+    const std::string list = joined(o.changed, ", ", [](const auto& setting) { return setting.second; });
     printf("other settings than those of the save: %s\n", list.c_str());
     printf(
         "the learning rate goes on as that of a run of %lld steps with these settings: %.3e in step %lld\n",

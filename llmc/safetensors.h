@@ -68,9 +68,7 @@ struct SafetensorsEntry {
 
 // A shape as text: "[768, 2304]".
 inline std::string shape_text(const std::vector<int64_t>& shape) {
-    std::string text;
-    for (const int64_t dim : shape) text += (text.empty() ? "" : ", ") + std::to_string(dim);
-    return "[" + text + "]";
+    return "[" + joined(shape, ", ", [](int64_t dim) { return std::to_string(dim); }) + "]";
 }
 
 // An open safetensors file. Its entries are valid while it lives, even if the object is moved.

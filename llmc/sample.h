@@ -17,7 +17,6 @@
 #include "llmc/drawn_text.h"
 #include "llmc/error.h"
 #include "llmc/run_inputs.h"
-#include "llmc/sample_text.h"
 #include "llmc/sequence_keys.h"
 #include "llmc/signals.h"
 #include "llmc/tensor.h"

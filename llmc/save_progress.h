@@ -32,7 +32,7 @@ struct Progress {
     std::optional<double> first_loss = {};  // the loss of the run's first step
     std::optional<int64_t> last_good = {};  // the step of the last good save (save_folder.h)
     std::optional<BestValidation> best = {};
-    std::map<std::string, std::string> data = {};  // by option: data_facts() of its data (save_resume.h)
+    std::map<std::string, std::string> data = {};  // by option: data_facts() of its data (resume.h)
 };
 
 // Makes a text fit for JSON, which must be UTF-8: a text with other bytes becomes {"percent": "caf%E9"}.

@@ -1,4 +1,5 @@
-// simt.h - one kernel source, three ways to run it, and one to plan for a GPU.
+// simt.h - one kernel source, three ways to run it, and one to plan for a GPU. (SIMT: single instruction,
+// multiple threads, as GPUs compute.)
 //
 // Every kernel is a CUDA __global__ function, written once:
 //

@@ -14,7 +14,7 @@
 #include "llmc/device.h"
 #include "llmc/model.h"
 #include "llmc/offload_storage.h"
-#include "llmc/slices.h"
+#include "llmc/ranks_slices.h"
 #include "llmc/state_formats.h"
 #include "llmc/work.h"
 

@@ -7,18 +7,16 @@
 #include <optional>
 
 #include "llmc/batches.h"             // Batches: feeds the micro-batches of each step
-#include "llmc/exchange.h"            // Exchange: between the ranks of several devices
-#include "llmc/export.h"              // ModelExport: the model as a GGUF file
+#include "llmc/ranks_exchange.h"      // Exchange: between the ranks of several devices
+#include "llmc/run_export.h"          // ModelExport: the model as a GGUF file
 #include "llmc/gpt.h"                 // Gpt: the model
 #include "llmc/graph.h"               // StepGraphs: CUDA graphs of steps
 #include "llmc/loss_by_position.cuh"  // LossByPosition, add_position_losses()
-#include "llmc/merge.h"               // AdapterMerge: an adapter and its model in one
+#include "llmc/run_merge.h"           // AdapterMerge: an adapter and its model in one
 #include "llmc/metrics.h"             // Metrics: losses and norms of steps
 #include "llmc/offload_memory.h"      // OffloadedMemory: all that is outside the device
 #include "llmc/plan.h"                // Plans: of all that runs in the arena
 #include "llmc/ranks_agree.h"         // check_ranks_agree()
-#include "llmc/ranks_blocks.h"        // GatheredBlocks: weights that several devices share
-#include "llmc/run_memory.h"          // report_of_run(), print_plan(), check_taken()
 #include "llmc/run_model.h"           // RunModel: the states of the model and adapter
 #include "llmc/run_saves.h"           // RunSaves: saves, and resumes from them
 #include "llmc/sample.h"              // Sampler: draws and prints texts

@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "llmc/exchange.h"
+#include "llmc/ranks_exchange.h"
 #include "llmc/global_norm.cuh"
 #include "llmc/gradients.h"
 #include "llmc/metrics.h"

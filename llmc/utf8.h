@@ -91,3 +91,22 @@ inline bool is_word(int32_t c) {
             return false;
     }
 }
+
+// The number of bytes of the first character in a text, by the table of well-formed UTF-8 (Unicode 15.0,
+// table 3-7); 0 if more bytes are needed to tell, -1 if the first byte begins no character.
+inline int whole_character(std::string_view text) {
+    if (text.empty()) return 0;
+    const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
+    const int lead = byte(0), count = lead < 0x80 ? 1 : lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : 4;
+    if (count > 1 && (lead < 0xc2 || lead > 0xf4)) return -1;
+    for (size_t i = 1; i < static_cast<size_t>(count); i++) {
+        if (i == text.size()) return 0;
+        int low = 0x80, high = 0xbf;
+        if (i == 1 && lead == 0xe0) low = 0xa0;  // not longer than necessary
+        if (i == 1 && lead == 0xf0) low = 0x90;
+        if (i == 1 && lead == 0xed) high = 0x9f;  // no surrogates
+        if (i == 1 && lead == 0xf4) high = 0x8f;  // up to U+10FFFF
+        if (byte(i) < low || byte(i) > high) return -1;
+    }
+    return count;
+}

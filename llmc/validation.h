@@ -12,7 +12,7 @@
 #include "llmc/batches.h"
 #include "llmc/device.h"
 #include "llmc/error.h"
-#include "llmc/exchange.h"
+#include "llmc/ranks_exchange.h"
 #include "llmc/metrics.h"
 #include "llmc/options.h"
 #include "llmc/run_model.h"

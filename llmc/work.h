@@ -78,7 +78,7 @@ inline constexpr const char* kPlacementNames[] = {"device", "host", "disk"};
 // Transfer directions, between the device and other placements, while operations run (offload_blocks.h,
 // offload_activations.h). A HostUpdate is no transfer: a host's cores update weights meanwhile
 // (offload_optimizer.h), and its bytes are an update's. ToRanks is what a rank sends to others on its machine
-// while it receives as much (exchange.h), and ToMachines what it sends to ranks on other machines.
+// while it receives as much (ranks_exchange.h), and ToMachines what it sends to ranks on other machines.
 enum class Route { DiskRead, DiskWrite, FromHost, ToHost, HostUpdate, ToRanks, ToMachines };
 constexpr size_t kRoutes = 7;
 inline constexpr const char* kRouteNames[kRoutes] = {"disk_read",   "disk_write", "from_host",  "to_host",
@@ -97,7 +97,7 @@ constexpr Route route_from(Placement placement) {
     return placement == Placement::Host ? Route::FromHost : Route::DiskRead;
 }
 
-// What ranks exchange in a step (exchange.h).
+// What ranks exchange in a step (ranks_exchange.h).
 inline constexpr const char* kExchanged[] = {"gradients", "weights", "sums"};
 // The operation that adds what was received.
 inline constexpr const char* kSumRanks = "sum_ranks";

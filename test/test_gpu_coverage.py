@@ -30,7 +30,7 @@ st.global.v2.u32 [%rd1], {%r1,
 %r2};
 $L__BB0_1: bra $L__BB0_1;
 }
-.file 1 "ROOT/./llmc/columns.cuh"
+.file 1 "ROOT/./llmc/column_sums.cuh"
 .file 2 "ROOT/llmc/elementwise.cuh"
 .file 3 "/usr/include/math.h"
 .section .debug_str
@@ -45,14 +45,14 @@ def test_instructions_have_lines_of_the_source(tmp_path):
     (tmp_path / "program").write_bytes(b"\x7fELF\0" + PTX.replace("ROOT", str(gpu_coverage.ROOT)).encode() + b"\0\1")
     (tmp_path / "program.o").write_bytes(b"")
     places = gpu_coverage.places_of(tmp_path, {("sm_80", "_Z1av")})
-    own, inlined = (("llmc/columns.cuh", 40),), (("llmc/columns.cuh", 42), ("llmc/elementwise.cuh", 7))
+    own, inlined = (("llmc/column_sums.cuh", 40),), (("llmc/column_sums.cuh", 42), ("llmc/elementwise.cuh", 7))
     assert places == {("sm_80", "_Z1av", 4): [own, own, inlined, inlined]}
 
 
 def test_what_is_left_is_told_by_line(tmp_path):
     (tmp_path / "program").write_bytes(PTX.replace("ROOT", str(gpu_coverage.ROOT)).encode())
     rows = gpu_coverage.left_of_kernels({("sm_80", "_Z1av", 4): 0b1100}, {"_Z1av": "a"}, tmp_path)
-    assert [(count, where) for count, where, _, _ in rows] == [(2, "a llmc/columns.cuh:42 llmc/elementwise.cuh:7")]
+    assert [(count, where) for count, where, _, _ in rows] == [(2, "a llmc/column_sums.cuh:42 llmc/elementwise.cuh:7")]
     said = gpu_coverage.summary("Instructions", rows, 4)
     assert said[0] == "## Instructions: 50.00% of 4 never executed" and "no reason is known" in said[2]
 

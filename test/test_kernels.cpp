@@ -13,7 +13,7 @@
 
 #include <gtest/gtest.h>
 
-#include "llmc/columns.cuh"
+#include "llmc/column_sums.cuh"
 #include "llmc/cross_entropy.cuh"
 #include "llmc/data_feeder.h"
 #include "llmc/elementwise.cuh"

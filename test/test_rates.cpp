@@ -31,6 +31,11 @@ Plan plan_of(std::vector<double> seconds, std::vector<Transfer> transfers) {
     return plan;
 }
 
+double total_seconds(const PhaseTimes& phases) {
+    double sum = 0;
+    for (const PhaseTime& p : phases) sum += p.total();
+    return sum;
+}
 double total(const Plan& plan) {
     PhaseTimes phases;
     add_phases(phases, plan, 1, slow_rates());

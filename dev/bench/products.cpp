@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "llmc/device.h"
-#include "llmc/matmul_cpu.h"
+#include "llmc/matmul_onednn.h"
 #include "llmc/rates_device.h"
 #include "llmc/threads.h"
 

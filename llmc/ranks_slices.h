@@ -1,8 +1,8 @@
-// slices.h - how a unit's elements (model.h) are divided among the ranks of a run on several devices: rank r
-// has the r-th slice. And how the ranks are divided among machines: those that follow one another are on one.
-// The norm of the gradient is the sum of partial sums (global_norm.cuh), each over a stretch of elements.
-// Slices are cut between stretches, so the partial sums are the same for any number of ranks; and a stretch
-// consists of whole blocks of 8-bit optimizer state.
+// ranks_slices.h - how a unit's elements (model.h) are divided among the ranks of a run on several devices:
+// rank r has the r-th slice. And how the ranks are divided among machines: those that follow one another are
+// on one. The norm of the gradient is the sum of partial sums (global_norm.cuh), each over a stretch of
+// elements. Slices are cut between stretches, so the partial sums are the same for any number of ranks; and a
+// stretch consists of whole blocks of 8-bit optimizer state.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// columns.cuh - sums over the rows of a matrix, for the gradients of biases and of layernorm's weights; and a
-// bias added to every row.
+// column_sums.cuh - sums over the rows of a matrix, for the gradients of biases and of layernorm's weights;
+// and a bias added to every row.
 //
 // Deterministic, without atomics: the rows are cut into chunks, a block sums a stripe of columns of one
 // chunk, and a second kernel adds the chunks to the gradient in order.

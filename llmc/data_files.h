@@ -1,18 +1,106 @@
-// data_kind.h - recognizes by its name and first bytes whether a data file is text or JSON examples. Read
-// this to know which files are taken as examples, and which are refused because training on them as text
-// would be a mistake.
+// data_files.h - what a data file is: packed by gzip or not, and by its name and first bytes text or JSON
+// examples. Read this to know which files are taken as examples, and which are refused because training on
+// them as text would be a mistake.
 #pragma once
+
+#include <strings.h>
+#include <unistd.h>
+#include <zlib.h>
 
 #include <algorithm>
 #include <cctype>
+#include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
-#include <strings.h>
-
-#include "llmc/data_gzip.h"
 #include "llmc/error.h"
 #include "llmc/file.h"
+#include "llmc/temporary_file.h"
+
+// ---- files that gzip has compressed
+//
+// Such a file is unpacked into a temporary file, which is read in its place, and keeps its name in messages.
+
+// The first bytes of a file, at most `most`.
+inline std::string first_bytes(const FileReader& file, size_t most) {
+    std::string start(std::min<uint64_t>(file.size(), most), '\0');
+    file.read(0, start.size(), start.data());
+    return start;
+}
+
+inline bool is_gzip(const FileReader& file) { return first_bytes(file, 3) == "\x1f\x8b\x08"; }
+
+// Reads what a gzip file contains, from its start on.
+class GzipReader {
+  public:
+    explicit GzipReader(const FileReader& file) : path_(file.path()) {
+        const int fd = file.duplicate();
+        if (fd >= 0 && lseek(fd, 0, SEEK_SET) == 0) file_ = gzdopen(fd, "rb");
+        if (file_) return;
+        const int error = errno;
+        if (fd >= 0) close(fd);
+        fail("%s: cannot open: %s", path_.c_str(), std::strerror(error));
+    }
+    ~GzipReader() { gzclose(file_); }
+    GzipReader(const GzipReader&) = delete;
+
+    // Copies the next bytes, at most `most`, and returns how many there were: 0 at the end. Fails naming the
+    // file if it is damaged or ends early.
+    size_t read(char* out, unsigned most) {
+        const int count = gzread(file_, out, most);
+        int error = Z_OK;
+        std::string_view what = gzerror(file_, &error);
+        if (error == Z_ERRNO) fail("%s: cannot read: %s", path_.c_str(), std::strerror(errno));
+        if (count < 0 || error != Z_OK) {
+            what.remove_prefix(std::min(what.size(), what.find(": ") + 2));  // "<fd:3>: "
+            fail("%s is a damaged gzip file: %s", path_.c_str(), std::string(what).c_str());
+        }
+        return static_cast<size_t>(count);
+    }
+
+  private:
+    const std::string path_;
+    gzFile file_ = nullptr;
+};
+
+// The first bytes of a data file's content, at most `most`.
+inline std::string start_of_data(const FileReader& file, unsigned most) {
+    if (!is_gzip(file)) return first_bytes(file, most);
+    std::string start(most, '\0');
+    start.resize(GzipReader(file).read(start.data(), most));
+    return start;
+}
+
+// Appends the content of a gzip file to a temporary file, and returns its size. Fails as GzipReader does, if
+// the file is changed meanwhile, and if there is no room in the folder for temporary files.
+inline uint64_t unpack(const FileReader& file, TemporaryFile& to) {
+    const FileStamp before = file.stamp();
+    GzipReader packed(file);
+    std::vector<char> part(256 << 10);
+    uint64_t bytes = 0;
+    while (const size_t count = packed.read(part.data(), static_cast<unsigned>(part.size())))
+        to.append(part.data(), count), bytes += count;
+    to.finish();
+    file.drop_pages();
+    if (file.stamp() != before) fail("%s was written to while it was read", file.path().c_str());
+    return bytes;
+}
+
+// The content of a gzip file, in a temporary file that lives as long as the result; of another file, null.
+// Fails as unpack() does.
+inline std::unique_ptr<const FileReader> unpacked(const FileReader& file) {
+    if (!is_gzip(file)) return nullptr;
+    TemporaryFile content("what " + file.path() + " contains");
+    const uint64_t bytes = unpack(file, content);
+    return content.part(file.path(), 0, bytes);
+}
+
+// ---- text or examples
 
 // How many of a file's first bytes tell its kind.
 constexpr size_t kDataStart = 4096;
@@ -29,9 +117,7 @@ inline std::string name_extension(std::string_view path) {
     std::string_view name = path.substr(path.rfind('/') + 1);
     if (name.size() > 3 && strncasecmp(name.data() + name.size() - 3, ".gz", 3) == 0) name.remove_suffix(3);
     const size_t dot = name.rfind('.');
-    std::string extension(dot == name.npos ? "" : name.substr(dot + 1));
-    for (char& c : extension) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
-    return extension;
+    return lower(std::string(dot == name.npos ? "" : name.substr(dot + 1)));
 }
 
 inline bool is_json_lines_extension(std::string_view extension) {

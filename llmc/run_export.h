@@ -1,5 +1,5 @@
-// export.h - writes the model of a run as a GGUF file (--export): the weights as they are at its end, with an
-// adapter merged into them, or the adapter alone. gguf_export.h says what the file contains.
+// run_export.h - writes the model of a run as a GGUF file (--export): the weights as they are at its end,
+// with an adapter merged into them, or the adapter alone. gguf_export.h says what the file contains.
 //
 // Weights that are in the State are read as saves read them: some at a time, wherever they are, and of
 // several ranks each contributes its slices. Matrices of a frozen model that are quantized, streamed, or have
@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "llmc/gguf_export.h"
-#include "llmc/merge.h"
+#include "llmc/run_merge.h"
 #include "llmc/quant_ggml_encode.h"
 #include "llmc/run_model.h"
 

@@ -1,5 +1,5 @@
-// merge.h - saves a model with its adapter merged into its weights (--merge): first all other tensors, from
-// the State, then each matrix as soon as it is merged.
+// run_merge.h - saves a model with its adapter merged into its weights (--merge): first all other tensors,
+// from the State, then each matrix as soon as it is merged.
 #pragma once
 
 #include <algorithm>

@@ -1,0 +1,114 @@
+// text.h - small functions of text: lists and letters; numbers of bytes, written and read; and names from
+// files in messages.
+#pragma once
+
+#include <strings.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "llmc/error.h"
+
+// ---- lists and letters
+
+// The items of a list, as the texts that text_of() makes of them, with `between` between them.
+template <class List, class TextOf>
+std::string joined(const List& list, const char* between, TextOf&& text_of) {
+    std::string text;
+    bool is_first = true;
+    for (const auto& item : list) {
+        if (!std::exchange(is_first, false)) text += between;
+        text += text_of(item);
+    }
+    return text;
+}
+inline std::string joined(const std::vector<std::string>& list, const char* between) {
+    return joined(list, between, [](const std::string& item) { return item; });
+}
+
+// A text with small ASCII letters.
+inline std::string lower(std::string text) {
+    for (char& c : text) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+    return text;
+}
+
+// Makes a name from a file fit for a one-line message: escapes control characters and quotes, and cuts it at
+// 80 bytes.
+inline std::string printable(std::string_view text) {
+    constexpr size_t kLongest = 80;
+    std::string result;
+    for (const char c : text.substr(0, kLongest)) {
+        const bool plain = static_cast<unsigned char>(c) >= 0x20 && c != 0x7f && c != '"';
+        result += plain ? std::string(1, c) : format("\\x%02x", static_cast<unsigned>(c) & 0xff);
+    }
+    return text.size() > kLongest ? result + "..." : result;
+}
+
+// ---- numbers of bytes
+
+constexpr double mebibytes(size_t bytes) { return static_cast<double>(bytes) / 1048576.0; }
+constexpr double gibibytes(size_t bytes) { return static_cast<double>(bytes) / 1073741824.0; }
+// "8.03 GB", "803 GB".
+inline std::string gigabytes(double bytes) {
+    return format(bytes < 100e9 ? "%.3g GB" : "%.0f GB", bytes / 1e9);
+}
+// A number of bytes, in the largest of three units: "300 bytes", "12.5 KiB", "2048.0 MiB".
+inline std::string size_text(size_t bytes) {
+    if (bytes < 1024) return format("%zu byte%s", bytes, bytes == 1 ? "" : "s");
+    const double kib = static_cast<double>(bytes) / 1024;
+    return kib < 1024 ? format("%.1f KiB", kib) : format("%.1f MiB", kib / 1024);
+}
+
+// The bytes of "8GiB", "1.5GB" or "300MiB". Fails, naming `option` and the text, on anything else.
+inline size_t parse_bytes(const std::string& text, const char* option) {
+    const std::pair<const char*, double> units[] = {{"B", 1},        {"KiB", 0x1p10}, {"MiB", 0x1p20},
+                                                    {"GiB", 0x1p30}, {"TiB", 0x1p40}, {"KB", 1e3},
+                                                    {"MB", 1e6},     {"GB", 1e9},     {"TB", 1e12}};
+    const char* const digits = "0123456789";
+    size_t end = std::min(text.find_first_not_of(digits), text.size());
+    const bool number = end > 0;
+    if (number && end < text.size() && text[end] == '.') {
+        const size_t fraction = std::min(text.find_first_not_of(digits, end + 1), text.size());
+        if (fraction > end + 1) end = fraction;
+    }
+    for (const auto& [unit, bytes] : units) {
+        if (!number || strcasecmp(text.c_str() + end, unit) != 0) continue;
+        const double value = std::strtod(text.substr(0, end).c_str(), nullptr) * bytes;
+        if (value >= 0x1p64) fail("%s %s is more bytes than there are addresses", option, text.c_str());
+        return static_cast<size_t>(value);
+    }
+    // Other tools disagree on whether 16G is 16GiB or 16GB.
+    std::string example = "8GiB";
+    const std::string value = text.substr(0, end), unit = text.substr(end);
+    for (const std::string letter : {"K", "M", "G", "T"})
+        if (number && (strcasecmp(unit.c_str(), letter.c_str()) == 0 ||
+                       strcasecmp(unit.c_str(), (letter + "i").c_str()) == 0))
+            example = value + letter + "iB or " + value + letter + "B";
+    fail("%s '%s' is no number of bytes with a unit (B, KiB, MiB, GiB, TiB, KB, MB, GB, TB), as in %s",
+         option, text.c_str(), example.c_str());
+}
+
+// The bytes/s of "50GB/s", "12.5GiB/s" or "100Gbit/s"; 0 if it is no rate.
+inline double rate_of(const std::string& text) {
+    char* end = nullptr;
+    const double value = strtod(text.c_str(), &end);
+    const std::string unit = end;
+    if (text.empty() || !isdigit(static_cast<unsigned char>(text[0])) || !(value > 0) || value > 1e9)
+        return 0;
+    constexpr const char* kLetters = "KMGT";
+    for (int i = 0; i < 4; i++) {
+        const std::string letter(1, kLetters[i]);
+        const double decimal = std::pow(1e3, i + 1);
+        if (unit == letter + "B/s") return value * decimal;
+        if (unit == letter + "iB/s") return value * std::pow(1024, i + 1);
+        if (unit == letter + "bit/s" || (i == 0 && unit == "kbit/s")) return value * decimal / 8;
+    }
+    return 0;
+}

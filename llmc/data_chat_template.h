@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -453,6 +454,9 @@ class Chat {
 
     // True if the beginning of an answer had to be guessed so far (MessageFinder::guesses()).
     bool guesses() const { return guesses_; }
+    // The fields that the template did not write of the first conversation that had them: it learns nothing
+    // of them.
+    const std::vector<std::string>& unwritten() const { return unwritten_; }
     // Says what writes chats: "the chat template of FILE" or "the chat format NAME".
     const std::string& description() const { return description_; }
     // The template of one of our formats, which a saved model needs; empty if the folder's own is used.
@@ -485,6 +489,7 @@ class Chat {
     std::vector<Piece> render(const Conversation& conversation, Kept&& kept) const {
         const Prepared chat(*this, conversation);
         const jinja::Rendered whole = chat.write(chat.messages, false);
+        note_unwritten(conversation, whole.text);
         std::vector<std::pair<jinja::Span, Learnt>> spans;
         if (chat.used.has_generation())
             spans = generated(conversation, whole);
@@ -544,6 +549,33 @@ class Chat {
         size_t bytes = 0;
         mutable uint64_t steps = 0;  // that the template took so far
     };
+
+    // Adds to unwritten() what the template writes nothing of: without it, the text is the same. It is looked
+    // for once, in a conversation that is not so long that a copy would take much memory.
+    void note_unwritten(const Conversation& conversation, const std::string& text) const {
+        constexpr size_t kLong = 1 << 20;
+        if (conversation.bytes > kLong) return;
+        const auto has = [](const nlohmann::ordered_json& object, const std::string& name) {
+            const auto found = object.find(name);
+            return found != object.end() && !found->empty() && *found != "";
+        };
+        for (const char* const name :
+             {"tools", "documents", "tool_calls", "reasoning_content", "thinking", "reasoning"}) {
+            const bool is_there = has(conversation.variables, name) ||
+                                  std::ranges::any_of(conversation.messages, [&](const Message& message) {
+                                      return has(message.object, name);
+                                  });
+            if (!is_there || !looked_for_.insert(name).second) continue;
+            Conversation without = conversation;
+            without.variables.erase(name);
+            for (Message& message : without.messages) message.object.erase(name);
+            try {
+                const Prepared chat(*this, without);
+                if (chat.write(chat.messages, false).text == text) unwritten_.push_back(name);
+            } catch (const UserError&) {  // the template needs the field
+            }
+        }
+    }
 
     // Fails if a conversation has what templates may write and our own formats do not.
     void refuse_what_our_formats_lack(const Conversation& conversation) const {
@@ -744,4 +776,6 @@ class Chat {
     std::string description_, own_source_;
     std::optional<jinja::Template> chat_, with_tools_;
     mutable bool guesses_ = false;
+    mutable std::set<std::string> looked_for_;  // fields of unwritten() that conversations have had
+    mutable std::vector<std::string> unwritten_;
 };

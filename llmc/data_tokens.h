@@ -357,8 +357,9 @@ struct ChatUsed {
     std::string description;  // empty if there were no conversations
     std::string own_source;   // Chat::own_source()
     int end_of_answer = -1;
-    bool guesses = false;           // Chat::guesses()
-    std::vector<Message> question;  // the first one up to its first answer, for samples
+    bool guesses = false;                // Chat::guesses()
+    std::vector<std::string> unwritten;  // Chat::unwritten()
+    std::vector<Message> question;       // the first one up to its first answer, for samples
 };
 inline ChatUsed tokenize_examples(Dataset& lines, const Tokenizer& tokenizer, const ExampleOptions& options,
                                   int seq_len) {
@@ -392,8 +393,8 @@ inline ChatUsed tokenize_examples(Dataset& lines, const Tokenizer& tokenizer, co
     progress.finish(lines.token_count());
     const Chat* const chat = encoder.chat();
     if (!chat) return {};
-    return {chat->description(), chat->own_source(), chat->end_of_answer(), chat->guesses(),
-            encoder.question()};
+    return {chat->description(), chat->own_source(), chat->end_of_answer(),
+            chat->guesses(),     chat->unwritten(),  encoder.question()};
 }
 
 // ---- the vocabulary of a new model

@@ -515,6 +515,21 @@ def test_a_run_says_what_writes_chats(train_fp32, work):
     assert "'2024-02-30' is no date like 2025-01-31" in error and error.count("\n") == 1
 
 
+def test_a_run_says_what_its_template_leaves_out(train_fp32, work):
+    """Fields of chats of which it writes nothing: what they have cannot be learnt."""
+    call = {**says("assistant", "b"), "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}], "reasoning_content": "hm"}
+    chats = [{"messages": [says("user", "a"), says("assistant", "b")]}, *[{"messages": [says("user", "a"), call], "tools": [{"name": "f"}]}] * 5]
+    (work / "calls.jsonl").write_text("\n".join(lines_of(chats)))
+    source = json.loads((work / "model/tokenizer_config.json").read_text())["chat_template"]
+    writes = {"tools": "{{ tools }}", "tool_calls": "{% for m in messages %}{{ m.tool_calls }}{% endfor %}",
+              "reasoning_content": "{% for m in messages %}{{ m.thinking }}{% endfor %}"}
+    for written in ((), ("tools",), ("tool_calls", "reasoning_content"), tuple(writes)):
+        (work / "model/chat_template.jinja").write_text("".join(writes[field] for field in written) + source)
+        said = train_fp32(*RUN, "--data", "calls.jsonl", "--steps", 1, cwd=work).stderr.decode()
+        assert re.findall(r'^chats have "(\w+)", of which', said, re.MULTILINE) == [field for field in writes if field not in written]
+    assert "of which" not in train_fp32(*RUN, "--data", "data.jsonl", cwd=work).stderr.decode()
+
+
 def test_a_run_learns_the_last_answer_and_writes_a_given_date(train_fp32, work):
     settings = work / "model" / "tokenizer_config.json"
     config = json.loads(settings.read_text())

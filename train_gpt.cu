@@ -943,6 +943,7 @@ int run(int argc, char** argv, RankEngine* engine, FILE* errors) {
     malloc_trim(0);  // returns what reading and tokenizing have freed to the system
     const Options chosen = chosen_by_first_rank(
         engine, options, [&] { return with_chosen_setting<Trainer>(options, inputs, choices); });
+    if (!planned_gpu) malloc_trim(0);        // and what the search has freed
     std::optional<MeasuredEngine> measured;  // before connect(), so that it sees the first exchange
     if (engine && !options.bench.empty()) engine = &measured.emplace(*engine);
     Trainer trainer(chosen, inputs, std::move(choices));

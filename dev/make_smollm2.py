@@ -71,8 +71,9 @@ def main(arguments=None):
         model.to(getattr(torch, options.dtype)).save_pretrained(out)
         tokenizer = tokenizer_of(path)
         tokenizer.save(str(out / "tokenizer.json"))
-        ends = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
-        (out / "tokenizer_config.json").write_text(json.dumps(ends, indent=2) + "\n")
+        config = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast",
+                  "chat_template": gguf.GGUFReader(path).fields["tokenizer.chat_template"].contents()}
+        (out / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     except OSError as error:
         fail(f"--out {out}: {error.strerror or error}")
 

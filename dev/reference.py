@@ -131,6 +131,7 @@ def permutation(count, seed, epoch, what):
 
 
 def window_count(stream, seq_len):
+    """Of an epoch of training, whose windows begin anywhere in the first seq_len tokens."""
     return max(1, (len(stream) - seq_len) // seq_len)
 
 
@@ -149,7 +150,7 @@ def training_sequences(streams, seq_len, seed):
 
 def validation_sequences(streams, seq_len):
     for stream in streams:
-        for window in range(window_count(stream, seq_len)):
+        for window in range((len(stream) - 1) // seq_len):
             yield stream[window * seq_len:(window + 1) * seq_len + 1]
 
 

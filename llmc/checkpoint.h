@@ -124,7 +124,9 @@ inline ModelConfig read_model_config(const std::string& folder, const char* opti
         fail("%s %s is not a folder with config.json%s", option, folder.c_str(),
              file_exists(folder)        ? ""
              : find_known_model(folder) ? "; the shape of this model is known, but only --plan needs no more"
-                                        : "; models are not downloaded: give the folder of one");
+                                        : format("; models are not downloaded: give the folder of one%s",
+                                                 known_name_like(folder).c_str())
+                                              .c_str());
     ModelConfig config = parse_config(read_json(file), file);
     // The tokens that stop generation come from generation_config.json if there is one, else from
     // config.json.

@@ -160,7 +160,7 @@ class ExampleEncoder {
     template <class Put>
     void encode(const JsonExample& example, const std::string& where, size_t most, Put&& put) {
         tokens_.clear();
-        text_bytes_ = 0;
+        text_bytes_ = length_ = 0;
         if (example.is_text) return encode_text(example.text(), where, put);
         if (!example.conversation.messages.empty()) {
             if (question_.empty() && example.bytes <= kLongestQuestion)
@@ -171,8 +171,10 @@ class ExampleEncoder {
         } else {
             append({{example.prompt, Learnt::WithPrompts}, {example.completion, Learnt::Always}}, where,
                    most);
+            const size_t without_marks = tokens_.size();
             begin_document();
             end_text();
+            if (length_ > 0) length_ += tokens_.size() - without_marks;
         }
         if (tokens_.size() < 2) fail("%s has fewer than two tokens", where.c_str());
         put(tokens_, true);
@@ -183,6 +185,9 @@ class ExampleEncoder {
     // The first conversation up to its first answer, for samples; empty if there was none. One that takes
     // much memory is passed over.
     const std::vector<Message>& question() const { return question_; }
+    // The tokens of the latest example, of which not all may have been put; 0 if it is a text, or so long
+    // that they were not counted.
+    size_t length() const { return length_; }
     // The size of the text that the latest example was written as, if it was a conversation.
     size_t text_bytes() const { return text_bytes_; }
 
@@ -279,6 +284,7 @@ class ExampleEncoder {
         for (const Piece& piece : pieces) text += piece.text;
         std::vector<int32_t> all, front;
         naming(where, [&] { encode_first(text, most, all); });
+        if (text.size() <= kPart) length_ = all.size();
         std::string before;
         size_t done = 0;
         for (const Piece& piece : pieces) {
@@ -303,6 +309,7 @@ class ExampleEncoder {
         text_bytes_ = text.size();
         std::vector<int32_t> all;
         naming(where, [&] { encode_first(text, most, all); });
+        if (text.size() <= kPart) length_ = all.size();
         const std::vector<size_t> ends = token_ends(text, all);
         if (ends.size() < all.size()) return append(pieces, where, most);
         size_t piece = 0, piece_end = pieces.empty() ? 0 : pieces[0].text.size(), begin = 0;
@@ -347,7 +354,7 @@ class ExampleEncoder {
     std::optional<Chat> chat_;  // made at the first conversation
     std::vector<Message> question_;
     std::vector<int32_t> tokens_;
-    size_t text_bytes_ = 0;
+    size_t text_bytes_ = 0, length_ = 0;
 };
 
 // Turns the examples in the files into tokens, at most seq_len + 1 for each (Dataset::tokenize_examples), and
@@ -373,9 +380,10 @@ inline ChatUsed tokenize_examples(Dataset& lines, const Tokenizer& tokenizer, co
             const JsonExample example = read_example(line, where);
             // Texts are encoded whole. Of others one token more than is kept is encoded, which shows that the
             // example is cut.
-            encoder.encode(
-                example, where, static_cast<size_t>(seq_len) + 2,
-                [&](std::span<const int32_t> tokens, bool last) { put(tokens, example.is_text, last); });
+            encoder.encode(example, where, static_cast<size_t>(seq_len) + 2,
+                           [&](std::span<const int32_t> tokens, bool last) {
+                               put(tokens, example.is_text, last, encoder.length());
+                           });
             const size_t written = encoder.text_bytes();
             const size_t more = written - std::min(written, line.size());  // that the template added
             most_bytes = std::max(most_bytes, copies * line.size() + example.bytes + kCopiesOfLine * more);

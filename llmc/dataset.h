@@ -116,7 +116,9 @@ class Dataset {
     // examples were cut because they were longer; and how many tokens the longest of those others had.
     uint64_t texts_parted() const { return parted_; }
     uint64_t examples_cut() const { return cut_; }
-    size_t longest_example() const { return longest_; }
+    // The tokens of the longest example that is no text; 0 if some that were cut were not counted to their
+    // ends.
+    size_t longest_example() const { return knows_longest_ ? longest_ : 0; }
     // True if each token is a byte of the text.
     bool is_bytes() const { return is_text() && !text_tokens_; }
     const std::string& option() const { return option_; }
@@ -226,25 +228,29 @@ class Dataset {
             };
             std::vector<int32_t> rest;  // of the current text, not yet in an example
             bool parted = false;
-            encode(file, [&](std::span<const int32_t> tokens, bool is_text, bool last = true) {
-                if (!is_text) {
-                    if (tokens.size() > most) cut_++;
-                    longest_ = std::max(longest_, tokens.size());
-                    return add(tokens.subspan(0, std::min(most, tokens.size())));
-                }
-                rest.insert(rest.end(), tokens.begin(), tokens.end());
-                std::span<const int32_t> left(rest);
-                for (; left.size() > most; left = left.subspan(most - 1)) {
-                    add(left.first(most));
-                    if (!std::exchange(parted, true)) parted_++;
-                }
-                if (last) {
-                    add(left);
-                    left = {};
-                    parted = false;
-                }
-                rest.erase(rest.begin(), rest.end() - static_cast<ptrdiff_t>(left.size()));
-            });
+            encode(file,
+                   [&](std::span<const int32_t> tokens, bool is_text, bool last = true, size_t length = 0) {
+                       if (!is_text) {
+                           if (tokens.size() > most) {
+                               cut_++;
+                               knows_longest_ = knows_longest_ && length > 0;
+                           }
+                           longest_ = std::max({longest_, tokens.size(), length});
+                           return add(tokens.subspan(0, std::min(most, tokens.size())));
+                       }
+                       rest.insert(rest.end(), tokens.begin(), tokens.end());
+                       std::span<const int32_t> left(rest);
+                       for (; left.size() > most; left = left.subspan(most - 1)) {
+                           add(left.first(most));
+                           if (!std::exchange(parted, true)) parted_++;
+                       }
+                       if (last) {
+                           add(left);
+                           left = {};
+                           parted = false;
+                       }
+                       rest.erase(rest.begin(), rest.end() - static_cast<ptrdiff_t>(left.size()));
+                   });
             ends.push_back(index_->examples.count());
         });
         assert(token_bytes() == kExampleTokenBytes);
@@ -257,7 +263,10 @@ class Dataset {
         if (with_loss == 0)
             fail("%s: %s: no token of %llu examples is to be learnt in sequences of %d%s", option_.c_str(),
                  stream_name(0).c_str(), static_cast<unsigned long long>(example_count()), seq_len,
-                 cut_ > 0 ? ": what comes later is cut off; give a larger --seq-len" : "");
+                 cut_ == 0 ? ""
+                 : longest_example() > 0
+                     ? format(": what comes later is cut off; --seq-len %zu cuts none", longest_ - 1).c_str()
+                     : ": what comes later is cut off; give a larger --seq-len");
     }
 
     // Gives each example a sequence of its own, instead of packing several into one.
@@ -569,6 +578,7 @@ class Dataset {
     mutable std::shared_ptr<const PackedExamples> packed_;
     size_t reading_bytes_ = 0;
     size_t longest_ = 0;
+    bool knows_longest_ = true;
     uint64_t parted_ = 0, cut_ = 0;                  // texts continued, and examples cut, because they were
                                                      // too long
     bool apart_ = false;                             // one example per sequence
@@ -585,13 +595,13 @@ class Dataset {
 // Deals a dataset out as sequences of T inputs and their T targets, which are the inputs' successors.
 // Sequences are numbered through all epochs. dev/reference.py computes the same order:
 //
-//   A stream of n >= T + 1 tokens has max(1, (n - T) / T) windows. The windows of all streams are the S
-//   sequences of an epoch. Sequence q is number q % S of epoch e = q / S: the epoch goes through the streams
-//   in an order of its own, and through each stream's windows in an order of their own. Window w starts at
-//   token offset + w * T. With shuffling, K(g) = random_key(seed, e, g): the i-th of F streams is f =
-//   Permutation(F, K(0))(i), the j-th of its W windows is Permutation(W, K(f + 1))(j), and offset is
-//   random_bits_of(K(f + 1), 2^63) % T, or 0 if n < 2 T. Without shuffling, streams and windows are in their
-//   given order and offset is 0.
+//   A stream of n >= T + 1 tokens has max(1, (n - T) / T) windows with shuffling, and (n - 1) / T without it.
+//   The windows of all streams are the S sequences of an epoch. Sequence q is number q % S of epoch e = q /
+//   S: the epoch goes through the streams in an order of its own, and through each stream's windows in an
+//   order of their own. Window w starts at token offset + w * T. With shuffling, K(g) = random_key(seed, e,
+//   g): the i-th of F streams is f = Permutation(F, K(0))(i), the j-th of its W windows is Permutation(W, K(f
+//   + 1))(j), and offset is random_bits_of(K(f + 1), 2^63) % T, or 0 if n < 2 T. Without shuffling, streams
+//   and windows are in their given order and offset is 0.
 //
 //   Examples are packed in the order of the data, the same way in each epoch. An example of n tokens takes n
 //   - 1 rows; the unused rest of a sequence is padding without a loss. With shuffling, the j-th of an epoch's
@@ -710,8 +720,11 @@ class SequenceLoader {
         }
     }
 
+    // How many sequences an epoch reads of a stream. Those of training begin anywhere in its first seq_len
+    // tokens, those of a validation at the first.
     uint64_t windows(size_t stream) const {
-        return std::max<uint64_t>(1, (data_.token_count(stream) - seq_len_) / seq_len_);
+        const uint64_t tokens = data_.token_count(stream), begins = shuffle_ ? seq_len_ : 1;
+        return std::max<uint64_t>(1, (tokens - begins) / seq_len_);
     }
 
     // The stream that the epoch reads as its number `turn`.

@@ -242,6 +242,20 @@ inline std::string plain_model_name(std::string name) {
     return plain;
 }
 
+// For a message: the known model whose name is nearest to this one, but for hyphens and dots; "" if none is.
+inline std::string known_name_like(const std::string& name) {
+    const auto letters = [](std::string text) {
+        std::erase_if(text, [](unsigned char c) { return !std::isalnum(c); });
+        return text;
+    };
+    std::vector<std::string> names;
+    for (const KnownModel& known : kKnownModels) names.push_back(letters(known.name));
+    const std::string nearest = nearest_name(letters(plain_model_name(name)), names);
+    for (const KnownModel& known : kKnownModels)
+        if (letters(known.name) == nearest) return format("; a plan knows %s by its name", known.name);
+    return "";
+}
+
 // The known model of this name, with or without an organisation of the hub before it; or null.
 inline const KnownModel* find_known_model(const std::string& name) {
     if (name.find('/') != name.npos && !is_hub_name(name)) return nullptr;

@@ -24,7 +24,7 @@ inline void check_best(const Options& o) {
     if (o.keep_best && o.out.empty()) fail("--keep-best: nothing is saved without --out");
     const char* const name = o.keep_best ? "--keep-best" : o.early_stopping > 0 ? "--early-stopping" : "";
     if (*name && (o.eval_every == 0 || o.steps == 0))
-        fail("%s: compares validations, and there are none during this run: give --eval-every N", name);
+        fail("%s compares validations, and there are none during this run: give --eval-every N", name);
 }
 
 // A bench only measures a run and does not make it: fails on options that only a real run needs.
@@ -64,6 +64,13 @@ inline void check_answers(const Options& o) {
     if (o.steps == 0 && o.has("--prompt") && !o.saved.contains("--prompt") && o.sample_tokens == 0 &&
         !does_more)
         fail("--prompt: --sample tokens=0 leaves nothing to answer");
+    if (o.has("--prompt") && parse_new_model(o.model) && o.resume.empty() && !o.has("--data") &&
+        !o.has("--steps"))
+        fail(
+            "--prompt: --model %s is a new one, which knows nothing: give the folder of a trained model, or "
+            "--steps N "
+            "to train one first",
+            o.model.c_str());
     if (!o.only_answers()) return;
     const std::string self = o.chat ? "--chat" : "--prompts " + o.prompts;
     if (o.chat && o.raw_prompt) fail("--raw-prompt: --chat writes a conversation in the model's chat format");
@@ -119,7 +126,7 @@ inline void check_auto_length(const Options& o) {
     if (!o.resume.empty())
         fail("--seq-len auto: --resume %s goes on with its own length: leave --seq-len out",
              o.resume.c_str());
-    if (o.batch == 0) fail("--seq-len auto: chooses the length for one --batch: give a number, not auto");
+    if (o.batch == 0) fail("--seq-len auto and --batch auto: one of them must be a number");
     if (o.steps == 0 || o.bench == "forward")
         fail("--seq-len auto is a training's; for a validation alone give a number");
     if (parse_new_model(o.model))

@@ -38,7 +38,7 @@ inline const std::set<std::string> kUsualOptions = {
 
 constexpr const char* kHelpExamples = R"(Examples:
   ./train --data book.txt --steps 500 --out out/book
-  ./train --model smollm2 --train lora --base nf4-double --data chats.json --out out/chat
+  ./train --model DIR --train lora --base nf4-double --data chats.json --out out/chat
   ./train --plan --gpu "RTX 4090" --model llama-3.1-8b --train lora --batch 1 --seq-len 4096
 )";
 

@@ -46,6 +46,7 @@ struct Alias {
 };
 inline constexpr Alias kAliases[] = {
     {"--model-name-or-path", "--model"},
+    {"--model-name", "--model"},
     {"--train-file", "--data"},
     {"--train-data", "--data"},
     {"--validation-file", "--val-data"},
@@ -77,6 +78,8 @@ inline constexpr Alias kAliases[] = {
     {"--target-modules", "--lora-targets"},
     {"--num-virtual-tokens", "--soft-prompt"},
     {"--max-new-tokens", "--sample.tokens"},
+    {"--n-predict", "--sample.tokens"},
+    {"--temp", "--sample.temperature"},
     {"--temperature", "--sample.temperature"},
     {"--top-k", "--sample.top-k"},
     {"--top-p", "--sample.top-p"},
@@ -88,6 +91,7 @@ inline constexpr Alias kAliases[] = {
     {"--interactive", "--chat"},
     {"--prompt-file", "--prompts"},
     {"--output-dir", "--out"},
+    {"--output", "--out"},
     {"--save-steps", "--save-every"},
     {"--save-total-limit", "--keep"},
     {"--load-best-model-at-end", "--keep-best"},
@@ -95,36 +99,9 @@ inline constexpr Alias kAliases[] = {
     {"--resume-from-checkpoint", "--resume"},
     {"--logging-steps", "--print-every"},
     {"--eval-steps", "--eval-every"},
+    {"--eval-interval", "--eval-every"},
     {"--num-threads", "--threads"},
 };
-
-// The fewest characters to insert, delete or replace that make one text the other.
-inline size_t edit_distance(const std::string& a, const std::string& b) {
-    std::vector<size_t> row(b.size() + 1);
-    for (size_t j = 0; j <= b.size(); j++) row[j] = j;
-    for (size_t i = 1; i <= a.size(); i++) {
-        size_t diagonal = row[0];
-        row[0] = i;
-        for (size_t j = 1; j <= b.size(); j++) {
-            const size_t above = row[j];
-            row[j] = std::min({row[j] + 1, row[j - 1] + 1, diagonal + (a[i - 1] != b[j - 1])});
-            diagonal = above;
-        }
-    }
-    return row[b.size()];
-}
-
-// The name that `text` is probably meant to be; "" if it is near none.
-inline std::string nearest_name(const std::string& text, const std::vector<std::string>& names) {
-    std::string nearest;
-    // A short name has many neighbours, so it may differ in one letter only.
-    const size_t letters = text.size() - std::min(text.size(), text.find_first_not_of('-'));
-    size_t least = (letters < 6 ? 1 : std::min<size_t>(3, text.size() / 3)) + 1;
-    for (const std::string& name : names)
-        if (const size_t distance = edit_distance(text, name); distance < least)
-            least = distance, nearest = name;
-    return nearest;
-}
 
 // What to write instead of names of other tools that have no equivalent option here.
 struct Hint {
@@ -176,6 +153,16 @@ inline constexpr Hint kHints[] = {
     {"--per-device-eval-batch-size", "leave it out: validations use --batch"},
     {"--deepspeed", "write --offload, or --memory SIZE, which chooses"},
     {"--chat-template", "the model's own is used; --chat-format chooses another format"},
+    {"--tokenizer", "the tokenizer is that of --model"},
+    {"--init-from", "write --model DIR"},
+    {"--compile", "leave it out: the program is compiled already"},
+    {"--use-dora", "there is no DoRA: --train lora"},
+    {"--dora", "there is no DoRA: --train lora"},
+    {"--use-rslora", "--lora-alpha X sets the scale, which is alpha / rank"},
+    {"--neftune-noise-alpha", "there is no noise in embeddings: leave it out"},
+    {"--push-to-hub", "nothing is uploaded: --out DIR"},
+    {"--system-prompt", "write it as the first message of a chat for --prompts FILE, or /system in --chat"},
+    {"--system", "write it as the first message of a chat for --prompts FILE, or /system in --chat"},
 };
 
 // Values that transformers, trl and peft have for a setting, and what they are here.
@@ -193,6 +180,9 @@ struct ValueHint {
     const char *setting, *value, *said;
 };
 inline constexpr ValueHint kValueHints[] = {
+    {"--train", "qlora", "write --train lora --base nf4-double"},
+    {"--adapter", "qlora", "write --train lora --base nf4-double"},
+    {"--optimizer", "adamw8bit", "write --optimizer adamw --state-formats m=8bit,v=8bit"},
     {"--optimizer", "adamw_8bit", "write --optimizer adamw --state-formats m=8bit,v=8bit"},
     {"--optimizer", "adamw_bnb_8bit", "write --optimizer adamw --state-formats m=8bit,v=8bit"},
     {"--optimizer", "paged_adamw_8bit",

@@ -61,6 +61,11 @@ inline std::string gpus_with_room(size_t bytes, size_t pinned) {
     return names;
 }
 
+// " with 12.3 GiB of the host's memory", if a run takes more than a little of it.
+inline std::string with_host_memory(size_t pinned) {
+    return pinned > size_t{1} << 30 ? format(" with %.1f GiB of the host's memory", gibibytes(pinned)) : "";
+}
+
 // What would take less memory than these options, as far as they leave it open; `smallest` are the ones that
 // take the least of those that were tried. Devices share the optimizer's state, and a frozen model's weights,
 // only where they are on the devices.
@@ -92,7 +97,10 @@ inline std::string what_takes_less(const Options& o, const Options& smallest) {
         several ? format("%d GPUs", given.devices).c_str() : "the GPU", planned_gpu->name,
         several ? "each one's" : "its", planned_gpu->memory, gibibytes(memory_of_planned_gpu().bytes),
         gibibytes(least), options.c_str(), what_takes_less(given, smallest).c_str(),
-        others.empty() ? "" : format(" GPUs that have room: %s.", others.c_str()).c_str());
+        others.empty()
+            ? ""
+            : format(" GPUs that have room%s: %s.", with_host_memory(pinned).c_str(), others.c_str())
+                  .c_str());
 }
 
 // What is paid for fitting, in words. A machine has the host memory, files and disk of all its ranks; each
@@ -143,13 +151,14 @@ inline void print_gpu_answer(FILE* to, const Options& o, const MemoryReport& r) 
     if (fits && pinned > size_t{1} << 30)
         fprintf(to, ", and %.1f GiB of %s host's memory", gibibytes(pinned), o.machines > 1 ? "each" : "the");
     if (const std::string others = fits ? "" : gpus_with_room(r.total(), r.all_pinned()); !others.empty())
-        fprintf(to, "; GPUs that have room: %s", others.c_str());
+        fprintf(to, "; GPUs that have room%s: %s", with_host_memory(r.all_pinned()).c_str(), others.c_str());
     if (!fits && o.steps > 0 && o.has("--recompute"))
         fprintf(to, "; without --recompute, the plan chooses what to recompute and to offload");
     fprintf(to, "\n");
     if (r.seconds > 0)
-        fprintf(to, "about %.*f tokens/s, %.3g s for a step of %.0f tokens, by the GPU's nominal rates\n",
-                r.tokens() / r.seconds < 10 ? 2 : 0, r.tokens() / r.seconds, r.seconds, r.tokens());
+        fprintf(to, "about %.*f tokens/s, %s s for a step of %.0f tokens, by the GPU's nominal rates\n",
+                r.tokens() / r.seconds < 10 ? 2 : 0, r.tokens() / r.seconds,
+                format(r.seconds < 1000 ? "%.3g" : "%.0f", r.seconds).c_str(), r.tokens());
     if (const std::string costs = costs_of_fitting(r, o.devices / o.machines); !costs.empty())
         fprintf(to, "cost of fitting: %s\n", costs.c_str());
     fprintf(to, "\n");

@@ -45,6 +45,10 @@ class RunSaves {
         folder_ = open_save_folder(o_.out, o_.keep, in_.resumed);
         if (!o_.keep_best) folder_.best.reset();
         remove_unfinished(o_.out);
+        const bool is_of_adapter = file_exists(o_.out + "/adapter_config.json");
+        if (!folder_.others.empty() && in_.resumed.empty() && is_of_adapter != static_cast<bool>(in_.adapter))
+            fail("--out %s has the saves of %s, and this run trains %s: give another folder", o_.out.c_str(),
+                 is_of_adapter ? "an adapter" : "a model", in_.adapter ? "an adapter" : "a model");
         if (!folder_.others.empty())
             fprintf(stderr,
                     "%s holds saves of another run, up to step %lld: they stay, except for steps that are "

@@ -25,10 +25,11 @@ inline void count_epochs(Options& o, const RunInputs& in, const Batches& batches
     if (!o.has("--warmup")) o.warmup = std::min(o.warmup, (o.steps + 9) / 10);
 }
 
-// For the line about examples that were cut: which --seq-len would cut none, or that the model has too few
-// positions for that.
-inline std::string longer_length(const Options& o, const RunInputs& in, size_t longest) {
+// For the line about examples that were cut: which --seq-len would cut none, if that is known, or that the
+// model has too few positions for that. `tokens`: of the longest example, or 0.
+inline std::string longer_length(const Options& o, const RunInputs& in, size_t tokens) {
     const auto most = static_cast<size_t>(in.most_tokens());
+    const size_t longest = tokens > 0 ? tokens - 1 : most + 1;
     if (longest <= most) return format("; --seq-len %zu cuts none", longest);
     if (static_cast<size_t>(o.seq_len) >= most) return "";
     return format("; --seq-len %zu, all that the model has, cuts fewer", most);
@@ -74,10 +75,9 @@ inline void print_data(const Options& o, const RunInputs& in, const Batches& bat
                    d->stream_name(0).c_str(), number(d->texts_parted()));
         if (d && d->examples_cut() > 0)
             printf(
-                "%s: %llu examples are longer than --seq-len %d and were cut to %d tokens: what comes later "
-                "is not learnt%s\n",
-                d->stream_name(0).c_str(), number(d->examples_cut()), o.seq_len, o.seq_len + 1,
-                longer_length(o, in, d->longest_example() - 1).c_str());
+                "%s: %llu examples are longer than --seq-len %d: their ends are cut off and not learnt%s\n",
+                d->stream_name(0).c_str(), number(d->examples_cut()), o.seq_len,
+                longer_length(o, in, d->longest_example()).c_str());
     }
 }
 

@@ -51,6 +51,34 @@ inline std::string printable(std::string_view text) {
     return text.size() > kLongest ? result + "..." : result;
 }
 
+// The fewest characters to insert, delete, replace or swap with the next one that make one text the other.
+inline size_t edit_distance(const std::string& a, const std::string& b) {
+    std::vector<size_t> before(b.size() + 1), above(b.size() + 1), row(b.size() + 1);
+    for (size_t j = 0; j <= b.size(); j++) row[j] = j;
+    for (size_t i = 1; i <= a.size(); i++) {
+        before = std::exchange(above, row);
+        row[0] = i;
+        for (size_t j = 1; j <= b.size(); j++) {
+            row[j] = std::min({above[j] + 1, row[j - 1] + 1, above[j - 1] + (a[i - 1] != b[j - 1])});
+            if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1])
+                row[j] = std::min(row[j], before[j - 2] + 1);
+        }
+    }
+    return row[b.size()];
+}
+
+// The name that `text` is probably meant to be; "" if it is near none.
+inline std::string nearest_name(const std::string& text, const std::vector<std::string>& names) {
+    std::string nearest;
+    // A short name has many neighbours, so it may differ in one letter only.
+    const size_t letters = text.size() - std::min(text.size(), text.find_first_not_of('-'));
+    size_t least = (letters < 6 ? 1 : std::min<size_t>(3, text.size() / 3)) + 1;
+    for (const std::string& name : names)
+        if (const size_t distance = edit_distance(text, name); distance < least)
+            least = distance, nearest = name;
+    return nearest;
+}
+
 // ---- numbers of bytes
 
 constexpr double mebibytes(size_t bytes) { return static_cast<double>(bytes) / 1048576.0; }

@@ -169,8 +169,8 @@ def test_a_run_ends_early(train_fp32, work, tmp_path, patience):
 
 @pytest.mark.parametrize("options, said", [
     (("--keep-best",), "--keep-best: nothing is saved without --out"),
-    (("--keep-best", "--out", "out", "--eval-every", 0), "--keep-best: compares validations"),
-    (("--early-stopping", 2, "--eval-every", 0), "--early-stopping: compares validations"),
+    (("--keep-best", "--out", "out", "--eval-every", 0), "--keep-best compares validations"),
+    (("--early-stopping", 2, "--eval-every", 0), "--early-stopping compares validations"),
     (("--early-stopping", -1), "--early-stopping")])
 def test_mistakes(train_fp32, work, options, said, tmp_path):
     given = ("--model", work / "model", "--data", work / "text", "--eval-every", 2, *options)

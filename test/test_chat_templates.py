@@ -515,6 +515,18 @@ def test_a_run_says_what_writes_chats(train_fp32, work):
     assert "'2024-02-30' is no date like 2025-01-31" in error and error.count("\n") == 1
 
 
+def test_a_run_says_which_length_cuts_no_chat(train_fp32, work):
+    chats = [{"messages": [says("user", "a b " * n), says("assistant", "c d " * n)]} for n in (1, 2, 4, 3)] * 3
+    (work / "long.jsonl").write_text("\n".join(lines_of(chats)))
+    run = (*RUN, "--steps", 1, "--data", "long.jsonl", "--val-data", "data.jsonl")
+    said = {length: train_fp32(*run, "--seq-len", length, cwd=work).stdout.decode() for length in (12, 20)}
+    lengths = {int(re.search(r"long\.jsonl: \d+ examples are longer than --seq-len \d+: their ends are cut off and not learnt; "
+                             r"--seq-len (\d+) cuts none\n", out)[1]) for out in said.values()}
+    [length] = lengths
+    assert "cuts none" not in train_fp32(*run, "--seq-len", length, cwd=work).stdout.decode()
+    assert f"; --seq-len {length} cuts none\n" in train_fp32(*run, "--seq-len", length - 1, cwd=work).stdout.decode()
+
+
 def test_a_run_says_what_its_template_leaves_out(train_fp32, work):
     """Fields of chats of which it writes nothing: what they have cannot be learnt."""
     call = {**says("assistant", "b"), "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}], "reasoning_content": "hm"}

@@ -369,7 +369,7 @@ std::vector<Start> starts_of_epoch(const std::vector<uint64_t>& sizes, uint64_t 
     std::vector<Start> starts;
     for (uint64_t turn = 0; turn < sizes.size(); turn++) {
         const uint64_t f = in_order(turn, sizes.size(), 0);
-        const uint64_t n = sizes[f], count = std::max<uint64_t>(1, (n - T) / T);
+        const uint64_t n = sizes[f], count = shuffle ? std::max<uint64_t>(1, (n - T) / T) : (n - 1) / T;
         const uint64_t offset = shuffle && n >= 2 * T ? random_bits(seed, e, f + 1, 1ull << 63) % T : 0;
         for (uint64_t i = 0; i < count; i++) starts.push_back({f, offset + in_order(i, count, f + 1) * T});
     }

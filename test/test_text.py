@@ -241,7 +241,7 @@ def test_validation_alone(train, work):
     tokens = shard_of(work, "a")
     bound = 1e-4 if train.precision == "fp32" else 2e-2
     for data in ("a", "shards/a_train_*"):
-        for batches, count in ((2, 12), (1000, (len(tokens) - 24) // 24)):
+        for batches, count in ((2, 12), (1000, (len(tokens) - 1) // 24)):
             run = train("--model", "model", *ALONE, "--val-data", data, "--eval-batches", batches, "--log", "log",
                         cwd=work)
             loss, *amount = validated(run)

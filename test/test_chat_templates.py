@@ -519,7 +519,7 @@ def test_a_run_says_which_length_cuts_no_chat(train_fp32, work):
     chats = [{"messages": [says("user", "a b " * n), says("assistant", "c d " * n)]} for n in (1, 2, 4, 3)] * 3
     (work / "long.jsonl").write_text("\n".join(lines_of(chats)))
     run = (*RUN, "--steps", 1, "--data", "long.jsonl", "--val-data", "data.jsonl")
-    said = {length: train_fp32(*run, "--seq-len", length, cwd=work).stdout.decode() for length in (12, 20)}
+    said = {length: train_fp32(*run, "--seq-len", length, cwd=work).stdout.decode() for length in (24, 30)}
     lengths = {int(re.search(r"long\.jsonl: \d+ examples are longer than --seq-len \d+: their ends are cut off and not learnt; "
                              r"--seq-len (\d+) cuts none\n", out)[1]) for out in said.values()}
     [length] = lengths

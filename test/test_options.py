@@ -92,7 +92,7 @@ def test_version(train):
     ("--ofload", "did you mean --offload?"), ("--lora_rnk", "did you mean --lora-rank?"),
     ("--beta2", "did you mean --optimizer beta2=...?"), ("--tf32", "did you mean --advanced tf32=...?"),
     ("--load_in_4bit", "write --base nf4-double"), ("--lora", "write --train lora"),
-    ("--topp", "did you mean --top-p?"), ("--temp", "there is no such option"),
+    ("--topp", "did you mean --top-p?"), ("--qemu", "there is no such option"),
     ("--something-else", "there is no such option; --help all lists them"), ("--offload.weights", "did you mean")], ids=str)
 def test_hints(train, wrong, hint):
     line = refused(train, wrong, 1)

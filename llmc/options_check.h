@@ -65,7 +65,7 @@ inline void check_answers(const Options& o) {
         !does_more)
         fail("--prompt: --sample tokens=0 leaves nothing to answer");
     if (o.has("--prompt") && parse_new_model(o.model) && o.resume.empty() && !o.has("--data") &&
-        !o.has("--steps"))
+        !o.has("--steps") && o.bench.empty())
         fail(
             "--prompt: --model %s is a new one, which knows nothing: give the folder of a trained model, or "
             "--steps N "

@@ -219,6 +219,17 @@ def test_a_run_that_has_merged_is_requeued(train_fp32, one_work):
     assert "a bench only measures" in refusal(train_fp32, work, "--model", "model", "--train", "lora", "--merge", "new", "--bench")
 
 
+def test_a_folder_of_saves_has_one_kind(train_fp32, one_work):
+    """An adapter's saves do not become a model's, nor the other way round."""
+    for out, options, kind, other in (("a", ("--train", "lora"), "an adapter", "a model"), ("b", (), "a model", "an adapter")):
+        switched = () if options else ("--train", "lora")
+        run = ("--model", "model", *DATA[2:], "--steps", 1, "--sample", "tokens=0", "--out", out)
+        train_fp32(*run, *options, cwd=one_work)
+        said = refusal(train_fp32, one_work, *run, *switched)
+        assert f"--out {out} has the saves of {kind}, and this run trains {other}: give another folder" in said
+        train_fp32(*run, *options, cwd=one_work)
+
+
 def test_a_prompt_is_not_merged(train_fp32, prompt_work):
     """It is no part of the weights: what was trained would be lost."""
     for how in (("--train", "prompt", "--soft-prompt", 3), ("--adapter", "adapter")):

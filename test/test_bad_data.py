@@ -28,7 +28,7 @@ def test_no_data(train, work):
     """A model's folder has no built-in text; neither has a new model where the program is alone."""
     refused(train, work, {"--data": None}, "--data is missing", "--prompt", "--steps 0")
     alone = shutil.copy(train.path, work / "alone")
-    ran = subprocess.run([alone, "--model", "d1", "--prompt", "Hello"], cwd=work, env=train.environment, capture_output=True, check=False)
+    ran = subprocess.run([alone, "--model", "d1", "--steps", "3"], cwd=work, env=train.environment, capture_output=True, check=False)
     assert ran.returncode == 2 and ran.stderr.startswith(b"train: --data is missing, and dev/data/tinyshakespeare.txt, ")
     assert ran.stderr.count(b"\n") == 1
 

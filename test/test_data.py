@@ -32,7 +32,7 @@ def test_a_run_says_what_it_reads(train, work):
     run = train("--model", "model", "--data", "text", *RUN, "--steps", 100, "--grad-accum", 2, "--out", "out", cwd=work)
     # 3600 tokens are 149 windows of 24, and a tenth, 400, is 15.
     assert data_line(run) == ("3600 tokens in 149 sequences of 24; 100 steps read 400 sequences, 2.68 epochs; "
-                              "a validation reads 15 of 15")
+                              "a validation reads 16 of 16")
     assert data_line(train("--resume", "out", "--steps", 110, "--grad-accum", 1, cwd=work)).startswith(
         "3600 tokens in 149 sequences of 24; 110 steps read 420 sequences, 2.82 epochs")
 

@@ -133,6 +133,7 @@ def test_a_model_without_data_is_a_mistake(train_fp32, work):
                              (("--model", "model", "--steps", 5, "--prompt", "Hello"), missing.format("model")),
                              (("--model", "model", "--train", "lora", "--merge", "merged"), missing.format("model")),
                              (("--model", "d12"), "--data is missing: only new models of less than 12 layers are trained on "),
+                             (("--prompt", "Hi"), "--prompt: --model d2 is a new one, which knows nothing"),
                              (("--model", "nosuch"), "--model nosuch is not a folder with config.json")):
         error = train_fp32(*options, "--out", "out", cwd=work, code=2).stderr.decode()
         assert error.startswith("train: " + message) and error.count("\n") == 1, error

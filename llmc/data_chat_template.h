@@ -454,8 +454,7 @@ class Chat {
 
     // True if the beginning of an answer had to be guessed so far (MessageFinder::guesses()).
     bool guesses() const { return guesses_; }
-    // The fields that the template did not write of the first conversation that had them: it learns nothing
-    // of them.
+    // Fields of conversations of which the template writes nothing, so that nothing of them is learnt.
     const std::vector<std::string>& unwritten() const { return unwritten_; }
     // Says what writes chats: "the chat template of FILE" or "the chat format NAME".
     const std::string& description() const { return description_; }
@@ -550,8 +549,8 @@ class Chat {
         mutable uint64_t steps = 0;  // that the template took so far
     };
 
-    // Adds to unwritten() what the template writes nothing of: without it, the text is the same. It is looked
-    // for once, in a conversation that is not so long that a copy would take much memory.
+    // Adds a field to unwritten() if the template writes the same text without it. Each field is tried once,
+    // with the first conversation that has it. Long ones are passed over, because a copy takes memory.
     void note_unwritten(const Conversation& conversation, const std::string& text) const {
         constexpr size_t kLong = 1 << 20;
         if (conversation.bytes > kLong) return;
@@ -565,7 +564,7 @@ class Chat {
                                   std::ranges::any_of(conversation.messages, [&](const Message& message) {
                                       return has(message.object, name);
                                   });
-            if (!is_there || !looked_for_.insert(name).second) continue;
+            if (!is_there || !tried_.insert(name).second) continue;
             Conversation without = conversation;
             without.variables.erase(name);
             for (Message& message : without.messages) message.object.erase(name);
@@ -776,6 +775,6 @@ class Chat {
     std::string description_, own_source_;
     std::optional<jinja::Template> chat_, with_tools_;
     mutable bool guesses_ = false;
-    mutable std::set<std::string> looked_for_;  // fields of unwritten() that conversations have had
+    mutable std::set<std::string> tried_;  // the fields that were tried for unwritten()
     mutable std::vector<std::string> unwritten_;
 };

@@ -185,8 +185,8 @@ class ExampleEncoder {
     // The first conversation up to its first answer, for samples; empty if there was none. One that takes
     // much memory is passed over.
     const std::vector<Message>& question() const { return question_; }
-    // The tokens of the latest example, of which not all may have been put; 0 if it is a text, or so long
-    // that they were not counted.
+    // How many tokens the latest example has, including those after the first `most`. 0: it is a text, or so
+    // long that its end was not counted.
     size_t length() const { return length_; }
     // The size of the text that the latest example was written as, if it was a conversation.
     size_t text_bytes() const { return text_bytes_; }

@@ -18,7 +18,6 @@
 #include <utility>
 #include <vector>
 
-#include "llmc/utf8.h"
 #include "llmc/signals.h"
 #include "llmc/utf8.h"
 

@@ -68,8 +68,7 @@ inline void check_answers(const Options& o) {
         !o.has("--steps") && o.bench.empty())
         fail(
             "--prompt: --model %s is a new one, which knows nothing: give the folder of a trained model, or "
-            "--steps N "
-            "to train one first",
+            "--steps N to train one first",
             o.model.c_str());
     if (!o.only_answers()) return;
     const std::string self = o.chat ? "--chat" : "--prompts " + o.prompts;

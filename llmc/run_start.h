@@ -48,10 +48,10 @@ inline void print_data(const Options& o, const RunInputs& in, const Batches& bat
             "the chat template asks for an answer in another way than it writes one: what is learnt begins "
             "where they differ; --show-example N shows it\n");
     for (const std::string& field : in.chat_used.unwritten)
-        fprintf(
-            stderr,
-            "chats have \"%s\", of which the chat template writes nothing (seen in the first that has it)\n",
-            field.c_str());
+        fprintf(stderr,
+                "chats have \"%s\", but the chat template writes nothing of it (tried with the first such "
+                "chat)\n",
+                field.c_str());
     printf("data: ");
     if (data.is_examples())
         printf("%llu examples, %llu tokens, %llu of them with loss, in %llu sequences of %d, %.1f%% padding",

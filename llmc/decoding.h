@@ -1,8 +1,9 @@
 // decoding.h - continues several texts at a time. Each has a KV cache in a slot of its own. A new text is
 // processed in pieces of fixed sizes, so that one dry run plans texts of any length; then all texts go on
 // together, a row of a batch for each. When one ends, the next one takes its slot. A text that begins as the
-// one before it in the slot, as a conversation does, keeps what is in the cache. --prompts answers a file's
-// prompts that way, in JSON lines (AnsweredPrompts).
+// one before it in the slot, as a conversation does, keeps what is in the cache; if it begins as a text in
+// another slot does, it copies that. --prompts answers a file's prompts that way, in JSON lines
+// (AnsweredPrompts).
 //
 // The functions are templates, so that any model can be used that has
 //     TensorX forward_only(const Tensor<int>& tokens, const Rows&, KvCache*)   the last block's output
@@ -14,6 +15,7 @@
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <climits>
 #include <cstdio>
@@ -78,7 +80,7 @@ class Decoding {
             if (!begin_texts(texts) && !arena_.rehearsing()) return false;
             auto slot = slots_.begin();
             arena_.repeat(static_cast<int>(slots_.size()), [&] {
-                process_pieces(*slot++, texts);
+                process_text(*slot++, texts);
                 return true;
             });
             arena_.repeat(INT_MAX, [&] {
@@ -97,9 +99,24 @@ class Decoding {
         bool goes_on() const { return !pending.empty(); }
     };
 
-    // Rows of a piece, the largest first. What is left of a text is filled up to the smallest one.
-    static constexpr int kSmallestPiece = 8;
-    static constexpr int kPieces[7] = {512, 256, 128, 64, 32, 16, kSmallestPiece};
+    // Rows of a piece, the largest first. The last piece of a text is filled up.
+    static constexpr std::array kPieces = {512, 256, 128, 64, 32, 16, 8};
+    // What a piece takes in addition to its rows, in rows: it reads all weights.
+    static constexpr size_t kRowsToReadWeights = 16;
+    // Whether a piece of kPieces[i] rows comes next if `left` tokens are left: if it is full, or if filling
+    // it up takes no longer than smaller pieces do.
+    static bool is_next_piece(size_t i, size_t left) {
+        const auto rows = static_cast<size_t>(kPieces[i]);
+        return left > 0 && (left >= rows || i + 1 == kPieces.size() ||
+                            rows + kRowsToReadWeights <= rows_to_process(i + 1, left));
+    }
+    // What pieces of kPieces[i] and fewer rows take for `left` tokens.
+    static size_t rows_to_process(size_t i, size_t left) {
+        if (left == 0) return 0;
+        if (!is_next_piece(i, left)) return rows_to_process(i + 1, left);
+        const auto rows = static_cast<size_t>(kPieces[i]);
+        return rows + kRowsToReadWeights + rows_to_process(i, left - std::min(left, rows));
+    }
 
     int number_of(const Slot& slot) const { return static_cast<int>(&slot - slots_.data()); }
     int prompt_len() const { return static_cast<int>(model_.prompt_len()); }
@@ -151,37 +168,73 @@ class Decoding {
         if (token >= 0) slot.pending = {token};
     }
 
-    // Processes a text that begins, piece by piece. What finds no room for the smallest piece stays pending:
-    // steps process it token by token.
+    // Processes a text that begins, piece by piece, and chooses the token that follows it. What finds no room
+    // for the smallest piece stays pending: steps process it token by token.
     template <class Texts>
-    void process_pieces(Slot& slot, Texts& texts) {
+    void process_text(Slot& slot, Texts& texts) {
+        take_shared_beginning(slot);
         size_t left = slot.pending.size() > 1 ? slot.pending.size() : 0;
-        for (const int rows : kPieces) {
+        const bool begins = left > 0;
+        TensorX last = arena_.take<floatX>("last_row", {1, config_.channels});  // of the latest piece
+        for (size_t i = 0; i < kPieces.size(); i++) {
+            const int rows = kPieces[i];
             if (rows > rows_ - prompt_len()) continue;
-            const size_t least = rows == kSmallestPiece ? 1 : static_cast<size_t>(rows);
             arena_.repeat(INT_MAX, [&] {
                 if (arena_.rehearsing())
                     slot.cache.length = static_cast<int>(rows_) - rows;
-                else if (left < least || slot.cache.length + rows > rows_)
+                else if (!is_next_piece(i, left) || slot.cache.length + rows > rows_)
                     return false;
-                left -= process_piece(slot, rows, texts);
+                left -= process_piece(slot, rows, last);
                 return true;
             });
         }
+        arena_.repeat(1, [&] {
+            if (!arena_.rehearsing() && (!begins || slot.goes_on())) return false;
+            choose(slot, model_.last_logits(last), 0, texts);
+            return true;
+        });
     }
-    // Processes as many pending tokens as a piece of `rows` has, or all that there are. Returns how many.
-    template <class Texts>
-    size_t process_piece(Slot& slot, int rows, Texts& texts) {
+    // Processes as many pending tokens as a piece of `rows` has, or all that there are. Returns how many;
+    // `last` becomes the last block's output for the last of them.
+    size_t process_piece(Slot& slot, int rows, TensorX& last) {
         std::vector<int> tokens(slot.pending);
         const size_t count = std::min(tokens.size(), static_cast<size_t>(rows));
         tokens.resize(static_cast<size_t>(rows));  // the keys of those behind the text will be overwritten
         const int before = slot.cache.length;
         const TensorX x = append_tokens(arena_, stream_, model_, tokens, slot.cache);
-        const TensorX logits = model_.last_logits(x.rows_at(0, arena_.rehearsing() ? rows : int64_t(count)));
+        const int64_t row = (arena_.rehearsing() ? rows : static_cast<int64_t>(count)) - 1, C = x.columns();
+        copy_rows_on_device(last.data(), C, x.at(row * C), C, C, 1, stream_);
         slot.cache.length = before + static_cast<int>(count);
         processed(slot, count);
-        choose(slot, logits, 0, texts);
         return count;
+    }
+    // Copies the keys and values of a text's beginning from another slot, if its text begins in the same way
+    // and that leaves less to process: the prompts of a file often share the system's message.
+    void take_shared_beginning(Slot& slot) {
+        const auto copy_from = [&](const Slot& other, int64_t rows) {
+            for (size_t l = 0; l < caches_.size(); l++) {
+                const TensorX &to = slot.cache.layers[l], &from = other.cache.layers[l];
+                copy_rows_on_device(to.data(), to.columns(), from.data(), to.columns(), to.columns(), rows,
+                                    stream_);
+            }
+        };
+        if (arena_.rehearsing() && slots_.size() > 1) return copy_from(slots_.back(), rows_);
+        if (slot.pending.size() < 2) return;
+        std::vector<int> text = slot.tokens;
+        text.insert(text.end(), slot.pending.begin(), slot.pending.end());
+        const auto shared_with = [&](const Slot& other) {
+            return std::mismatch(text.begin(), text.end() - 1, other.tokens.begin(), other.tokens.end())
+                       .first -
+                   text.begin();
+        };
+        const auto best = std::ranges::max_element(slots_, {}, shared_with);
+        const auto shared = shared_with(*best);
+        const auto left = text.size() - static_cast<size_t>(shared);
+        if (rows_to_process(0, left) >= rows_to_process(0, slot.pending.size())) return;
+        copy_from(*best, prompt_len() + shared);
+        slot.tokens.assign(text.begin(), text.begin() + shared);
+        slot.pending.assign(text.begin() + shared, text.end());
+        slot.cache.length = prompt_len() + static_cast<int>(shared);
     }
 
     // Continues a single text by a token. Returns whether it goes on.

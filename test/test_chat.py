@@ -242,6 +242,22 @@ def test_several_at_a_time_are_those_of_one_by_one(train_fp32, tmp_path, tokeniz
     assert drawn[0] == drawn[1] != one
 
 
+@pytest.mark.parametrize("options, more", [(LLAMA, ()), (("--family", "mistral", "--heads", 4, "--kv-heads", 1, "--window", 16), ()),
+                                           (("--family", "bloom", "--heads", 4), ()), (LLAMA, ("--train", "prompt"))], ids=str)
+def test_prompts_that_begin_alike(train_fp32, tmp_path, tokenizer, options, more):
+    """What they share is processed once, and copied. Each answer is that of the prompt in a file of its own."""
+    make_chat(tmp_path / "model", tokenizer, *options)
+    if more:
+        make_adapter(tmp_path, peft.PromptTuningConfig(num_virtual_tokens=5, task_type="CAUSAL_LM"))
+        more = ("--adapter", "adapter", *more)
+    lines = [{"messages": [says("system", " ".join(WORDS[:30 if i % 3 else 50])), says("user", " ".join(WORDS[i:2 * i + 1]))]} for i in range(7)]
+    common = ("--model", "model", *more, *GREEDY, "--sample", "tokens=16,repetition-penalty=30")
+    alone = [answers(train_fp32, tmp_path, [line], *common)[0] for line in lines]
+    assert len({line["answer"] for line in alone}) > 3
+    for batch in (1, 3, 7):
+        assert answers(train_fp32, tmp_path, lines, *common, "--batch", batch) == alone
+
+
 def test_tools_of_a_prompt(train_fp32, tmp_path, tokenizer):
     """They are beside the messages, and the template writes them."""
     template = "{%- if tools %}{{- '<|im_start|>system\\n' + tools[0].name + '<|im_end|>' + '\\n' }}{%- endif %}" + TEMPLATE

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "llmc/error.h"
+#include "llmc/file.h"
 
 inline std::string host_name() {
     char name[256] = "";
@@ -136,13 +137,31 @@ class RankEngine {
 // another thread than the main one. It must end the process.
 using OnLost = std::function<void(RankEngine& engine, const std::string& line)>;
 
+// MPI and NCCL share memory in /dev/shm between the ranks of a machine, and their errors do not say if there
+// was too little: Docker gives a container 64 MiB. This says it, at the end of such an error; it is empty if
+// there is room.
+inline std::string remark_on_shared_memory() {
+    const std::optional<size_t> free = free_disk_bytes("/dev/shm");
+    if (!free || *free > size_t{256} << 20) return "";
+    return format("; /dev/shm has %s free, which may be too little: docker run --shm-size=1g gives more",
+                  size_text(*free).c_str());
+}
+
+// In a rank that --devices has started: stdout and stderr as MPI's launcher made them. What MPI prints while
+// it begins goes there, from where the process that the user started can take it into one line.
+struct LauncherStreams {
+    int output = -1, errors = -1;
+};
+inline LauncherStreams launcher_streams;
+
 // Connects this process to the other ranks. Fails with the reason if this build, or this machine, has no MPI.
 std::unique_ptr<RankEngine> connect_ranks(const Rank& rank, OnLost on_lost);
-// A command that starts ranks on this machine: the names that mpirun may have, its arguments, which stand
-// before the program's, and the bytes that it needs for files in TMPDIR, or else in /tmp.
+// A command that starts ranks on this machine: the names that mpirun may have, and its arguments, which stand
+// before the program's.
 struct MpirunCommand {
     std::vector<std::string> names, arguments;
-    size_t file_bytes = 0;
+    size_t temporary_bytes = 0;  // that it needs in TMPDIR, or else in /tmp
+    size_t largest_file = 0;     // that the ranks' MPI writes, there or in /dev/shm
 };
 // Fails as connect_ranks() does.
 MpirunCommand mpirun_command(int count);

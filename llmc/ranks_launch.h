@@ -204,6 +204,8 @@ inline void take_streams(const char* name) {
             control && control->cmsg_type == SCM_RIGHTS) {
             int streams[2];
             memcpy(streams, CMSG_DATA(control), sizeof streams);
+            launcher_streams = {fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, 3),
+                                fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 3)};
             for (int i = 0; i < 2; i++) dup2(streams[i], STDOUT_FILENO + i), close(streams[i]);
         }
     close(from);
@@ -326,9 +328,28 @@ inline std::string first_paragraph(const std::string& said) {
     return paragraph.empty() ? internal : paragraph;
 }
 
+// What MPICH's ranks say if MPI cannot begin: a stack of "function(line)....: text", whose last line is the
+// cause. Empty if they have not said this.
+inline std::string cause_in_error_stack(const std::string& said) {
+    const size_t stack = said.find("error stack:");
+    if (stack == said.npos) return "";
+    std::istringstream lines(said.substr(stack));
+    std::string line, cause;
+    std::getline(lines, line);
+    while (std::getline(lines, line)) {
+        const size_t dots = line.find("..: ");
+        if (dots == line.npos) break;
+        if (const size_t text = line.find_first_not_of(' ', dots + 4); text != line.npos)
+            cause = line.substr(text);
+    }
+    return cause;
+}
+
 // What MPI's launcher, which ended with this exit code, said about a rank that ended without a message of its
 // own, in one line.
 inline std::string why_ranks_ended(const std::string& said, int code) {
+    if (const std::string cause = cause_in_error_stack(said); !cause.empty())
+        return "MPI does not start: " + cause + remark_on_shared_memory();
     const std::optional<EndedRank> ended = ended_rank(said);
     if (!ended) {
         const std::string paragraph = first_paragraph(said);
@@ -463,27 +484,28 @@ inline int exit_code_of_ranks(const MpirunEnd& end, int count, const std::string
     return 0;
 }
 
-// Fails if MPI's launcher has no room for its files, or may not write them: it would not say so in one line.
-inline void check_room_of_mpirun(const MpirunCommand& command, int count) {
+// Fails if MPI has no room for its files, or may not write them: it would not say so in one line.
+inline void check_files_of_mpi(const MpirunCommand& command, int count) {
+    if (file_size_limit() < command.largest_file)
+        fail("--devices %d: MPI's files take up to %s, and ulimit -f allows %llu bytes", count,
+             size_text(command.largest_file).c_str(), static_cast<unsigned long long>(file_size_limit()));
+    if (command.temporary_bytes == 0) return;
     const char* const named = getenv("TMPDIR");
     const std::string folder = named && *named ? named : "/tmp";
     const std::optional<size_t> free = free_disk_bytes(folder);
     if (!free)
         fail("--devices %d: MPI's launcher has no folder for its files: %s: %s (TMPDIR names another one)",
              count, folder.c_str(), strerror(errno));
-    if (*free < command.file_bytes)
+    if (*free < command.temporary_bytes)
         fail("--devices %d: MPI's launcher needs %s in %s, and %s are free (TMPDIR names another folder)",
-             count, size_text(command.file_bytes).c_str(), folder.c_str(), size_text(*free).c_str());
-    if (file_size_limit() < command.file_bytes)
-        fail("--devices %d: MPI's files take up to %s, and ulimit -f allows %llu bytes", count,
-             size_text(command.file_bytes).c_str(), static_cast<unsigned long long>(file_size_limit()));
+             count, size_text(command.temporary_bytes).c_str(), folder.c_str(), size_text(*free).c_str());
 }
 
 // Starts `count` ranks of this program with the same arguments, and returns its exit code when all have
 // ended. Fails if they cannot be started, or if one of them ended without a message.
 inline int launch_ranks(int count, char** argv) {
     const MpirunCommand command = mpirun_command(count);
-    if (command.file_bytes > 0) check_room_of_mpirun(command, count);
+    check_files_of_mpi(command, count);
     setenv(kStarterVariable, std::to_string(getpid()).c_str(), 1);
     make_run_page();
     int output[2];

@@ -203,6 +203,31 @@ struct Lane {
     bool is_under_way = false;
 };
 
+// While it lives, what this process prints goes to MPI's launcher (LauncherStreams).
+class PrintsToLauncher {
+  public:
+    PrintsToLauncher() {
+        if (launcher_streams.errors < 0) return;
+        swap(STDOUT_FILENO, launcher_streams.output, own_.output);
+        swap(STDERR_FILENO, launcher_streams.errors, own_.errors);
+    }
+    PrintsToLauncher(const PrintsToLauncher&) = delete;
+    ~PrintsToLauncher() {
+        if (own_.errors < 0) return;
+        fflush(stdout);
+        dup2(own_.output, STDOUT_FILENO), close(own_.output);
+        dup2(own_.errors, STDERR_FILENO), close(own_.errors);
+    }
+
+  private:
+    static void swap(int stream, int to, int& kept) {
+        kept = fcntl(stream, F_DUPFD_CLOEXEC, 3);
+        dup2(to, stream);
+    }
+
+    LauncherStreams own_;
+};
+
 class MpiEngine : public RankEngine {
   public:
     MpiEngine(const Rank& rank, OnLost on_lost)
@@ -216,8 +241,11 @@ class MpiEngine : public RankEngine {
         printed_ = fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 3);
         setenv("OPAL_OUTPUT_STDERR_FD", std::to_string(printed_).c_str(), 0);
         int threads = MPI_THREAD_SINGLE;  // the worker calls MPI, and the main thread only while it does not
-        if (mpi_.init(nullptr, nullptr, MPI_THREAD_SERIALIZED, &threads) != MPI_SUCCESS)
-            fail("--devices: MPI does not start");
+        const int result = [&] {
+            const PrintsToLauncher prints;
+            return mpi_.init(nullptr, nullptr, MPI_THREAD_SERIALIZED, &threads);
+        }();
+        if (result != MPI_SUCCESS) fail("--devices: MPI does not start");
         if (threads < MPI_THREAD_SERIALIZED) fail("--devices: this MPI is for programs of one thread");
         check_numbers();
         signs_.begin(gather_hosts());
@@ -503,9 +531,11 @@ MpirunCommand mpirun_command(int count) {
     constexpr size_t kFiles = size_t{16} << 20;  // PMIx's take 4 MiB for a few ranks
     return {{"mpirun.openmpi", "mpirun"},
             {"-n", std::to_string(count), "--oversubscribe", "--bind-to", "none"},
-            getenv("OMPI_MCA_orte_tmpdir_base") ? 0 : kFiles};
+            getenv("OMPI_MCA_orte_tmpdir_base") ? 0 : kFiles,
+            kFiles};
 #else
-    return {{"mpiexec.hydra", "mpiexec"}, {"-n", std::to_string(count)}};
+    constexpr size_t kFiles = size_t{16} << 20;  // in /dev/shm
+    return {{"mpiexec.hydra", "mpiexec"}, {"-n", std::to_string(count)}, 0, kFiles};
 #endif
 }
 

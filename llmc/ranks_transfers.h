@@ -173,14 +173,6 @@ struct Nccl {
     }
 
   private:
-    // Between GPUs without a direct link, NCCL copies through /dev/shm and needs some 10 MB there for each
-    // pair. Docker gives a container 64 MiB of it. NCCL's error does not say that this was too little.
-    static std::string remark_on_shared_memory() {
-        const std::optional<size_t> free = free_disk_bytes("/dev/shm");
-        if (!free || *free > size_t{256} << 20) return "";
-        return format("; /dev/shm has %s free, which may be too little: docker run --shm-size=1g gives more",
-                      size_text(*free).c_str());
-    }
     static std::vector<std::string> places() {
         if (const char* named = getenv("NCCL_LIBRARY")) return {named};
         std::vector<std::string> all = {"libnccl.so.2", "/usr/local/cuda/lib64/libnccl.so.2"};

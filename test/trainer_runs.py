@@ -18,6 +18,8 @@ import make_model
 import numpy as np
 import pytest
 
+IS_MPICH = "MPIRUN" in os.environ  # make test-mpich
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Waiting threads sleep: with more threads than free cores, a barrier of spinning threads takes a time slice.
 ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "passive"}
@@ -170,7 +172,7 @@ def shared_memory_of(ranks):
 
 def unlike_ranks(folder, script):
     """The environment of a run whose ranks each run this line of a shell first; RANK is their number."""
-    if "MPIRUN" in os.environ:
+    if IS_MPICH:
         pytest.skip("the agent is for OpenMPI's launcher")
     agent = executable(folder / "rank_agent", f'#!/bin/sh\nRANK=$OMPI_COMM_WORLD_RANK\n{script}\nexec "$@"\n')
     return {"OMPI_MCA_orte_fork_agent": str(agent)}

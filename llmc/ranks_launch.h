@@ -337,9 +337,9 @@ inline std::string cause_in_error_stack(const std::string& said) {
     std::string line, cause;
     std::getline(lines, line);
     while (std::getline(lines, line)) {
-        const size_t dots = line.find("..: ");
-        if (dots == line.npos) break;
-        if (const size_t text = line.find_first_not_of(' ', dots + 4); text != line.npos)
+        const size_t dots = line.find("..:");
+        if (dots == line.npos) continue;
+        if (const size_t text = line.find_first_not_of(' ', dots + 3); text != line.npos)
             cause = line.substr(text);
     }
     return cause;

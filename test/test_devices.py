@@ -460,7 +460,7 @@ def test_without_mpi(train_fp32, work, tmp_path):
     assert run.returncode == 2 and b"make deps installs it" in run.stderr and run.stderr.count(b"\n") == 1
 
 
-NO_MEMORY = r"MPI does not start: .*; /dev/shm has \S+ KiB free, which may be too little"  # MPICH's ranks need it; OpenMPI's need a network
+NO_MEMORY = r"MPI does not start: .*; /dev/shm has \S+ (bytes|KiB) free, which may be too little"  # MPICH's ranks need it; OpenMPI's need a network
 
 
 @pytest.mark.parametrize("network, mount, said", [

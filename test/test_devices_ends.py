@@ -138,7 +138,8 @@ def test_mpis_launcher_is_stuck(train_fp32, folder):
         os.kill(launcher_of(process), signal.SIGSTOP)
         os.kill(ranks[1], signal.SIGKILL)
         error = ends(process, 2)[1]
-    assert re.fullmatch(rf"train: --devices 3: rank {"[0-2]" if IS_MPICH else 1} \(host \S+\) ended without a word in step \d+; the last save: \S+\n", error), error
+    lost = "[0-2]" if IS_MPICH else 1
+    assert re.fullmatch(rf"train: --devices 3: rank {lost} \(host \S+\) ended without a word in step \d+; the last save: \S+\n", error), error
 
 
 @pytest.mark.parametrize("stopped, who", [(0, r"rank [12] \(host \S+\): "), (2, r"(rank 1 \(host \S+\): )?")], ids=["0", "2"])

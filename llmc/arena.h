@@ -91,7 +91,8 @@ struct Plan {
     std::vector<Work> work;           // the operations, in order
     std::vector<Transfer> transfers;  // among the operations
 
-    bool is_empty() const { return work.empty(); }  // true until it is rehearsed
+    // True until it is rehearsed. The plan of an update on the host has only transfers.
+    bool is_empty() const { return work.empty() && transfers.empty(); }
 };
 
 constexpr size_t kArenaAlignment = 256;

@@ -127,7 +127,12 @@ Options with_setting_for_memory(const Options& given, RunInputs& inputs, Choices
             return fit_settings(configuration, std::is_same_v<T, bf16>,
                                 rehearsals_of(trial, given, inputs, most), space, best);
         };
-        chosen = fit_memory(given, configurations, fit, choices);
+        const auto refine = [&](Fit& best) {
+            Trial trial(best.configuration, inputs);
+            const Rehearsals rehearsals = rehearsals_of(trial, given, inputs, most);
+            refine_neighbours(best.solution, [&](Choice& c) { best.refine(c, rehearsals); });
+        };
+        chosen = fit_memory(given, configurations, fit, refine, choices);
     } else {
         MemorySetting open = setting_of(given);
         open.levels = recompute_levels(given.recompute, inputs.config.layers);

@@ -2,6 +2,7 @@
 // trying.
 #pragma once
 
+#include <climits>
 #include <cmath>
 #include <functional>
 #include <memory>
@@ -168,11 +169,15 @@ inline Profiles profiles_of(std::vector<MemorySetting> settings, bool by_block,
     return made;
 }
 
+constexpr size_t kTooMuchOffloaded = SIZE_MAX;  // of a setting that does not fit outside the device
+
 // One configuration of placements (`configuration`), the settings that were tried with it, and the fastest
 // setting that fits.
 struct Fit {
     Options configuration;
+    BesideDevice space;  // that it may take outside the device
     std::vector<MemorySetting> settings;
+    double update_seconds = 0;  // of each setting, see Profiles
     Solution solution;  // its seconds come from rehearsals: sums do not know the waits of mixed levels
     // If nothing fits, for solution.least: its largest buffer, and what it has outside the device.
     std::pair<std::string, size_t> largest;
@@ -186,6 +191,13 @@ struct Fit {
         s.levels = c.levels;
         return s;
     }
+    double step_seconds(const MemoryReport& r) const { return r.seconds - r.update_seconds + update_seconds; }
+    // Sets what the choice takes by a rehearsal of its own.
+    void refine(Choice& c, const Rehearsals& rehearsals) const {
+        const MemoryReport r = rehearsals.report(setting(c));
+        c.exact = r.beside().fits(space) ? r.total() : kTooMuchOffloaded;
+        c.seconds = step_seconds(r);
+    }
     // True if this should be chosen over `other`: a configuration that streams more must be 1% faster.
     bool is_better_than(const Fit& other) const {
         const Solution &a = solution, &b = other.solution;
@@ -194,14 +206,13 @@ struct Fit {
     }
 };
 
-constexpr size_t kTooMuchOffloaded = SIZE_MAX;  // of a setting that does not fit outside the device
 // Mixed levels hardly ever save more of a plan than this, against all blocks at the last level.
 constexpr double kMostSaved = 1.05;
 
-// Rules a configuration out with two or three rehearsals, and returns the least memory that it takes; nothing
-// if all its settings must be tried. It is ruled out if its smallest setting, with all blocks at the last
-// level, does not fit outside the device, or takes more of the device than mixed levels would save. So it is
-// if its first setting, the fastest, is slower than `best` even with all blocks at the first level.
+// Rules a configuration out with one to three rehearsals, and returns the least memory that it takes; nothing
+// if all its settings must be tried. It is ruled out if its first setting, the fastest, is slower than `best`
+// even with all blocks at the first level. So it is if its smallest setting, with all blocks at the last
+// level, does not fit outside the device, or takes more of the device than mixed levels would save.
 inline std::optional<size_t> least_if_ruled_out(std::vector<MemorySetting> settings, size_t budget,
                                                 const Fit& best, const Rehearsals& rehearsals,
                                                 const BesideDevice& space) {
@@ -209,6 +220,10 @@ inline std::optional<size_t> least_if_ruled_out(std::vector<MemorySetting> setti
         s.levels.assign(rehearsals.layers, level);
         return rehearsals.outline(s);
     };
+    if (best.solution.chosen)
+        if (const MemoryReport fastest = outline(settings.front(), 0);
+            fastest.seconds > best.solution.chosen->seconds)
+            return fastest.total();
     const MemoryReport smallest = outline(settings.back(), kLastLevel);
     if (!smallest.beside().fits(space)) return kTooMuchOffloaded;
     size_t least = smallest.total();
@@ -217,29 +232,28 @@ inline std::optional<size_t> least_if_ruled_out(std::vector<MemorySetting> setti
         return s.attention_rows == settings.front().attention_rows;
     });
     if (unchunked != settings.rbegin()) least = std::min(least, outline(*unchunked, kLastLevel).total());
-    const Solution& solution = best.solution;
     if (static_cast<double>(least) > kMostSaved * static_cast<double>(budget)) return least;
-    if (solution.chosen && outline(settings.front(), 0).seconds > solution.chosen->seconds) return least;
     return std::nullopt;
 }
 
-// Finds the best setting of configuration `o`, with no more than `space` outside the device. Smaller formats
-// of the state are chosen only if they are 1% faster than larger ones. If the configuration cannot be better
-// than `best`, only the least memory that it takes is returned. Fails if no micro-batch is possible.
-inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals& rehearsals,
-                        const BesideDevice& space, const Fit* best) {
+// Finds the best of the settings of configuration `o` with at most `most` micro-batches on a device, with no
+// more than `space` outside the device. Smaller formats of the state are chosen only if they are 1% faster
+// than larger ones. If the configuration cannot be better than `best`, only the least memory that it takes is
+// returned. Without a setting, the Fit has none.
+inline Fit fit_settings_of(const Options& o, int most, bool narrow_weights, const Rehearsals& rehearsals,
+                           const BesideDevice& space, const Fit* best) {
     const size_t budget = budget_of(o.memory, o.rank).bytes;
     Fit fit;
     fit.configuration = o;
+    fit.space = space;
     std::vector<MemorySetting>& settings = fit.settings;
     std::vector<size_t> ends;  // where each format's settings end
     for (const MemorySetting& format : formats_to_try(o, narrow_weights)) {
-        for (const MemorySetting& s : settings_to_try(format, o, rehearsals)) settings.push_back(s);
+        for (const MemorySetting& s : settings_to_try(format, o, rehearsals))
+            if (s.grad_accum / rehearsals.devices <= most) settings.push_back(s);
         ends.push_back(settings.size());
     }
-    if (settings.empty())
-        fail("--memory %s: of --batch %d x --grad-accum %d sequences no part can be a micro-batch",
-             o.memory.c_str(), o.batch, o.grad_accum);
+    if (settings.empty()) return fit;
     if (best)
         if (const auto least = least_if_ruled_out(settings, budget, *best, rehearsals, space)) {
             fit.solution.least.exact = *least;
@@ -248,14 +262,8 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
         }
     const Profiles made = profiles_of(settings, o.by_block, rehearsals);
     const std::vector<Profile>& profiles = made.all;
-    const auto step_seconds = [&](const MemoryReport& r) {
-        return r.seconds - r.update_seconds + made.update_seconds;
-    };
-    auto refine = [&](Choice& c) {
-        const MemoryReport r = rehearsals.report(fit.setting(c));
-        c.exact = r.beside().fits(space) ? r.total() : kTooMuchOffloaded;
-        c.seconds = step_seconds(r);
-    };
+    fit.update_seconds = made.update_seconds;
+    const auto refine = [&](Choice& c) { fit.refine(c, rehearsals); };
     Solution& solution = fit.solution;
     for (size_t end : ends) {
         std::vector<Profile> allowed(profiles.begin(), profiles.begin() + static_cast<ptrdiff_t>(end));
@@ -275,12 +283,34 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
         if (!solution.chosen || (more.chosen && more.chosen->seconds < 0.99 * solution.chosen->seconds))
             solution = std::move(more);
     }
-    solution.fastest.seconds = step_seconds(rehearsals.outline(fit.setting(solution.fastest)));
+    if (!best) solution.fastest.seconds = fit.step_seconds(rehearsals.outline(fit.setting(solution.fastest)));
     if (solution.chosen) return fit;
+    refine(solution.least);
     const MemoryReport r = rehearsals.report(fit.setting(solution.least));
     fit.largest = r.largest();
     fit.beside = r.beside();
     return fit;
+}
+
+// Finds the best setting of configuration `o`, as fit_settings_of() does. With --by-block all micro-batches
+// are in memory together, so that smaller ones save little, and a rehearsal takes longer the more there are.
+// So more than 8 of them are tried only if nothing else fits. Fails if no micro-batch is possible.
+inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals& rehearsals,
+                        const BesideDevice& space, const Fit* best) {
+    constexpr int kFewMicroBatches = 8;
+    const auto fit_with = [&](int most) {
+        return fit_settings_of(o, most, narrow_weights, rehearsals, space, best);
+    };
+    if (o.by_block && int64_t{o.batch} * o.grad_accum / rehearsals.devices > kFewMicroBatches) {
+        Fit few = fit_with(kFewMicroBatches);
+        const bool is_enough = few.solution.chosen || (best && best->solution.chosen);
+        if (is_enough && !few.settings.empty()) return few;
+    }
+    Fit all = fit_with(INT_MAX);
+    if (all.settings.empty())
+        fail("--memory %s: of --batch %d x --grad-accum %d sequences no part can be a micro-batch",
+             o.memory.c_str(), o.batch, o.grad_accum);
+    return all;
 }
 
 // A buffer's name in a sentence.
@@ -344,13 +374,13 @@ inline std::string in_words(const std::string& name) {
 // --memory: returns the options whose plan fits and is the fastest by estimate; `choices` gets this choice
 // and then its neighbours. Configurations that stream are tried if nothing fits without streaming, and with
 // host= also if they might be faster. The first of configurations() is the configuration that was given;
-// fit(configuration, space, best) tries its settings. With a GPU, trained state goes to files only if the
-// host's memory is too small. Streaming without prefetching is tried only if nothing else fits, and longer
-// prefetch distances are used if they are faster. What several devices share is tried before anything is
-// streamed.
-template <class Configurations, class FitConfiguration>
+// fit(configuration, space, best) tries its settings, and refine(fit) refines the neighbours of what it has
+// chosen. With a GPU, trained state goes to files only if the host's memory is too small. Streaming without
+// prefetching is tried only if nothing else fits, and longer prefetch distances are used if they are faster.
+// What several devices share is tried before anything is streamed.
+template <class Configurations, class FitConfiguration, class Refine>
 Options fit_memory(const Options& given, Configurations&& configurations, FitConfiguration&& fit,
-                   Choices& choices) {
+                   Refine&& refine, Choices& choices) {
     const bool offered = given.has("--memory.host");
     const BesideDevice given_space = offered ? memory_beside_device(given) : BesideDevice();
     const std::vector<Options> as_given = ways_to_share(given);
@@ -396,6 +426,7 @@ Options fit_memory(const Options& given, Configurations&& configurations, FitCon
             if (Fit exact = fit(estimate.configuration, space, nullptr);
                 best.is_estimate || exact.is_better_than(best))
                 best = std::move(exact);
+    if (best.solution.chosen) refine(best);
     if (!host_can_update(best.configuration)) best.configuration.updates = "device";
     auto described = [&](const Choice& c) {
         const MemorySetting s = best.setting(c);

@@ -351,15 +351,20 @@ constexpr int kExactTries = 16;
 // ones, the smaller; then the one of the earlier profile.
 //
 // A placement may need a little more than the lower bound. refine(), if given, says what a choice really
-// needs, and the chosen one fits by that. If the first try does not fit, the next is smaller by as much as it
-// was over the budget, then by steps that double, then halfway between what fits and what does not. (For
-// placements within 1% of the bound that is a few tries.)
+// needs, and the chosen one fits by that; the others are as their sums say (see refine_neighbours()). If the
+// first try does not fit, the next is smaller by as much as it was over the budget, then by steps that
+// double, then halfway between what fits and what does not. (For placements within 1% of the bound that is a
+// few tries.)
 inline Solution solve(const std::vector<Profile>& profiles, size_t budget, const Refine& refine = {}) {
     assert(!profiles.empty());
     const std::vector<Mix> best = best_mixes(profiles);
     auto choice = [&](ptrdiff_t i) {
         Choice c = choice_of(profiles, best[static_cast<size_t>(i)]);
         c.exact = c.bytes;
+        return c;
+    };
+    auto refined = [&](ptrdiff_t i) {
+        Choice c = choice(i);
         if (refine) refine(c);
         return c;
     };
@@ -375,7 +380,7 @@ inline Solution solve(const std::vector<Profile>& profiles, size_t budget, const
     Solution s;
     for (int tries = 0; fails - fits > 1 && (fits < 0 || tries < kExactTries); tries++) {
         const ptrdiff_t next = fits < 0 ? std::max<ptrdiff_t>(within(limit) - 1, 0) : (fits + fails) / 2;
-        const Choice c = choice(next);
+        const Choice c = refined(next);
         if (c.exact <= budget) {
             fits = next;
             s.chosen = c;
@@ -390,4 +395,11 @@ inline Solution solve(const std::vector<Profile>& profiles, size_t budget, const
     if (s.chosen && fits > 0) s.next_smaller = choice(fits - 1);
     if (s.chosen && fits + 1 < static_cast<ptrdiff_t>(best.size())) s.next_cheaper = choice(fits + 1);
     return s;
+}
+
+// Refines the neighbours of the chosen one. They are of interest only in the best of the solutions that are
+// compared.
+inline void refine_neighbours(Solution& s, const Refine& refine) {
+    for (std::optional<Choice>* neighbour : {&s.next_cheaper, &s.next_smaller})
+        if (*neighbour) refine(**neighbour);
 }

@@ -382,12 +382,12 @@ TEST(Solve, WhatIsChosenFitsByTheExactTotal) {
             if (random_bits(seed, c.bytes) % 100) continue;
             const size_t budget = c.bytes;
             int calls = 0;
-            const Solution s = solve(profiles, budget, [&](Choice& x) {
+            const auto refine = [&](Choice& x) {
                 calls++;
                 x.exact = placed(x);
-            });
-            EXPECT_LE(calls, kExactTries + 3);
-            EXPECT_EQ(s.least.exact, placed(s.least));
+            };
+            Solution s = solve(profiles, budget, refine);
+            EXPECT_LE(calls, kExactTries);
             const auto surely =
                 first_of(all, faster, [&](const Choice& x) { return x.bytes * 101 / 100 < budget; });
             if (!s.chosen) {
@@ -397,6 +397,9 @@ TEST(Solve, WhatIsChosenFitsByTheExactTotal) {
             }
             EXPECT_EQ(s.chosen->exact, placed(*s.chosen));
             EXPECT_LE(s.chosen->exact, budget);
+            calls = 0;
+            refine_neighbours(s, refine);
+            EXPECT_EQ(calls, s.next_cheaper.has_value() + s.next_smaller.has_value());
             if (surely) {
                 EXPECT_LE(s.chosen->seconds, surely->seconds);
             }
@@ -415,16 +418,18 @@ TEST(Solve, AFewTriesFindWhatFitsByTheExactTotal) {
     for (size_t i = 1; i <= 8; i++) {
         const size_t budget = least + (most - least) * i / 8;
         std::vector<size_t> tried;
-        const Solution s = solve(profiles, budget, [&](Choice& c) {
+        const auto refine = [&](Choice& c) {
             tried.push_back(c.bytes);
             c.exact = c.bytes + most / 20 + c.bytes % 1000;  // more than a placement adds
             c.seconds *= 2;
-        });
+        };
+        Solution s = solve(profiles, budget, refine);
         ASSERT_TRUE(s.chosen);
         EXPECT_GT(tried[0] + most / 20, budget);  // the first does not fit
         EXPECT_LE(tried.size(), 12u);
         EXPECT_LE(s.chosen->exact, budget);
         ASSERT_TRUE(s.next_cheaper);
+        refine_neighbours(s, refine);
         EXPECT_GT(s.next_cheaper->exact, budget);
         EXPECT_EQ(s.chosen->seconds, 2 * solve(profiles, s.chosen->bytes).chosen->seconds);
     }

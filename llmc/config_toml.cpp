@@ -59,8 +59,11 @@ std::vector<ConfigItem> read_toml(const std::string& text, const std::string& pa
         const toml::table table = toml::parse(text);
         Reader(path, items).read(table, {});
     } catch (const toml::parse_error& error) {
-        fail("%s:%u: %s", path.c_str(), static_cast<unsigned>(error.source().begin.line),
-             printable(std::string(error.description())).c_str());
+        const auto ends = [&](const char* ending) { return path.ends_with(ending); };
+        const bool is_other = ends(".yaml") || ends(".yml") || ends(".json");
+        fail("%s:%u: %s%s", path.c_str(), static_cast<unsigned>(error.source().begin.line),
+             printable(std::string(error.description())).c_str(),
+             is_other ? " (--config reads TOML, with lines like lr = 1e-4)" : "");
     }
     std::stable_sort(items.begin(), items.end(),
                      [](const ConfigItem& a, const ConfigItem& b) { return a.line < b.line; });

@@ -305,8 +305,8 @@ inline const KnownGpu* gpu_with_words(const std::vector<std::string>& words) {
 
 // The known GPUs whose names share a telling word with these: "A, B".
 inline std::string gpus_like(const std::vector<std::string>& words) {
-    static const std::set<std::string> kCommon = {"rtx", "gb",         "ti",      "super", "d",
-                                                  "pro", "generation", "edition", "laptop"};
+    static const std::set<std::string> kCommon = {"rtx", "gb",         "ti",      "super",  "d",
+                                                  "pro", "generation", "edition", "laptop", "max"};
     std::string names;
     for (const KnownGpu& gpu : kKnownGpus) {
         const std::vector<std::string> known = words_of_gpu(gpu.name);
@@ -319,6 +319,15 @@ inline std::string gpus_like(const std::vector<std::string>& words) {
     return names;
 }
 
+// True for the names of GPUs of Apple, AMD and Intel.
+inline bool is_of_another_maker(const std::vector<std::string>& words) {
+    static const std::set<std::string> kTheirs = {"apple", "amd", "radeon", "instinct", "rx", "intel", "arc"};
+    return std::ranges::any_of(words, [](const std::string& w) {
+        const bool is_model_of_m = w.starts_with("m") && w.size() == 2 && isdigit(w[1]);  // "M2"
+        return kTheirs.contains(w) || is_model_of_m || (w.starts_with("mi") && w.size() > 2 && isdigit(w[2]));
+    });
+}
+
 // The GPU that people call by this name. Fails if none is known, and then names those that are like it.
 inline KnownGpu find_gpu(const std::string& name) {
     std::vector<std::string> words = words_of_gpu(name);
@@ -326,6 +335,8 @@ inline KnownGpu find_gpu(const std::string& name) {
     const double memory = gpu ? 0 : take_memory(words);  // GB
     if (!gpu) gpu = gpu_with_words(words);
     if (!gpu) gpu = gpu_named(name);  // a driver's name, with more words
+    if (!gpu && is_of_another_maker(words))
+        fail("--gpu %s: this trains on GPUs of NVIDIA, and on CPUs", name.c_str());
     if (!gpu) {
         const std::string like = gpus_like(words);
         fail(

@@ -134,7 +134,9 @@ def test_gpus_by_the_names_that_people_use(program, name, is_called, gib):
 @pytest.mark.parametrize("name, says", [("RTX A5000 Laptop", ["RTX A5000"]), ("GTX 1080", ["RTX 3060", "H100"]),
                                         ("", ["names no GPU"]), ("16GB", ["RTX 3060"]), ("rtx", ["RTX 3060"]),
                                         ("Quadro RTX 6000", ["RTX 6000 Ada"]), ("2080 Ti", ["compute capability 8.0"]),
-                                        ("RTX 3060 500GB", ["the RTX 3060 that is known has 11.6 GiB"])])
+                                        ("RTX 3060 500GB", ["the RTX 3060 that is known has 11.6 GiB"]),
+                                        *((other, ["this trains on GPUs of NVIDIA, and on CPUs"])
+                                          for other in ("M2 Max", "Apple M4", "RX 7900 XTX", "MI300X", "Radeon Pro", "Arc A770"))])
 def test_a_gpu_that_is_not_known(program, name, says):
     ran = run(program, "--gpu", name, "--model", "d2")
     assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and all(part in ran.stderr for part in says), ran.stderr

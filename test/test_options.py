@@ -269,6 +269,13 @@ def test_lines_of_mistakes_in_a_config(train, tmp_path):
         assert said in refused(train, "--model", "d12", "--config", "run.toml", cwd=tmp_path), text
 
 
+def test_a_config_in_another_language(train, tmp_path):
+    for name, text in (("run.yaml", "model: d12\nsteps: 3\n"), ("run.yml", "a: 1"), ("run.json", '{"model": "d12"}')):
+        (tmp_path / name).write_text(text)
+        error = refused(train, "--config", name, cwd=tmp_path)
+        assert error.startswith(f"{name}:1: ") and "--config reads TOML" in error
+
+
 def test_no_config(train, tmp_path):
     assert "No such file" in refused(train, "--config", tmp_path / "none.toml")
     assert f"--config {tmp_path} is a directory" in refused(train, "--config", tmp_path)

@@ -1,11 +1,11 @@
 // decoding.h - continues several texts at a time. Each has a KV cache in a slot of its own. A new text is
 // processed in pieces of fixed sizes, so that one dry run plans texts of any length; then all texts go on
-// together, a row of a batch for each. When one ends, the next one takes its slot. A text that begins as the
-// one before it in the slot, as a conversation does, keeps what is in the cache; if it begins as a text in
-// another slot does, it copies that. --prompts answers a file's prompts that way, in JSON lines
-// (AnsweredPrompts).
+// together, a row of a batch for each. When one ends, the next one takes its slot. If a text begins like the
+// one before it in its slot, as the next turn of a conversation does, what is cached of that is kept; if it
+// begins like a text in another slot, that is copied. --prompts answers a file's prompts that way, in JSON
+// lines (AnsweredPrompts).
 //
-// The functions are templates, so that any model can be used that has
+// Decoding and append_tokens() are templates, so that any model can be used that has
 //     TensorX forward_only(const Tensor<int>& tokens, const Rows&, KvCache*)   the last block's output
 //     TensorX last_logits(const TensorX& x)              the logits (1, padded vocabulary) of x's last row
 //     TensorX logits_of(const TensorX& x, const Rows&)   those of all rows (rows, padded vocabulary)
@@ -50,7 +50,7 @@ TensorX append_tokens(Arena& arena, Stream stream, Model& model, const std::vect
     return x;
 }
 
-// Where texts come from, and who chooses their tokens. This one has none, for a dry run.
+// Where texts come from, and who chooses their tokens. This is the source of a dry run, and has none.
 struct NoTexts {
     // The tokens of the next text for a slot; nothing if there are no more.
     std::optional<std::vector<int>> begin_text(int) { return std::nullopt; }
@@ -61,7 +61,7 @@ struct NoTexts {
 template <class Model>
 class Decoding {
   public:
-    // `texts` at a time, each of at most `positions` tokens: its begin and what is drawn.
+    // `texts` at a time, each of at most `positions` tokens: its prompt and what is drawn.
     Decoding(Arena& arena, const Stream& stream, const ModelConfig& config, Model& model, int texts,
              int positions)
         : arena_(arena),
@@ -77,16 +77,14 @@ class Decoding {
         Range range("generate");
         take_caches();
         arena_.repeat(INT_MAX, [&] {
-            if (!begin_texts(texts) && !arena_.rehearsing()) return false;
             auto slot = slots_.begin();
             arena_.repeat(static_cast<int>(slots_.size()), [&] {
-                process_text(*slot++, texts);
+                fill(*slot++, texts);
                 return true;
             });
-            arena_.repeat(INT_MAX, [&] {
-                if (!arena_.rehearsing() && std::ranges::none_of(slots_, &Slot::goes_on)) return false;
-                return slots_.size() == 1 ? step_alone(texts) : step_together(texts);
-            });
+            if (!arena_.rehearsing() && std::ranges::none_of(slots_, &Slot::goes_on)) return false;
+            arena_.repeat(INT_MAX,
+                          [&] { return slots_.size() == 1 ? step_alone(texts) : step_together(texts); });
             return true;
         });
     }
@@ -99,12 +97,12 @@ class Decoding {
         bool goes_on() const { return !pending.empty(); }
     };
 
-    // Rows of a piece, the largest first. The last piece of a text is filled up.
+    // Rows of a piece, the largest first. The last piece of a text is padded.
     static constexpr std::array kPieces = {512, 256, 128, 64, 32, 16, 8};
-    // What a piece takes in addition to its rows, in rows: it reads all weights.
+    // Each piece reads all weights once, which takes about as long as this many rows.
     static constexpr size_t kRowsToReadWeights = 16;
-    // Whether a piece of kPieces[i] rows comes next if `left` tokens are left: if it is full, or if filling
-    // it up takes no longer than smaller pieces do.
+    // Whether a piece of kPieces[i] rows comes next if `left` tokens are left: if it is full, or if
+    // padding it takes no longer than smaller pieces do.
     static bool is_next_piece(size_t i, size_t left) {
         const auto rows = static_cast<size_t>(kPieces[i]);
         return left > 0 && (left >= rows || i + 1 == kPieces.size() ||
@@ -130,27 +128,41 @@ class Decoding {
             for (const TensorX& all : caches_)
                 slot.cache.layers.push_back(all.rows_at(number_of(slot) * rows_, rows_));
         if (prompt_len() == 0) return;
+        append_tokens(arena_, stream_, model_, {0}, slots_[0].cache);  // the token's row is overwritten
         for (Slot& slot : slots_) {
-            append_tokens(arena_, stream_, model_, {0}, slot.cache);  // the token's row is overwritten
+            if (&slot != slots_.data()) copy_keys(slot, slots_[0], prompt_len());
             slot.cache.length = prompt_len();
         }
     }
+    // Copies the first rows of a slot's keys and values to another slot.
+    void copy_keys(Slot& to, const Slot& from, int64_t rows) {
+        const int64_t columns = 2 * config_.kv_width();
+        for (size_t l = 0; l < caches_.size(); l++)
+            copy_rows_on_device(to.cache.layers[l].data(), columns, from.cache.layers[l].data(), columns,
+                                columns, rows, stream_);
+    }
 
-    // Gives each free slot its next text. Returns false if all texts have ended.
+    // Begins texts in a free slot until one goes on after its first tokens, or there are no more.
     template <class Texts>
-    bool begin_texts(Texts& texts) {
-        for (Slot& slot : slots_) {
-            if (slot.goes_on()) continue;
-            const std::optional<std::vector<int>> text = texts.begin_text(number_of(slot));
-            if (!text) continue;
-            // The last token is processed in any case: the next one follows from its logits.
-            const auto kept =
-                std::mismatch(slot.tokens.begin(), slot.tokens.end(), text->begin(), text->end() - 1).second;
-            slot.pending.assign(kept, text->end());
-            slot.tokens.assign(text->begin(), kept);
-            slot.cache.length = prompt_len() + static_cast<int>(slot.tokens.size());
-        }
-        return std::ranges::any_of(slots_, &Slot::goes_on);
+    void fill(Slot& slot, Texts& texts) {
+        arena_.repeat(INT_MAX, [&] {
+            if (!arena_.rehearsing() && (slot.goes_on() || !begin_text(slot, texts))) return false;
+            process_text(slot, texts);
+            return true;
+        });
+    }
+    // Gives a slot its next text. Returns false if there is none.
+    template <class Texts>
+    bool begin_text(Slot& slot, Texts& texts) {
+        const std::optional<std::vector<int>> text = texts.begin_text(number_of(slot));
+        if (!text) return false;
+        // The last token is processed in any case: the next one follows from its logits.
+        const auto kept =
+            std::mismatch(slot.tokens.begin(), slot.tokens.end(), text->begin(), text->end() - 1).second;
+        slot.pending.assign(kept, text->end());
+        slot.tokens.assign(text->begin(), kept);
+        slot.cache.length = prompt_len() + static_cast<int>(slot.tokens.size());
+        return true;
     }
 
     // Moves `count` pending tokens, which were processed, to those in the cache.
@@ -159,7 +171,7 @@ class Decoding {
         slot.tokens.insert(slot.tokens.end(), slot.pending.begin(), end);
         slot.pending.erase(slot.pending.begin(), end);
     }
-    // If all tokens of the text are processed, chooses the next one by row `row` of the logits.
+    // If all tokens of the text are processed, chooses the next one from row `row` of the logits.
     template <class Texts>
     void choose(Slot& slot, const TensorX& logits, int64_t row, Texts& texts) {
         if (arena_.rehearsing() || slot.goes_on()) return;
@@ -168,8 +180,8 @@ class Decoding {
         if (token >= 0) slot.pending = {token};
     }
 
-    // Processes a text that begins, piece by piece, and chooses the token that follows it. What finds no room
-    // for the smallest piece stays pending: steps process it token by token.
+    // Processes a text that begins, piece by piece, and chooses the token that follows it. Tokens
+    // behind which the cache has no room for the smallest piece stay pending: steps process them one by one.
     template <class Texts>
     void process_text(Slot& slot, Texts& texts) {
         take_shared_beginning(slot);
@@ -202,8 +214,8 @@ class Decoding {
         tokens.resize(static_cast<size_t>(rows));  // the keys of those behind the text will be overwritten
         const int before = slot.cache.length;
         const TensorX x = append_tokens(arena_, stream_, model_, tokens, slot.cache);
-        const int64_t row = (arena_.rehearsing() ? rows : static_cast<int64_t>(count)) - 1, C = x.columns();
-        copy_rows_on_device(last.data(), C, x.at(row * C), C, C, 1, stream_);
+        const int64_t C = x.columns();
+        copy_rows_on_device(last.data(), C, x.at((static_cast<int64_t>(count) - 1) * C), C, C, 1, stream_);
         slot.cache.length = before + static_cast<int>(count);
         processed(slot, count);
         return count;
@@ -211,33 +223,27 @@ class Decoding {
     // Copies the keys and values of a text's beginning from another slot, if its text begins in the same way
     // and that leaves less to process: the prompts of a file often share the system's message.
     void take_shared_beginning(Slot& slot) {
-        const auto copy_from = [&](const Slot& other, int64_t rows) {
-            for (size_t l = 0; l < caches_.size(); l++) {
-                const TensorX &to = slot.cache.layers[l], &from = other.cache.layers[l];
-                copy_rows_on_device(to.data(), to.columns(), from.data(), to.columns(), to.columns(), rows,
-                                    stream_);
-            }
-        };
-        if (arena_.rehearsing() && slots_.size() > 1) return copy_from(slots_.back(), rows_);
         if (slot.pending.size() < 2) return;
         std::vector<int> text = slot.tokens;
         text.insert(text.end(), slot.pending.begin(), slot.pending.end());
         const auto shared_with = [&](const Slot& other) {
-            return std::mismatch(text.begin(), text.end() - 1, other.tokens.begin(), other.tokens.end())
-                       .first -
-                   text.begin();
+            const auto end =
+                std::mismatch(text.begin(), text.end() - 1, other.tokens.begin(), other.tokens.end());
+            return end.first - text.begin();
         };
+        // A single token is left to the next step, and needs no piece.
+        const auto to_process = [](size_t left) { return left > 1 ? rows_to_process(0, left) : 0; };
         const auto best = std::ranges::max_element(slots_, {}, shared_with);
         const auto shared = shared_with(*best);
         const auto left = text.size() - static_cast<size_t>(shared);
-        if (rows_to_process(0, left) >= rows_to_process(0, slot.pending.size())) return;
-        copy_from(*best, prompt_len() + shared);
+        if (to_process(left) >= to_process(slot.pending.size())) return;
+        copy_keys(slot, *best, prompt_len() + shared);
         slot.tokens.assign(text.begin(), text.begin() + shared);
         slot.pending.assign(text.begin() + shared, text.end());
         slot.cache.length = prompt_len() + static_cast<int>(shared);
     }
 
-    // Continues a single text by a token. Returns whether it goes on.
+    // Continues a single text by one token. Returns whether it goes on.
     template <class Texts>
     bool step_alone(Texts& texts) {
         Slot& slot = slots_[0];
@@ -251,7 +257,7 @@ class Decoding {
         return slot.goes_on();
     }
 
-    // Continues all texts by a token. Their rows come first; those of free slots follow and are not used.
+    // Continues all texts by one token. Their rows come first; those of free slots follow and are not used.
     // Returns false if a text has ended, whose slot is then free for another one.
     template <class Texts>
     bool step_together(Texts& texts) {
@@ -265,7 +271,7 @@ class Decoding {
         for (Slot* slot : by_row) {
             if (arena_.rehearsing()) slot->cache.length = static_cast<int>(rows_) - 1;
             tokens.push_back(slot->goes_on() ? slot->pending[0] : 0);
-            positions.push_back(std::min(slot->cache.length, static_cast<int>(rows_) - 1));
+            positions.push_back(slot->cache.length);  // in a free slot nothing reads what is behind its text
             together.each.push_back({&slot->cache, positions.back()});
         }
         const Tensor<int> inputs = tokens_on_device(arena_, stream_, tokens);
@@ -297,16 +303,18 @@ class Decoding {
     int64_t rows_;  // of a slot in a cache
 };
 
-// Is the source of texts of a Decoding. Answers are written in the order of the prompts, each as soon as
-// those before it are. Token i of answer n uses random number (n, i), so that it does not depend on how many
-// prompts are answered at a time.
+// The prompts of a file, as a Decoding's source of texts. Answers are written in the order of the prompts,
+// each as soon as those before it are; at the end of a run that was interrupted, all that are complete. Token
+// i of answer n uses random number (n, i), so that random numbers do not depend on how many prompts are
+// answered at a time.
 class AnsweredPrompts {
   public:
     // explain() as for DrawnText.
     AnsweredPrompts(const Options& o, const RunInputs& in, std::function<void()> explain)
-        : o_(o), in_(in), explain_(std::move(explain)) {}
+        : o_(o), in_(in), explain_(std::move(explain)), window_(in.sample_window()) {}
     AnsweredPrompts(const AnsweredPrompts&) = delete;
     ~AnsweredPrompts() {
+        for (const auto& [number, line] : finished_) write(line);
         const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began_;
         fprintf(stderr, "%d prompts answered: %d tokens, %.1f tokens/s\n", written_, tokens_,
                 tokens_ / took.count());
@@ -315,7 +323,7 @@ class AnsweredPrompts {
     std::optional<std::vector<int>> begin_text(int slot) {
         if (interrupted || begun_ == in_.prompts.size()) return std::nullopt;
         const std::vector<int>& prompt = in_.prompts[begun_].tokens;
-        const int room = in_.sample_window() - static_cast<int>(prompt.size());
+        const int room = window_ - static_cast<int>(prompt.size());
         Answer& answer = answers_[slot];
         answer.number = static_cast<int>(begun_++);
         answer.text.emplace(o_, in_, prompt, answer.number, std::min(o_.sample_tokens, room), false,
@@ -325,9 +333,8 @@ class AnsweredPrompts {
     int next_token(int slot, std::vector<float> logits) {
         Answer& answer = answers_[slot];
         const int token = answer.text->next(std::move(logits));
-        if (interrupted) return -1;
         if (token < 0) finish(answer);
-        return token;
+        return interrupted ? -1 : token;
     }
 
   private:
@@ -344,15 +351,19 @@ class AnsweredPrompts {
         using nlohmann::json;
         finished_[answer.number] = line.dump(-1, ' ', false, json::error_handler_t::replace);
         for (auto next = finished_.find(written_); next != finished_.end(); next = finished_.find(written_)) {
-            printf("%s\n", next->second.c_str());
+            write(next->second);
             finished_.erase(next);
-            written_++;
         }
+    }
+    void write(const std::string& line) {
+        printf("%s\n", line.c_str());
+        written_++;
     }
 
     const Options& o_;
     const RunInputs& in_;
     const std::function<void()> explain_;
+    const int window_;                     // of tokens
     size_t begun_ = 0;                     // prompts
     std::map<int, Answer> answers_;        // by slot
     std::map<int, std::string> finished_;  // lines that wait for those before them

@@ -63,7 +63,7 @@ inline std::vector<MemorySetting> formats_to_try(const Options& o, bool narrow_w
 
 // All settings to try. Every micro-batch that divides the step's sequences is tried with the MLP on all rows
 // at once and in chunks (the fewest chunks that cost little, then smaller ones), and then also with attention
-// in chunks if sequences are long and blocks are not streamed in halves. Each of these is tried with every
+// in chunks if sequences are long. Each of these is tried with every
 // number of head rows, from large to small.
 inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const Options& o,
                                                   const Rehearsals& rehearsals) {
@@ -177,7 +177,7 @@ struct Fit {
     Options configuration;
     BesideDevice space;  // that it may take outside the device
     std::vector<MemorySetting> settings;
-    double update_seconds = 0;  // of each setting, see Profiles
+    double update_seconds = 0;  // counted for every setting, see Profiles
     Solution solution;  // its seconds come from rehearsals: sums do not know the waits of mixed levels
     // If nothing fits, for solution.least: its largest buffer, and what it has outside the device.
     std::pair<std::string, size_t> largest;
@@ -192,13 +192,14 @@ struct Fit {
         return s;
     }
     double step_seconds(const MemoryReport& r) const { return r.seconds - r.update_seconds + update_seconds; }
-    // Sets what the choice takes by a rehearsal of its own.
-    void refine(Choice& c, const Rehearsals& rehearsals) const {
-        const MemoryReport r = rehearsals.report(setting(c));
+    // Sets what the choice takes by a rehearsal of its own, whose report it returns.
+    MemoryReport refine(Choice& c, const Rehearsals& rehearsals) const {
+        MemoryReport r = rehearsals.report(setting(c));
         c.exact = r.beside().fits(space) ? r.total() : kTooMuchOffloaded;
         c.seconds = step_seconds(r);
+        return r;
     }
-    // True if this should be chosen over `other`: a configuration that streams more must be 1% faster.
+    // True if this should be chosen over `other`, which was tried before: then it must be 1% faster.
     bool is_better_than(const Fit& other) const {
         const Solution &a = solution, &b = other.solution;
         if (!b.chosen) return a.chosen || a.least.exact < b.least.exact;
@@ -211,8 +212,8 @@ constexpr double kMostSaved = 1.05;
 
 // Rules a configuration out with one to three rehearsals, and returns the least memory that it takes; nothing
 // if all its settings must be tried. It is ruled out if its first setting, the fastest, is slower than `best`
-// even with all blocks at the first level. So it is if its smallest setting, with all blocks at the last
-// level, does not fit outside the device, or takes more of the device than mixed levels would save.
+// even with all blocks at the first level. It is also ruled out if its smallest setting, with all blocks at
+// the last level, does not fit outside the device, or takes more of the device than mixed levels would save.
 inline std::optional<size_t> least_if_ruled_out(std::vector<MemorySetting> settings, size_t budget,
                                                 const Fit& best, const Rehearsals& rehearsals,
                                                 const BesideDevice& space) {
@@ -238,8 +239,8 @@ inline std::optional<size_t> least_if_ruled_out(std::vector<MemorySetting> setti
 
 // Finds the best of the settings of configuration `o` with at most `most` micro-batches on a device, with no
 // more than `space` outside the device. Smaller formats of the state are chosen only if they are 1% faster
-// than larger ones. If the configuration cannot be better than `best`, only the least memory that it takes is
-// returned. Without a setting, the Fit has none.
+// than larger ones. If the configuration cannot be better than `best`, what is returned is an estimate of the
+// least memory that it takes. If no setting is possible, the Fit has none.
 inline Fit fit_settings_of(const Options& o, int most, bool narrow_weights, const Rehearsals& rehearsals,
                            const BesideDevice& space, const Fit* best) {
     const size_t budget = budget_of(o.memory, o.rank).bytes;
@@ -285,8 +286,7 @@ inline Fit fit_settings_of(const Options& o, int most, bool narrow_weights, cons
     }
     if (!best) solution.fastest.seconds = fit.step_seconds(rehearsals.outline(fit.setting(solution.fastest)));
     if (solution.chosen) return fit;
-    refine(solution.least);
-    const MemoryReport r = rehearsals.report(fit.setting(solution.least));
+    const MemoryReport r = fit.refine(solution.least, rehearsals);
     fit.largest = r.largest();
     fit.beside = r.beside();
     return fit;
@@ -373,7 +373,7 @@ inline std::string in_words(const std::string& name) {
 
 // --memory: returns the options whose plan fits and is the fastest by estimate; `choices` gets this choice
 // and then its neighbours. Configurations that stream are tried if nothing fits without streaming, and with
-// host= also if they might be faster. The first of configurations() is the configuration that was given;
+// host= also if they might be faster. configurations() begins with the ways to share what was given;
 // fit(configuration, space, best) tries its settings, and refine(fit) refines the neighbours of what it has
 // chosen. With a GPU, trained state goes to files only if the host's memory is too small. Streaming without
 // prefetching is tried only if nothing else fits, and longer prefetch distances are used if they are faster.
@@ -455,8 +455,9 @@ Options fit_memory(const Options& given, Configurations&& configurations, FitCon
         fail_to_fit(given, best, described(solution.least).text(), short_of_memory);
     }
     choices.memory = {described(*solution.chosen)};
-    if (solution.next_cheaper) choices.memory.push_back(described(*solution.next_cheaper));
-    if (solution.next_smaller) choices.memory.push_back(described(*solution.next_smaller));
+    for (const std::optional<Choice>& neighbour : {solution.next_faster, solution.next_smaller})
+        if (neighbour && neighbour->exact != kTooMuchOffloaded)
+            choices.memory.push_back(described(*neighbour));
     apply_setting(best.setting(*solution.chosen), best.configuration);
     return best.configuration;
 }

@@ -205,7 +205,7 @@ struct Choice {
 
 struct Solution {
     std::optional<Choice> chosen;        // the fastest that fits; none if nothing does
-    std::optional<Choice> next_cheaper;  // the smallest that is faster than the chosen one
+    std::optional<Choice> next_faster;   // the smallest that is faster than the chosen one
     std::optional<Choice> next_smaller;  // the fastest that is smaller than the chosen one
     Choice least, fastest;               // the smallest and the fastest of all
 };
@@ -350,11 +350,11 @@ constexpr int kExactTries = 16;
 // The fastest configuration of any profile that fits `budget` bytes, and its neighbours. Among equally fast
 // ones, the smaller; then the one of the earlier profile.
 //
-// A placement may need a little more than the lower bound. refine(), if given, says what a choice really
-// needs, and the chosen one fits by that; the others are as their sums say (see refine_neighbours()). If the
-// first try does not fit, the next is smaller by as much as it was over the budget, then by steps that
-// double, then halfway between what fits and what does not. (For placements within 1% of the bound that is a
-// few tries.)
+// The planned arena may need a little more than the lower bound. refine(), if given, says what a choice
+// really needs, and the chosen one fits by that; the others are as their sums say (see refine_neighbours()).
+// If the first try does not fit, the next is smaller by as much as it was over the budget, then by steps that
+// double, then halfway between what fits and what does not. (For arenas within 1% of the bound that is a few
+// tries.)
 inline Solution solve(const std::vector<Profile>& profiles, size_t budget, const Refine& refine = {}) {
     assert(!profiles.empty());
     const std::vector<Mix> best = best_mixes(profiles);
@@ -393,13 +393,13 @@ inline Solution solve(const std::vector<Profile>& profiles, size_t budget, const
     s.least = choice(0);
     s.fastest = choice_of(profiles, best.back());
     if (s.chosen && fits > 0) s.next_smaller = choice(fits - 1);
-    if (s.chosen && fits + 1 < static_cast<ptrdiff_t>(best.size())) s.next_cheaper = choice(fits + 1);
+    if (s.chosen && fits + 1 < static_cast<ptrdiff_t>(best.size())) s.next_faster = choice(fits + 1);
     return s;
 }
 
 // Refines the neighbours of the chosen one. They are of interest only in the best of the solutions that are
 // compared.
 inline void refine_neighbours(Solution& s, const Refine& refine) {
-    for (std::optional<Choice>* neighbour : {&s.next_cheaper, &s.next_smaller})
+    for (std::optional<Choice>* neighbour : {&s.next_faster, &s.next_smaller})
         if (*neighbour) refine(**neighbour);
 }

@@ -147,10 +147,17 @@ inline std::string remark_on_shared_memory() {
                   size_text(*free).c_str());
 }
 
-// In a rank that --devices has started: stdout and stderr as MPI's launcher made them. What MPI prints while
-// it begins goes there, from where the process that the user started can take it into one line.
+// In a rank that --devices has started: stdout and stderr as MPI's launcher made them. What MPI's libraries
+// print while they begin goes there, from where the process that the user started takes it into one line.
+// (OpenMPI's own messages go to the user's stderr.)
 struct LauncherStreams {
     int output = -1, errors = -1;
+
+    bool is_open() const { return output >= 0 && errors >= 0; }
+    void close() const {
+        for (const int stream : {output, errors})
+            if (stream >= 0) ::close(stream);
+    }
 };
 inline LauncherStreams launcher_streams;
 

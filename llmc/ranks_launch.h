@@ -4,8 +4,8 @@
 //
 // The starter is the process that the user has started. It starts mpirun, MPI's launcher, and mpirun starts
 // the ranks. The starter and the ranks share a page of memory (RunPage). The ranks write there which process
-// is which rank, where the run is, and which files MPI has in /dev/shm. If a rank ends without a word, the
-// starter says from that what was lost.
+// is which rank, where the run is, and which files MPI has in /dev/shm. If a rank ends without a message, the
+// starter uses the page to say which rank was lost, and where.
 #pragma once
 
 #include <fcntl.h>
@@ -45,7 +45,7 @@
 
 struct RunPage {
     char where[1024];
-    std::atomic<pid_t> ranks[4096];  // 0: not begun, or at its end
+    std::atomic<pid_t> ranks[4096];  // 0: not started yet, or ended
     std::atomic<bool> any_has_begun;
     // Signals that the starter was asked to send to all ranks, for ranks that begin after that.
     std::atomic<bool> stop, save;
@@ -138,7 +138,8 @@ inline void tell_starter_where(const std::string& where) {
 // The starter passes on Ctrl-C as kStopRanks (signals.h), because MPI's launchers end all ranks when they get
 // SIGINT or SIGTERM themselves.
 
-// The signal by which a rank tells the starter its exit code. It is kStopRanks too, which goes the other way.
+// The signal by which a rank tells the starter its exit code. In the other direction the same signal is
+// kStopRanks.
 constexpr int kRankEnds = SIGUSR2;
 
 // The starter gives its stdout and stderr to ranks that connect to this socket, which has an abstract name.
@@ -201,7 +202,7 @@ inline void take_streams(const char* name) {
     if (from >= 0 && connect(from, reinterpret_cast<const sockaddr*>(&address), length) == 0 &&
         recvmsg(from, &message.header, MSG_CMSG_CLOEXEC) == 1)
         if (const cmsghdr* const control = CMSG_FIRSTHDR(&message.header);
-            control && control->cmsg_type == SCM_RIGHTS) {
+            control && control->cmsg_type == SCM_RIGHTS && control->cmsg_len == CMSG_LEN(2 * sizeof(int))) {
             int streams[2];
             memcpy(streams, CMSG_DATA(control), sizeof streams);
             launcher_streams = {fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, 3),
@@ -395,7 +396,7 @@ inline void handle_starter_signals() {
     for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGUSR1}) handle_signal(signal, action);
 }
 
-// True if this process runs. One that has ended, and whose parent has not asked how, does not.
+// True if this process runs; a zombie does not.
 inline bool is_running(pid_t process) {
     std::ifstream file(format("/proc/%d/stat", process));
     std::string stat;
@@ -443,7 +444,9 @@ inline MpirunEnd wait_for_mpirun(int output, int listener) {
             if (!readable[0].revents) continue;
             const ssize_t n = read(output, buffer, sizeof buffer);
             if (n == 0) break;
-            if (n > 0 && end.said.size() < 65536) end.said.append(buffer, static_cast<size_t>(n));
+            if (n > 0) end.said.append(buffer, static_cast<size_t>(n));
+            constexpr size_t kMostKept = 65536;  // the latest: the launcher's own words come last
+            if (end.said.size() > kMostKept) end.said.erase(0, end.said.size() - kMostKept);
         } else if (ready == 0) {
             const RanksNow now = ranks_now();
             const bool have_all_ended = run_page && run_page->any_has_begun && !now.any_runs;

@@ -203,28 +203,23 @@ struct Lane {
     bool is_under_way = false;
 };
 
-// While it lives, what this process prints goes to MPI's launcher (LauncherStreams).
+// While this lives, stdout and stderr go to MPI's launcher (LauncherStreams), for once in a process.
 class PrintsToLauncher {
   public:
     PrintsToLauncher() {
-        if (launcher_streams.errors < 0) return;
-        swap(STDOUT_FILENO, launcher_streams.output, own_.output);
-        swap(STDERR_FILENO, launcher_streams.errors, own_.errors);
+        const LauncherStreams to = std::exchange(launcher_streams, {});
+        own_ = {fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, 3), fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 3)};
+        if (to.is_open() && own_.is_open()) dup2(to.output, STDOUT_FILENO), dup2(to.errors, STDERR_FILENO);
+        to.close();
     }
     PrintsToLauncher(const PrintsToLauncher&) = delete;
     ~PrintsToLauncher() {
-        if (own_.errors < 0) return;
         fflush(stdout);
-        dup2(own_.output, STDOUT_FILENO), close(own_.output);
-        dup2(own_.errors, STDERR_FILENO), close(own_.errors);
+        if (own_.is_open()) dup2(own_.output, STDOUT_FILENO), dup2(own_.errors, STDERR_FILENO);
+        own_.close();
     }
 
   private:
-    static void swap(int stream, int to, int& kept) {
-        kept = fcntl(stream, F_DUPFD_CLOEXEC, 3);
-        dup2(to, stream);
-    }
-
     LauncherStreams own_;
 };
 

@@ -276,7 +276,7 @@ void expect_solved(const std::vector<Profile>& profiles, const std::vector<Choic
         cheaper = first_of(all, smaller, [&](const Choice& c) { return c.seconds < best->seconds; });
         less = first_of(all, faster, [&](const Choice& c) { return c.bytes < best->bytes; });
     }
-    expect_same(profiles, s.next_cheaper, cheaper, "next_cheaper");
+    expect_same(profiles, s.next_faster, cheaper, "next_faster");
     expect_same(profiles, s.next_smaller, less, "next_smaller");
 }
 
@@ -399,12 +399,12 @@ TEST(Solve, WhatIsChosenFitsByTheExactTotal) {
             EXPECT_LE(s.chosen->exact, budget);
             calls = 0;
             refine_neighbours(s, refine);
-            EXPECT_EQ(calls, s.next_cheaper.has_value() + s.next_smaller.has_value());
+            EXPECT_EQ(calls, s.next_faster.has_value() + s.next_smaller.has_value());
             if (surely) {
                 EXPECT_LE(s.chosen->seconds, surely->seconds);
             }
-            if (s.next_cheaper) {
-                EXPECT_EQ(s.next_cheaper->exact, placed(*s.next_cheaper));
+            if (s.next_faster) {
+                EXPECT_EQ(s.next_faster->exact, placed(*s.next_faster));
             }
             beyond += placed(*solve(profiles, budget).chosen) > budget;
         }
@@ -428,9 +428,9 @@ TEST(Solve, AFewTriesFindWhatFitsByTheExactTotal) {
         EXPECT_GT(tried[0] + most / 20, budget);  // the first does not fit
         EXPECT_LE(tried.size(), 12u);
         EXPECT_LE(s.chosen->exact, budget);
-        ASSERT_TRUE(s.next_cheaper);
+        ASSERT_TRUE(s.next_faster);
         refine_neighbours(s, refine);
-        EXPECT_GT(s.next_cheaper->exact, budget);
+        EXPECT_GT(s.next_faster->exact, budget);
         EXPECT_EQ(s.chosen->seconds, 2 * solve(profiles, s.chosen->bytes).chosen->seconds);
     }
 }

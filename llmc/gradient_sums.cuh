@@ -1,5 +1,5 @@
-// gradient_sums.cuh - how a backward pass writes the gradients of one layer: they overwrite what is there, are
-// added to it, or are summed over chunks of rows, between begin_chunks() and end_chunks().
+// gradient_sums.cuh - how a backward pass writes the gradients of one layer: they overwrite what is there,
+// are added to it, or are summed over chunks of rows, between begin_chunks() and end_chunks().
 //
 // Chunks lose no more precision than one product of all rows would. In fp32 a plain sum over chunks is as
 // good. A bf16 matrix has additional low bits beside it during the chunks. Small gradients, of a bias or a

@@ -180,8 +180,8 @@ void multiply_floats(bool tb, bool ta, int64_t n, int64_t m, int64_t k, const fl
 #ifdef __AVX512F__
     dnnl_sgemm(tb ? 'T' : 'N', ta ? 'T' : 'N', n, m, k, 1.f, b, ldb, a, lda, 0.f, c, m);
 #else
-    // Without AVX-512, oneDNN sums the last rows of a product in another order (llmc/matmul_onednn.h). In blocks
-    // of 48 rows, filled up with zeros, a row has the same bits among any others.
+    // Without AVX-512, oneDNN sums the last rows of a product in another order (llmc/matmul_onednn.h). In
+    // blocks of 48 rows, filled up with zeros, a row has the same bits among any others.
     constexpr int64_t kBlock = 48;
     std::vector<float> rows(static_cast<size_t>(kBlock * k)), sums(static_cast<size_t>(kBlock * m));
     for (int64_t first = 0; first < n; first += kBlock) {

@@ -138,8 +138,8 @@ class RankEngine {
 using OnLost = std::function<void(RankEngine& engine, const std::string& line)>;
 
 // MPI and NCCL share memory in /dev/shm between the ranks of a machine, and their errors do not say if there
-// was too little: Docker gives a container 64 MiB. This says it, at the end of such an error; it is empty if
-// there is room.
+// was too little: Docker gives a container 64 MiB. Returns what to append to such an error; empty if there
+// is room.
 inline std::string remark_on_shared_memory() {
     const std::optional<size_t> free = free_disk_bytes("/dev/shm");
     if (!free || *free > size_t{256} << 20) return "";

@@ -203,7 +203,7 @@ struct Lane {
     bool is_under_way = false;
 };
 
-// While this lives, stdout and stderr go to MPI's launcher (LauncherStreams), for once in a process.
+// While this lives, stdout and stderr go to MPI's launcher (LauncherStreams). It works once in a process.
 class PrintsToLauncher {
   public:
     PrintsToLauncher() {
@@ -518,18 +518,17 @@ std::unique_ptr<RankEngine> connect_ranks(const Rank& rank, OnLost on_lost) {
 }
 
 MpirunCommand mpirun_command(int count) {
+    constexpr size_t kFiles = size_t{16} << 20;  // PMIx's take 4 MiB for a few ranks; MPICH's are in /dev/shm
 #ifdef OPEN_MPI
     // In a container the user is root. Ranks may outnumber cores, and each takes the cores that are its
     // share.
     setenv("OMPI_ALLOW_RUN_AS_ROOT", "1", 1);
     setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", 1);
-    constexpr size_t kFiles = size_t{16} << 20;  // PMIx's take 4 MiB for a few ranks
     return {{"mpirun.openmpi", "mpirun"},
             {"-n", std::to_string(count), "--oversubscribe", "--bind-to", "none"},
             getenv("OMPI_MCA_orte_tmpdir_base") ? 0 : kFiles,
             kFiles};
 #else
-    constexpr size_t kFiles = size_t{16} << 20;  // in /dev/shm
     return {{"mpiexec.hydra", "mpiexec"}, {"-n", std::to_string(count)}, 0, kFiles};
 #endif
 }

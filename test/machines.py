@@ -1,12 +1,12 @@
 """Several machines that are simulated on this one: MPI's launcher reaches each through an agent that gives it a host name of its
 own and, in a Networked, a network namespace. Both are root's."""
 
-import os
 import pathlib
 import shutil
 import subprocess
 
 import pytest
+from trainer_runs import IS_MPICH
 
 NETWORK = "10.77.0"
 # mpirun calls it as `agent HOST COMMAND ...` to start its daemon on a host. Options of ssh come before the host.
@@ -23,7 +23,7 @@ def has_means(*command):
 
 def need_machines():
     """Skips a test where machines cannot be simulated."""
-    if "MPIRUN" in os.environ:
+    if IS_MPICH:
         pytest.skip("the agent is for OpenMPI's launcher")
     if not has_means("unshare", "--uts", "true"):
         pytest.skip("host names are root's")

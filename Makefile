@@ -131,23 +131,42 @@ endef
 deps:
 	$(call install,$(DEPS))
 
-# The installed scripts find the program and the text where they are in the repository.
-PREFIX ?= $(HOME)/.local
-SHARE := $(PREFIX)/share/train-gpt
-LIBEXEC := $(PREFIX)/libexec/train-gpt
+# $(call quoted,TEXT) is one word of the shell, whatever characters the text has.
+quoted = '$(subst ','\'',$(1))'
+
+# The installed scripts find the program and the text where they are in the repository. A path of the user's is taken as it
+# was written ($(value)), so that a $ in it is a character.
+ifeq ($(origin PREFIX),undefined)
+PREFIX := $(if $(HOME),$(value HOME)/.local)
+endif
+TO = $(call quoted,$(value DESTDIR)$(value PREFIX))
+SHARE := share/train-gpt
 PAGES := man:man/man1/train.1 bash:bash-completion/completions/train zsh:zsh/site-functions/_train
+INSTALLED := bin/train libexec/train-gpt $(SHARE) $(foreach p,$(PAGES),share/$(lastword $(subst :, ,$(p))))
+define check_prefix
+@case $(call quoted,$(value PREFIX)) in /*) ;; *) \
+  printf 'make $@: PREFIX=%s is no absolute path: give one that begins with /\n' $(call quoted,$(value PREFIX)) >&2; exit 1 ;; esac
+endef
 install: _notice $(BUILD)/train
-	@install -D $(BUILD)/train $(DESTDIR)$(PREFIX)/bin/train
-	@[ $(DEVICE) = cuda ] || install -D build/planner $(DESTDIR)$(LIBEXEC)/planner
-	@install -D -m 644 -t $(DESTDIR)$(SHARE)/dev/data dev/data/tinyshakespeare.txt
-	@install -D -t $(DESTDIR)$(SHARE)/scripts $(filter-out scripts/profile%,$(wildcard scripts/*.sh))
-	@ln -sfn ../../bin/train $(DESTDIR)$(SHARE)/train
-	@for page in $(PAGES); do to=$(DESTDIR)$(PREFIX)/share/$${page#*:}; mkdir -p "$$(dirname "$$to")" && \
+	$(check_prefix)
+	@install -D $(BUILD)/train $(TO)/bin/train
+	@[ $(DEVICE) = cuda ] || install -D build/planner $(TO)/libexec/train-gpt/planner
+	@install -D -m 644 -t $(TO)/$(SHARE)/dev/data dev/data/tinyshakespeare.txt
+	@install -D -t $(TO)/$(SHARE)/scripts $(filter-out scripts/profile%,$(wildcard scripts/*.sh))
+	@ln -sfn ../../bin/train $(TO)/$(SHARE)/train
+	@for page in $(PAGES); do to=$(TO)/share/$${page#*:}; mkdir -p "$$(dirname "$$to")" && \
 	  $(BUILD)/train --help $${page%%:*} > "$$to" || exit 1; done
-	@echo "installed $(DESTDIR)$(PREFIX)/bin/train"
-	@case ":$$PATH:" in *":$(PREFIX)/bin:"*) ;; *) echo "$(PREFIX)/bin is not on the PATH" ;; esac
+	@printf 'installed %s\n' $(TO)/bin/train
+	@case ":$$PATH:" in *:$(call quoted,$(value PREFIX))/bin:*) ;; *) \
+	  printf '%s/bin is not on the PATH\n' $(call quoted,$(value PREFIX)) ;; esac
+# What a link leads to outside of PREFIX stays.
 uninstall:
-	rm -rf $(DESTDIR)$(PREFIX)/bin/train $(foreach p,$(PAGES),$(DESTDIR)$(PREFIX)/share/$(lastword $(subst :, ,$(p)))) $(DESTDIR)$(SHARE) $(DESTDIR)$(LIBEXEC)
+	$(check_prefix)
+	@root=$$(realpath -e $(TO)) || exit 1; root=$${root%/}; for name in $(INSTALLED); do \
+	  [ -e "$$root/$$name" ] || [ -L "$$root/$$name" ] || continue; \
+	  above=$$(realpath "$$root/$${name%/*}"); case $$above/ in \
+	    "$$root"/*) rm -rf "$$root/$$name" && printf 'removed %s\n' "$$root/$$name" || exit 1 ;; \
+	    *) printf '%s stays: it is outside of PREFIX, in %s\n' "$$root/$$name" "$$above" >&2 ;; esac; done
 
 include dev/bench/Makefile test/Makefile
 

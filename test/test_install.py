@@ -1,4 +1,5 @@
 """make install: what it puts where, that it runs from any folder, and that the manual and the completions know all options."""
+import os
 import re
 import shutil
 import subprocess
@@ -73,3 +74,48 @@ def test_uninstall_removes_it(prefix, tmp_path):
     shutil.copytree(prefix, tmp_path / "copy", symlinks=True)
     subprocess.run(["make", "-s", "uninstall", f"PREFIX={tmp_path / 'copy'}"], cwd=ROOT, check=True, capture_output=True)
     assert not [path for path in (tmp_path / "copy").rglob("*") if not path.is_dir()]
+
+
+def make(target, *variables, code=0, **environment):
+    """Runs make for a target; an environment variable that is None is unset."""
+    outside = {name: value for name, value in (os.environ | environment).items()
+               if value is not None and name not in ("PREFIX", "DESTDIR", "MAKEFLAGS")}
+    ran = subprocess.run(["make", "-s", target, "DEVICE=cpu", "PRECISION=fp32", *variables], cwd=ROOT, env=outside,
+                         text=True, capture_output=True)
+    assert ran.returncode == code, ran.stderr
+    return ran.stdout + ran.stderr
+
+
+def files_in(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+
+
+def test_any_name_of_a_folder_will_do(prefix, tmp_path):
+    stage, place = tmp_path / "a stage's \"$HOME\"", "/o'pt/my \"tools\" $(x) $y#z"
+    where = [f"PREFIX={place}", f"DESTDIR={stage}"]
+    neighbours = [tmp_path / "a", stage / "o'pt/my", stage / "o'pt/my \"tools\" "]
+    for path in neighbours:
+        path.mkdir(parents=True)
+        (path / "mine").touch()
+    assert f"installed {stage}{place}/bin/train\n" in make("install", *where)
+    assert files_in(stage / place[1:]) == files_in(prefix)
+    make("uninstall", *where)
+    assert files_in(tmp_path) == sorted(str((path / "mine").relative_to(tmp_path)) for path in neighbours)
+
+
+def test_a_prefix_is_an_absolute_path():
+    for prefix in ("", "tools", "~/tools"):
+        for target in ("install", "uninstall"):
+            assert f"PREFIX={prefix} is no absolute path" in make(target, f"PREFIX={prefix}", code=2)
+    assert "PREFIX= is no absolute path" in make("uninstall", HOME=None, code=2)
+
+
+def test_uninstall_removes_nothing_outside_of_the_prefix(tmp_path):
+    inside, outside = tmp_path / "in", tmp_path / "outside/train-gpt"
+    outside.mkdir(parents=True)
+    (outside / "mine").touch()
+    (inside / "share").mkdir(parents=True)
+    (inside / "share/train-gpt").symlink_to(outside)  # the link itself was installed
+    (inside / "libexec").symlink_to(outside.parent)
+    assert f"{inside}/libexec/train-gpt stays: it is outside of PREFIX" in make("uninstall", f"PREFIX={inside}")
+    assert files_in(tmp_path) == ["in/libexec", "outside/train-gpt/mine"]

@@ -47,7 +47,7 @@ void Trainer::run() {
     prepare();
     if (!o_.save_base.empty() && !file_exists(o_.save_base)) {  // a resumed run has saved it already
         model_.save_base(o_.save_base, stream_);
-        fprintf(o_.notes(), "saved the base in %s\n", o_.save_base.c_str());
+        print(o_.notes(), "saved the base in %s\n", o_.save_base.c_str());
     }
     stop_on_signals(saves_.wanted());
     print_start(o_, in_, first_step_, saves_.wanted());
@@ -97,8 +97,8 @@ bool Trainer::train_step() {
     if (loss_scale == 0) {
         metrics_.finish();
         // The update is still made: weight decay and momentum act.
-        printf("step %5lld: no token has a loss, so the gradient is zero\n",
-               static_cast<long long>(step_ + 1));
+        print(stdout, "step %5lld: no token has a loss, so the gradient is zero\n",
+              static_cast<long long>(step_ + 1));
     }
     const double rate = learning_rate(o_.schedule, step_, o_.steps, o_.warmup, o_.lr, o_.min_lr);
     updates_.begin_step(step_, rate);
@@ -653,9 +653,9 @@ void Trainer::finish() {
 // The end of a run that was interrupted.
 void Trainer::stop() {
     if (step_ == first_step_)
-        fprintf(o_.notes(), "interrupted before step %lld\n", static_cast<long long>(step_ + 1));
+        print(o_.notes(), "interrupted before step %lld\n", static_cast<long long>(step_ + 1));
     else
-        printf("interrupted after step %lld\n", static_cast<long long>(step_));
+        print(stdout, "interrupted after step %lld\n", static_cast<long long>(step_));
     if (saves_.wanted() && !saves_.has(step_)) save();
     saves_.remove_fallback();
 }
@@ -777,7 +777,7 @@ void Trainer::prepare() {
     PeakRate peak = {};
     if (trains()) {
         peak = device_peak_flops<floatX>(stream_, report_.allocated());
-        printf("MFU is relative to %.0f GFLOP/s, %s\n", peak.flops / 1e9, peak.of);
+        print(stdout, "MFU is relative to %.0f GFLOP/s, %s\n", peak.flops / 1e9, peak.of);
     }
     choose_algorithms();
     take_memory();

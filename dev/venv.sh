@@ -13,8 +13,7 @@ fail() {
 
 cat dev/requirements.txt dev/requirements-alone.txt | cmp -s - "$stamp" && exit 0
 if [ -e .venv ]; then folder=.venv; else folder=.; fi
-probe=$(mktemp "$folder/.probe-XXXXXX" 2>/dev/null) || fail "cannot write in $(cd "$folder" && pwd), where Python's packages go"
-rm -f "$probe"
+[ -w "$folder" ] || fail "cannot write in $(cd "$folder" && pwd), where Python's packages go"
 python3 -c 'import ensurepip, venv' 2>/dev/null || fail "there is no Python 3 with its venv module: make test-deps installs it"
 # Sizes as of 2026-11-28, of PyPI's files for Python 3.11 on x86-64.
 echo "venv.sh: installing dev/requirements*.txt into .venv: downloads about 3.3 GB, most of it PyTorch with CUDA, and takes 6 GB there"

@@ -201,8 +201,7 @@ inline void remark_unknown(const ConfigReader& r,
         const std::string& key = item.key();
         const auto is_key = [&](const char* name) { return key == name; };
         if (std::ranges::none_of(known, [&](const auto& list) { return std::ranges::any_of(list, is_key); }))
-            fprintf(stderr, "%s: '%s' is not known, and left out\n", r.file().c_str(),
-                    printable(key).c_str());
+            print(stderr, "%s: '%s' is not known, and left out\n", r.file().c_str(), printable(key).c_str());
     }
 }
 

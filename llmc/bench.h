@@ -360,68 +360,68 @@ inline nlohmann::ordered_json bench_json(const BenchReport& r) {
 inline void print_operations(FILE* to, const BenchReport& r) {
     const double whole = r.of(r.whole()).mean;
     double inside = 0;
-    fprintf(to, "\n%-58s %6s %10s %7s %8s %9s %12s %6s\n", "operation", "calls", "ms", "share", "GB/s",
-            "GFLOP/s", "roofline ms", "ratio");
+    print(to, "\n%-58s %6s %10s %7s %8s %9s %12s %6s\n", "operation", "calls", "ms", "share", "GB/s",
+          "GFLOP/s", "roofline ms", "ratio");
     for (const OperationLine& o : r.operations()) {
         inside += o.seconds;
-        fprintf(to, "%-58s %6.0f %10.3f %6.1f%% %8.1f %9.1f %12.3f %6.1f\n", o.name.c_str(), o.calls,
-                1e3 * o.seconds, 100 * o.seconds / whole, o.bytes / o.seconds / 1e9,
-                o.flops / o.seconds / 1e9, 1e3 * o.roofline, o.seconds / o.roofline);
+        print(to, "%-58s %6.0f %10.3f %6.1f%% %8.1f %9.1f %12.3f %6.1f\n", o.name.c_str(), o.calls,
+              1e3 * o.seconds, 100 * o.seconds / whole, o.bytes / o.seconds / 1e9, o.flops / o.seconds / 1e9,
+              1e3 * o.roofline, o.seconds / o.roofline);
     }
-    fprintf(to, "%-58s %6s %10.3f %6.1f%%\n", "outside of operations", "", 1e3 * (whole - inside),
-            100 * (whole - inside) / whole);
+    print(to, "%-58s %6s %10.3f %6.1f%%\n", "outside of operations", "", 1e3 * (whole - inside),
+          100 * (whole - inside) / whole);
 }
 
 // Prints a line for each place where the step waits, and one for each link: what it carried on average over
 // the whole step.
 inline void print_waits(FILE* to, const BenchReport& r) {
     const double whole = r.of(r.whole()).mean;
-    fprintf(to, "\n%-20s", "waited, ms");
-    for (const char* name : Transfer::kNames) fprintf(to, " %10s", name);
-    fprintf(to, " %8s\n", "share");
+    print(to, "\n%-20s", "waited, ms");
+    for (const char* name : Transfer::kNames) print(to, " %10s", name);
+    print(to, " %8s\n", "share");
     for (const Waits& w : r.waits()) {
-        fprintf(to, "%-20s", w.place.c_str());
-        for (const double seconds : w.seconds) fprintf(to, " %10.3f", 1e3 * seconds);
-        fprintf(to, " %7.2f%%\n", 100 * w.total() / whole);
+        print(to, "%-20s", w.place.c_str());
+        for (const double seconds : w.seconds) print(to, " %10.3f", 1e3 * seconds);
+        print(to, " %7.2f%%\n", 100 * w.total() / whole);
     }
-    fprintf(to, "\n%-20s %10s %10s %10s\n", "link", "MB a step", "GB/s", "limit");
+    print(to, "\n%-20s %10s %10s %10s\n", "link", "MB a step", "GB/s", "limit");
     for (size_t route = 0; route < kRoutes; route++)
         if (r.moved(route) > 0) {
             const bool known = std::isfinite(r.limits[route]);
-            fprintf(to, "%-20s %10.1f %10.3f %10s\n", kRouteNames[route], r.moved(route) / 1e6,
-                    r.moved(route) / r.seconds() / 1e9,
-                    known ? format("%.3f", r.limits[route] / 1e9).c_str() : "(--rates)");
+            print(to, "%-20s %10.1f %10.3f %10s\n", kRouteNames[route], r.moved(route) / 1e6,
+                  r.moved(route) / r.seconds() / 1e9,
+                  known ? format("%.3f", r.limits[route] / 1e9).c_str() : "(--rates)");
         }
 }
 
 // Prints a line for each rank: where the time of a step goes.
 inline void print_rank_times(FILE* to, const BenchReport& r) {
-    fprintf(to, "\n%-13s %10s %16s %20s %16s\n", "ms of a step", "computing", "exchange hidden",
-            "exchange not hidden", "waits for others");
+    print(to, "\n%-13s %10s %16s %20s %16s\n", "ms of a step", "computing", "exchange hidden",
+          "exchange not hidden", "waits for others");
     for (size_t number = 0; number < r.ranks.size(); number++) {
         const RankTimes& t = r.ranks[number];
-        fprintf(to, "rank %-8zu %10.3f %16.3f %20.3f %16.3f\n", number, 1e3 * t.computing, 1e3 * t.hidden,
-                1e3 * t.not_hidden, 1e3 * t.waiting);
+        print(to, "rank %-8zu %10.3f %16.3f %20.3f %16.3f\n", number, 1e3 * t.computing, 1e3 * t.hidden,
+              1e3 * t.not_hidden, 1e3 * t.waiting);
     }
 }
 
 inline void print_table(FILE* to, const BenchReport& r) {
     const MemoryReport& m = r.memory;
-    fprintf(to, "%s: %s, %s, batch %d, seq_len %d, grad_accum %d, recompute %s, %d CPU threads\n",
-            m.model.c_str(), m.device.c_str(), m.precision.c_str(), m.batch, m.seq_len, m.grad_accum,
-            m.recompute.c_str(), r.threads);
-    fprintf(to, "%zu steps, after a cold one of %.2f ms and %d to warm up\n\n", r.steps.size(),
-            1e3 * r.cold.ranges.at(r.whole()), r.warmup);
-    fprintf(to, "%-13s %10s %10s %10s %10s\n", "ms", "mean", "std", "median", "min");
+    print(to, "%s: %s, %s, batch %d, seq_len %d, grad_accum %d, recompute %s, %d CPU threads\n",
+          m.model.c_str(), m.device.c_str(), m.precision.c_str(), m.batch, m.seq_len, m.grad_accum,
+          m.recompute.c_str(), r.threads);
+    print(to, "%zu steps, after a cold one of %.2f ms and %d to warm up\n\n", r.steps.size(),
+          1e3 * r.cold.ranges.at(r.whole()), r.warmup);
+    print(to, "%-13s %10s %10s %10s %10s\n", "ms", "mean", "std", "median", "min");
     for (const auto& [name, s] : r.times())
-        fprintf(to, "%-13s %10.3f %10.3f %10.3f %10.3f\n", name.c_str(), 1e3 * s.mean, 1e3 * s.std,
-                1e3 * s.median, 1e3 * s.min);
-    fprintf(to, "\n%.0f tokens/s\n", r.tokens / r.seconds());
-    fprintf(to, "%.1f GFLOP/s: %.1f%% of the %.1f of square products\n", r.flops_per_second() / 1e9,
-            100 * r.flops_per_second() / r.matmul_peak, r.matmul_peak / 1e9);
-    fprintf(to, "%.1f GB/s: %.1f%% of the %.1f of a large copy\n", r.bytes_per_second() / 1e9,
-            100 * r.bytes_per_second() / r.copy_peak, r.copy_peak / 1e9);
-    fprintf(to, "%.1f MiB planned, %.1f MiB taken\n", mebibytes(m.total()), mebibytes(r.taken_bytes));
+        print(to, "%-13s %10.3f %10.3f %10.3f %10.3f\n", name.c_str(), 1e3 * s.mean, 1e3 * s.std,
+              1e3 * s.median, 1e3 * s.min);
+    print(to, "\n%.0f tokens/s\n", r.tokens / r.seconds());
+    print(to, "%.1f GFLOP/s: %.1f%% of the %.1f of square products\n", r.flops_per_second() / 1e9,
+          100 * r.flops_per_second() / r.matmul_peak, r.matmul_peak / 1e9);
+    print(to, "%.1f GB/s: %.1f%% of the %.1f of a large copy\n", r.bytes_per_second() / 1e9,
+          100 * r.bytes_per_second() / r.copy_peak, r.copy_peak / 1e9);
+    print(to, "%.1f MiB planned, %.1f MiB taken\n", mebibytes(m.total()), mebibytes(r.taken_bytes));
     if (r.moves()) print_waits(to, r);
     if (!r.ranks.empty()) print_rank_times(to, r);
     if (r.profiled) print_operations(to, r);
@@ -430,7 +430,7 @@ inline void print_table(FILE* to, const BenchReport& r) {
 // Prints the report, as tables or as JSON.
 inline void print_bench(const BenchReport& r, bool json) {
     if (json)
-        printf("%s\n", json_text(bench_json(r)).c_str());
+        print(stdout, "%s\n", json_text(bench_json(r)).c_str());
     else
         print_table(stdout, r);
 }

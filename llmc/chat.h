@@ -82,7 +82,7 @@ class ChatSession {
             begin_again();
         } else {
             if (command != "/help")
-                fprintf(stderr, "%s: there is no such command\n", printable(command).c_str());
+                print(stderr, "%s: there is no such command\n", printable(command).c_str());
             fputs(kChatHelp, stderr);
         }
         return false;
@@ -97,7 +97,7 @@ class ChatSession {
         try {
             return fitting_tokens();
         } catch (const UserError& error) {
-            fprintf(stderr, "%s\n", error.what());
+            print(stderr, "%s\n", error.what());
             messages_.pop_back();
             return {};
         }
@@ -113,9 +113,8 @@ class ChatSession {
                 fputs("(the beginning of the conversation does not fit: forgotten)\n", stderr);
             if (fits) return tokens;
             if (messages_.size() < first + 3) {
-                fprintf(stderr,
-                        "that is too long: with it the conversation has %zu tokens, and %d have room\n",
-                        tokens.size(), window_ - 1);
+                print(stderr, "that is too long: with it the conversation has %zu tokens, and %d have room\n",
+                      tokens.size(), window_ - 1);
                 messages_.pop_back();
                 return {};
             }
@@ -136,8 +135,7 @@ class ChatSession {
         messages_.push_back(said("assistant", said_));
         const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began_;
         if (lines_.is_terminal())
-            fprintf(stderr, "(%d tokens, %.1f tokens/s)\n", answer_->drawn(),
-                    answer_->drawn() / took.count());
+            print(stderr, "(%d tokens, %.1f tokens/s)\n", answer_->drawn(), answer_->drawn() / took.count());
     }
 
     const Options& o_;

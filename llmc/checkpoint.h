@@ -16,7 +16,6 @@
 #include <cassert>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
 #include <filesystem>
 #include <functional>
 #include <set>
@@ -24,6 +23,7 @@
 #include <system_error>
 #include <vector>
 
+#include "llmc/error.h"
 #include "llmc/adapter_files.h"
 #include "llmc/model_names.h"
 #include "llmc/model_positions.h"
@@ -275,10 +275,10 @@ void load_weights(State<T>& state, const std::string& folder, LoadMore&& load_mo
     for (const auto& [name, entry] : files.entries())
         if (!used.contains(entry) && !is_harmless(name)) others.push_back(name);
     if (!others.empty())
-        fprintf(stderr, "%s: \"%s\"%s: not of a %s of this config.json, and left out\n", folder.c_str(),
-                printable(others[0]).c_str(),
-                others.size() > 1 ? format(" and %zu more tensors", others.size() - 1).c_str() : "",
-                config.family->name);
+        print(stderr, "%s: \"%s\"%s: not of a %s of this config.json, and left out\n", folder.c_str(),
+              printable(others[0]).c_str(),
+              others.size() > 1 ? format(" and %zu more tensors", others.size() - 1).c_str() : "",
+              config.family->name);
 }
 
 template <class T>

@@ -4,6 +4,13 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cstring>
+
+// toml++ asserts what some texts break, such as [é] without quotes. Here a broken assertion throws.
+struct BrokenAssertion {};
+[[noreturn]] static void break_assertion() { throw BrokenAssertion(); }
+#define TOML_ASSERT(holds) ((holds) ? void() : break_assertion())
+#define TOML_MAX_NESTED_VALUES 8
 #include <toml++/toml.h>
 
 #include "llmc/error.h"
@@ -25,7 +32,8 @@ class Reader {
         for (const auto& [key, node] : table) {
             std::vector<std::string> name = above;
             name.emplace_back(key.str());
-            if (const toml::table* const inner = node.as_table()) {
+            // No setting's name has more than two parts.
+            if (const toml::table* const inner = name.size() < 3 ? node.as_table() : nullptr) {
                 read(*inner, name);
                 continue;
             }
@@ -51,10 +59,39 @@ class Reader {
     const std::string& path_;
     std::vector<ConfigItem>& items_;
 };
+
+// The line of the first character that breaks an assertion.
+size_t line_of_broken_assertion(const std::string& text) {
+    size_t good = 0, bad = text.size();
+    while (bad - good > 1) {
+        const size_t before = std::exchange(good, (good + bad) / 2);
+        try {
+            static_cast<void>(toml::parse(std::string_view(text).substr(0, good)));
+        } catch (const toml::parse_error&) {  // such as an end that is missing
+        } catch (const BrokenAssertion&) {
+            bad = std::exchange(good, before);
+        }
+    }
+    return 1 + static_cast<size_t>(std::ranges::count(text.substr(0, good), '\n'));
+}
+
+// Fails if a key may have so many parts that the library's recursion over its tables takes all of the stack.
+void check_depth(const std::string& text, const std::string& path) {
+    constexpr size_t kMostDots = 1000;
+    size_t dots = 0, line = 1;
+    for (const char c : text) {
+        line += c == '\n';
+        dots = std::strchr("\n=,{", c) ? 0 : dots + (c == '.');
+        if (dots > kMostDots)
+            fail("%s:%zu: %zu dots without a comma or an equals sign between them are too many", path.c_str(),
+                 line, dots);
+    }
+}
 }  // namespace
 
 std::vector<ConfigItem> read_toml(const std::string& text, const std::string& path) {
     std::vector<ConfigItem> items;
+    check_depth(text, path);
     try {
         const toml::table table = toml::parse(text);
         Reader(path, items).read(table, {});
@@ -64,6 +101,9 @@ std::vector<ConfigItem> read_toml(const std::string& text, const std::string& pa
         fail("%s:%u: %s%s", path.c_str(), static_cast<unsigned>(error.source().begin.line),
              printable(std::string(error.description())).c_str(),
              is_other ? " (--config reads TOML, with lines like lr = 1e-4)" : "");
+    } catch (const BrokenAssertion&) {
+        fail("%s:%zu: no TOML: outside of quotes, names have only ASCII letters, digits, - and _",
+             path.c_str(), line_of_broken_assertion(text));
     }
     std::stable_sort(items.begin(), items.end(),
                      [](const ConfigItem& a, const ConfigItem& b) { return a.line < b.line; });

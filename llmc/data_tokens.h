@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <memory>
@@ -16,6 +15,7 @@
 #include <string_view>
 #include <vector>
 
+#include "llmc/error.h"
 #include "llmc/data_chat_template.h"
 #include "llmc/data_json_lines.h"
 #include "llmc/dataset.h"
@@ -48,14 +48,16 @@ class TokenizingLines {
         if (now < due_) return;
         due_ = now + (terminal_ ? 0.2 : kPatience);
         reports_ = true;
-        fprintf(to_, "%stokenizing %s: %.1f%s MB%s", terminal_ ? "\r" : "", name_.c_str(), megabytes(done_),
-                of_all_.c_str(), terminal_ ? "" : "\n");
+        if (terminal_) fputs("\r", to_);
+        print(to_, "tokenizing %s: %.1f%s MB%s", name_.c_str(), megabytes(done_), of_all_.c_str(),
+              terminal_ ? "" : "\n");
         fflush(to_);
     }
     void finish(uint64_t tokens) const {
         if (!reports_) return;
-        fprintf(to_, "%stokenized %s: %.1f MB, %llu tokens, %.1f s\n", terminal_ ? "\r\033[K" : "",
-                name_.c_str(), megabytes(done_), static_cast<unsigned long long>(tokens), seconds());
+        if (terminal_) fputs("\r\033[K", to_);
+        print(to_, "tokenized %s: %.1f MB, %llu tokens, %.1f s\n", name_.c_str(), megabytes(done_),
+              static_cast<unsigned long long>(tokens), seconds());
     }
 
   private:

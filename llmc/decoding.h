@@ -18,7 +18,6 @@
 #include <array>
 #include <chrono>
 #include <climits>
-#include <cstdio>
 #include <functional>
 #include <map>
 #include <optional>
@@ -26,6 +25,7 @@
 #include <utility>
 #include <vector>
 
+#include "llmc/error.h"
 #include "llmc/arena.h"
 #include "llmc/drawn_text.h"
 #include "llmc/embedding_and_head.h"
@@ -316,8 +316,8 @@ class AnsweredPrompts {
     ~AnsweredPrompts() {
         for (const auto& [number, line] : finished_) write(line);
         const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began_;
-        fprintf(stderr, "%d prompts answered: %d tokens, %.1f tokens/s\n", written_, tokens_,
-                tokens_ / took.count());
+        print(stderr, "%d prompts answered: %d tokens, %.1f tokens/s\n", written_, tokens_,
+              tokens_ / took.count());
     }
 
     std::optional<std::vector<int>> begin_text(int slot) {
@@ -356,7 +356,7 @@ class AnsweredPrompts {
         }
     }
     void write(const std::string& line) {
-        printf("%s\n", line.c_str());
+        fputs((line + "\n").c_str(), stdout);
         written_++;
     }
 

@@ -68,42 +68,6 @@ class StoppedText {
 // Writes a model's text. On a terminal, control characters are escaped, because the terminal would obey them;
 // pipes and files get the bytes unchanged.
 
-// Escapes bytes that arrive in pieces for a terminal: each byte of a control character (except newline and
-// tab) and each byte that is not UTF-8 becomes \x1b or the like. Other characters stay as they are.
-class TerminalText {
-  public:
-    // What can be shown so far. The start of an incomplete character is held back until the rest arrives.
-    std::string add(std::string_view bytes) {
-        held_ += bytes;
-        std::string shown;
-        size_t at = 0;
-        while (const int count = whole_character(std::string_view(held_).substr(at))) {
-            const auto character =
-                std::string_view(held_).substr(at, static_cast<size_t>(std::max(count, 1)));
-            shown += count < 0 || is_control(character) ? escaped(character) : character;
-            at += character.size();
-        }
-        held_.erase(0, at);
-        return shown;
-    }
-    // The escaped bytes of a character that stayed incomplete.
-    std::string finish() { return escaped(std::exchange(held_, {})); }
-
-  private:
-    static bool is_control(std::string_view character) {
-        const unsigned char first = static_cast<unsigned char>(character[0]);
-        if (character.size() == 1) return (first < 0x20 && first != '\n' && first != '\t') || first == 0x7f;
-        return first == 0xc2 && static_cast<unsigned char>(character[1]) < 0xa0;  // U+0080 to U+009F
-    }
-    static std::string escaped(std::string_view bytes) {
-        std::string text;
-        for (const char c : bytes) text += format("\\x%02x", static_cast<unsigned>(c) & 0xff);
-        return text;
-    }
-
-    std::string held_;
-};
-
 // Writes text to a file piece by piece, without delay.
 class TextOutput {
   public:

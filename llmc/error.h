@@ -1,4 +1,4 @@
-// error.h - how errors are reported.
+// error.h - how errors are reported, and how whatever else is printed reaches a terminal safely.
 //
 // A user's mistake is reported in one line that names the option or file, the value, and what would be right.
 // Any code throws it with fail(); main prints it and exits with code 2. Our own bugs are caught by asserts.
@@ -11,6 +11,10 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <string_view>
+#include <utility>
+
+#include "llmc/utf8.h"
 
 struct UserError : std::runtime_error {
     using std::runtime_error::runtime_error;
@@ -27,16 +31,86 @@ struct StepError : UserError {
     using UserError::UserError;
 };
 
-// printf into a string.
-__attribute__((format(printf, 1, 2))) inline std::string format(const char* pattern, ...) {
-    va_list args, again;
-    va_start(args, pattern);
+// vprintf, and printf, into a string.
+inline std::string format_list(const char* pattern, va_list args) {
+    va_list again;
     va_copy(again, args);
     std::string text(static_cast<size_t>(vsnprintf(nullptr, 0, pattern, args)), '\0');
     vsnprintf(text.data(), text.size() + 1, pattern, again);
-    va_end(args);
     va_end(again);
     return text;
+}
+__attribute__((format(printf, 1, 2))) inline std::string format(const char* pattern, ...) {
+    va_list args;
+    va_start(args, pattern);
+    std::string text = format_list(pattern, args);
+    va_end(args);
+    return text;
+}
+
+// Escapes bytes that arrive in pieces for a terminal: each byte of a control character (except newline and
+// tab) and each byte that is not UTF-8 becomes \x1b or the like. Other characters stay as they are.
+class TerminalText {
+  public:
+    enum Hidden { Kept, Escaped };
+    // `hidden`: whether characters are escaped too that is_hidden() has.
+    explicit TerminalText(Hidden hidden = Kept) : hidden_(hidden) {}
+
+    // What can be shown so far. The start of an incomplete character is held back until the rest arrives.
+    std::string add(std::string_view bytes) {
+        held_ += bytes;
+        std::string shown;
+        size_t at = 0;
+        while (const int count = whole_character(std::string_view(held_).substr(at))) {
+            const auto character =
+                std::string_view(held_).substr(at, static_cast<size_t>(std::max(count, 1)));
+            const int32_t code = count < 0 ? -1 : first_character(character).code;
+            const bool escapes = code < 0 || is_control(code) || (hidden_ == Escaped && is_hidden(code));
+            shown += escapes ? escaped(character) : character;
+            at += character.size();
+        }
+        held_.erase(0, at);
+        return shown;
+    }
+    // The escaped bytes of a character that stayed incomplete.
+    std::string finish() { return escaped(std::exchange(held_, {})); }
+
+  private:
+    static bool is_control(int32_t c) {
+        return (c < 0x20 && c != '\n' && c != '\t') || (c >= 0x7f && c < 0xa0);
+    }
+    // Characters that turn the direction of a line, end it, or take no place in it. Not those that words of
+    // some scripts are written with: joiners, soft hyphens, variation selectors.
+    static bool is_hidden(int32_t c) {
+        return c == 0x61c || c == 0x200b || c == 0x200e || c == 0x200f || (c >= 0x2028 && c <= 0x202e) ||
+               (c >= 0x2060 && c <= 0x206f) || c == 0xfeff || (c >= 0xfff9 && c <= 0xfffb) ||
+               (c >= 0xe0000 && c <= 0xe007f);
+    }
+    static std::string escaped(std::string_view bytes) {
+        std::string text;
+        for (const char c : bytes) text += format("\\x%02x", static_cast<unsigned>(c) & 0xff);
+        return text;
+    }
+
+    Hidden hidden_;
+    std::string held_;
+};
+
+// A text without what a terminal would obey or not show: bytes of control characters, other than newline and
+// tab, and of hidden ones, and those that are no UTF-8, become \x1b or the like.
+inline std::string safe_text(std::string_view text) {
+    TerminalText terminal(TerminalText::Escaped);
+    const std::string shown = terminal.add(text);
+    return shown + terminal.finish();
+}
+
+// printf of a safe_text(). Whatever the program prints goes this way, except what a model writes (TextOutput)
+// and texts of the program's own: a file may have chosen any part of it.
+__attribute__((format(printf, 2, 3))) inline void print(FILE* to, const char* pattern, ...) {
+    va_list args;
+    va_start(args, pattern);
+    fputs(safe_text(format_list(pattern, args)).c_str(), to);
+    va_end(args);
 }
 
 // Throws a UserError with a printf-style message: one line, no full stop, no "error:" at the start.
@@ -76,13 +150,13 @@ inline int report_error(FILE* to = stderr, const std::string& who = "train", con
         std::string line = e.what();
         if (!dynamic_cast<const StepError*>(&e)) line += where;
         std::replace(line.begin(), line.end(), '\n', ' ');  // names of files may contain newlines
-        fprintf(to, "%s: %s\n", who.c_str(), line.c_str());
+        print(to, "%s: %s\n", who.c_str(), line.c_str());
         return 2;
     } catch (const std::bad_alloc&) {
-        fprintf(to, "%s: out of host memory\n", who.c_str());
+        print(to, "%s: out of host memory\n", who.c_str());
         return 2;
     } catch (const std::exception& e) {
-        fprintf(to, "%s: this is a bug: %s\n", who.c_str(), e.what());
+        print(to, "%s: this is a bug: %s\n", who.c_str(), e.what());
         return 1;
     }
 }

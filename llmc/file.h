@@ -302,6 +302,14 @@ Json parse_json(std::string_view text, const std::string& file) {
 // Parses a whole file with parse_json.
 inline nlohmann::json read_json(const std::string& path) { return parse_json(read_text(path), path); }
 
+// JSON as text, for a terminal too: if it has characters that print() would escape, it is written in ASCII
+// alone. It may contain names of files in any encoding.
+inline std::string json_text(const nlohmann::ordered_json& json, int indent = 2) {
+    constexpr auto kReplace = nlohmann::ordered_json::error_handler_t::replace;
+    const std::string text = json.dump(indent, ' ', false, kReplace);
+    return text == safe_text(text) ? text : json.dump(indent, ' ', true, kReplace);
+}
+
 // Writes an open file in order, from its start on. At most two windows of it are in the page cache: one is
 // being filled, the other is being written to the disk. After a failure, errno says why.
 class PassingWrites {

@@ -267,10 +267,10 @@ inline void say_without_library(const Product& p, bool fp32) {
     const std::string shape = p.text() + (fp32 ? ", fp32" : ", bf16");
     if (said.size() > kMost || !said.insert(shape).second) return;
     if (said.size() > kMost) {
-        fprintf(stderr, "cuBLASLt has no algorithm for other products either\n");
+        print(stderr, "cuBLASLt has no algorithm for other products either\n");
         return;
     }
-    fprintf(
+    print(
         stderr,
         "cuBLASLt has no algorithm for the product %s: a kernel makes it without tensor cores, at about %.0f "
         "TFLOP/s, %.3g ms each time\n",

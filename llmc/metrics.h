@@ -81,14 +81,14 @@ class StepLines {
         std::string waited =
             f.waited < 0 ? "" : format(" | waited %.1f%%", 100 * std::min(f.waited / f.seconds, 1.0));
         if (f.slow_rank) waited += format(" | rank %d is slow", *f.slow_rank);
-        fprintf(to_,
-                "step %5lld/%lld %5.1f%% | loss %.6f | norm %.4f | lr %.3e | %8.2f ms | %8.0f tok/s | MFU "
-                "%4.1f%%%s | %lld:%02lld left\n",
-                static_cast<long long>(done), static_cast<long long>(steps_),
-                100.0 * static_cast<double>(done) / static_cast<double>(steps_), f.loss, f.norm, f.rate,
-                f.seconds * 1e3, a_step_.tokens / f.seconds,
-                100.0 * a_step_.flops / f.seconds / a_step_.peak_flops, waited.c_str(),
-                static_cast<long long>(left / 60), static_cast<long long>(left % 60));
+        print(to_,
+              "step %5lld/%lld %5.1f%% | loss %.6f | norm %.4f | lr %.3e | %8.2f ms | %8.0f tok/s | MFU "
+              "%4.1f%%%s | %lld:%02lld left\n",
+              static_cast<long long>(done), static_cast<long long>(steps_),
+              100.0 * static_cast<double>(done) / static_cast<double>(steps_), f.loss, f.norm, f.rate,
+              f.seconds * 1e3, a_step_.tokens / f.seconds,
+              100.0 * a_step_.flops / f.seconds / a_step_.peak_flops, waited.c_str(),
+              static_cast<long long>(left / 60), static_cast<long long>(left % 60));
         fflush(to_);
         printed_ = now_;
     }
@@ -201,8 +201,8 @@ class Metrics {
     bool ends_early(int64_t most) {
         if (most == 0 || !best || best->worse_since < most) return false;
         finish();
-        printf("--early-stopping %lld: no validation was better than that of step %lld, %.6f\n",
-               static_cast<long long>(most), static_cast<long long>(best->step), best->loss);
+        print(stdout, "--early-stopping %lld: no validation was better than that of step %lld, %.6f\n",
+              static_cast<long long>(most), static_cast<long long>(best->step), best->loss);
         return true;
     }
     // False if the run resumes from a save that was not good.

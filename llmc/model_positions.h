@@ -5,12 +5,12 @@
 #include <algorithm>
 #include <cassert>
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
 #include <numbers>
 #include <string>
 #include <vector>
 
+#include "llmc/error.h"
 #include "llmc/families.h"
 
 // ---- the factors of a model
@@ -205,14 +205,14 @@ inline void lengthen(ModelConfig& c, const std::string& rope_scaling, int positi
 inline void print_longer_positions(FILE* to, const ModelConfig& c, const std::string& rope_scaling,
                                    bool beside) {
     if (!rope_scaling.empty())
-        fprintf(to, "--rope-scaling %s: sequences of up to %d tokens\n", rope_scaling.c_str(), c.longest());
+        print(to, "--rope-scaling %s: sequences of up to %d tokens\n", rope_scaling.c_str(), c.longest());
     if (c.grown_from > 0)
-        fprintf(to,
-                "--positions %d: row j of the learned positions is that at j x %d / %d of the %d trained, "
-                "linear between two\n",
-                c.positions, c.grown_from - 1, c.positions - 1, c.grown_from);
+        print(to,
+              "--positions %d: row j of the learned positions is that at j x %d / %d of the %d trained, "
+              "linear between two\n",
+              c.positions, c.grown_from - 1, c.positions - 1, c.grown_from);
     if (beside && (!rope_scaling.empty() || c.grown_from > 0))
-        fprintf(to, "an adapter's folder cannot say that: give the option with the adapter again\n");
+        print(to, "an adapter's folder cannot say that: give the option with the adapter again\n");
 }
 
 // Row j of the `rows` rows that `trained` (M, columns) is stretched to: interpolated linearly between the

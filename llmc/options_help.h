@@ -109,14 +109,10 @@ inline std::string group_named(const CLI::App& app, const std::string& word) {
 
 // The aliases of each setting, in a line that begins with the setting.
 inline std::string alias_lines() {
-    std::map<std::string, std::string> aliases;
-    for (const Alias& alias : kAliases) {
-        std::string& names = aliases[spelled_setting(alias.setting, "")];
-        names += std::string(names.empty() ? "" : ", ") + alias.name;
-    }
-    std::string lines;
-    for (const auto& [setting, names] : aliases) lines += wrapped("    " + setting, names, kHelpIndent);
-    return lines;
+    return joined(kAliases, "", [](const Alias& alias) {
+        const std::vector<std::string> names = CLI::detail::split(alias.names, ' ');
+        return wrapped("    " + spelled_setting(alias.setting, ""), joined(names, ", "), kHelpIndent);
+    });
 }
 
 // The text of --help; `about` is empty, "all", or a group's name. Fails if there is no such group.

@@ -40,129 +40,135 @@ inline const KeyedOption kKeyedOptions[] = {
     {"--advanced", {}},
 };
 
-// Names that transformers, trl, peft and llm.c have for the same settings.
+// Names that transformers, trl, peft, axolotl, torchtune, llama.cpp and llm.c have for the same settings.
 struct Alias {
-    const char *name, *setting;
+    const char *setting, *names;  // the names, with spaces between them
 };
 inline constexpr Alias kAliases[] = {
-    {"--model-name-or-path", "--model"},
-    {"--model-name", "--model"},
-    {"--train-file", "--data"},
-    {"--train-data", "--data"},
-    {"--validation-file", "--val-data"},
-    {"--seq-length", "--seq-len"},
-    {"--sequence-length", "--seq-len"},
-    {"--max-length", "--seq-len"},
-    {"--max-seq-length", "--seq-len"},
-    {"--block-size", "--seq-len"},
-    {"--batch-size", "--batch"},
-    {"--micro-batch-size", "--batch"},
-    {"--per-device-train-batch-size", "--batch"},
-    {"--gradient-accumulation-steps", "--grad-accum"},
-    {"--max-steps", "--steps"},
-    {"--num-epochs", "--epochs"},
-    {"--num-train-epochs", "--epochs"},
-    {"--num-iterations", "--steps"},
-    {"--learning-rate", "--lr"},
-    {"--warmup-steps", "--warmup"},
-    {"--warmup-iters", "--warmup"},
-    {"--lr-scheduler-type", "--schedule"},
-    {"--max-grad-norm", "--clip"},
-    {"--grad-clip", "--clip"},
-    {"--optim", "--optimizer"},
-    {"--adam-beta1", "--optimizer.beta1"},
-    {"--adam-beta2", "--optimizer.beta2"},
-    {"--adam-epsilon", "--optimizer.eps"},
-    {"--lora-r", "--lora-rank"},
-    {"--lora-target-modules", "--lora-targets"},
-    {"--target-modules", "--lora-targets"},
-    {"--num-virtual-tokens", "--soft-prompt"},
-    {"--max-new-tokens", "--sample.tokens"},
-    {"--n-predict", "--sample.tokens"},
-    {"--temp", "--sample.temperature"},
-    {"--temperature", "--sample.temperature"},
-    {"--top-k", "--sample.top-k"},
-    {"--top-p", "--sample.top-p"},
-    {"--min-p", "--sample.min-p"},
-    {"--repetition-penalty", "--sample.repetition-penalty"},
-    {"--repeat-penalty", "--sample.repetition-penalty"},
-    {"--stop", "--sample.stop"},
-    {"--stop-strings", "--sample.stop"},
-    {"--interactive", "--chat"},
-    {"--prompt-file", "--prompts"},
-    {"--output-dir", "--out"},
-    {"--output", "--out"},
-    {"--save-steps", "--save-every"},
-    {"--save-total-limit", "--keep"},
-    {"--load-best-model-at-end", "--keep-best"},
-    {"--early-stopping-patience", "--early-stopping"},
-    {"--resume-from-checkpoint", "--resume"},
-    {"--logging-steps", "--print-every"},
-    {"--eval-steps", "--eval-every"},
-    {"--eval-interval", "--eval-every"},
-    {"--num-threads", "--threads"},
+    {"--model", "--model-name-or-path --model-name"},
+    {"--data", "--train-file --train-data --input-bin"},
+    {"--val-data", "--validation-file --input-val-bin --val-file --eval-data"},
+    {"--seq-len",
+     "--seq-length --sequence-length --max-length --max-seq-length --block-size --model-max-length "
+     "--cutoff-len --sequence-len"},
+    {"--batch", "--batch-size --micro-batch-size --per-device-train-batch-size --train-batch-size"},
+    {"--grad-accum", "--gradient-accumulation-steps --gradient-accumulation --grad-acc-steps"},
+    {"--steps", "--max-steps --num-iterations --max-iters --num-train-steps"},
+    {"--epochs", "--num-epochs --num-train-epochs"},
+    {"--lr", "--learning-rate"},
+    {"--warmup", "--warmup-steps --warmup-iters"},
+    {"--schedule", "--lr-scheduler-type"},
+    {"--clip", "--max-grad-norm --grad-clip --clip-grad-norm --max-norm"},
+    {"--optimizer", "--optim"},
+    {"--optimizer.beta1", "--adam-beta1"},
+    {"--optimizer.beta2", "--adam-beta2"},
+    {"--optimizer.eps", "--adam-epsilon"},
+    {"--lora-rank", "--lora-r"},
+    {"--lora-targets", "--lora-target-modules --target-modules"},
+    {"--soft-prompt", "--num-virtual-tokens"},
+    {"--sample.tokens", "--max-new-tokens --n-predict --predict --num-predict"},
+    {"--sample.temperature", "--temp --temperature"},
+    {"--sample.top-k", "--top-k"},
+    {"--sample.top-p", "--top-p"},
+    {"--sample.min-p", "--min-p"},
+    {"--sample.repetition-penalty", "--repetition-penalty --repeat-penalty"},
+    {"--sample.stop", "--stop --stop-strings"},
+    {"--chat", "--interactive --conversation"},
+    {"--prompts", "--prompt-file"},
+    {"--out", "--output-dir --output"},
+    {"--save-every", "--save-steps --checkpoint-every --save-interval"},
+    {"--keep", "--save-total-limit"},
+    {"--keep-best", "--load-best-model-at-end"},
+    {"--early-stopping", "--early-stopping-patience"},
+    {"--resume", "--resume-from-checkpoint"},
+    {"--print-every", "--logging-steps --log-interval --log-every"},
+    {"--eval-every", "--eval-steps --eval-interval --val-loss-every --val-every"},
+    {"--threads", "--num-threads"},
+    {"--eval-batches", "--eval-iters"},
+    {"--seed", "--random-state"},
+    {"--zero", "--zero-stage"},
 };
 
 // What to write instead of names of other tools that have no equivalent option here.
 struct Hint {
-    const char *name, *said;
+    const char *said, *names;
 };
 inline constexpr Hint kHints[] = {
-    {"--warmup-ratio", "the warm-up is counted in steps: --warmup N"},
-    {"--load-in-4bit", "write --base nf4-double"},
-    {"--load-in-8bit", "write --base all=8bit"},
-    {"--qlora", "write --train lora --base nf4-double"},
-    {"--bnb-4bit-quant-type", "write --base nf4-double, or --base nf4"},
-    {"--lora", "write --train lora"},
-    {"--use-lora", "write --train lora"},
-    {"--use-peft", "write --train lora"},
-    {"--bf16", "the build decides: make PRECISION=bf16"},
-    {"--fp16", "the build decides, between bf16 and fp32: make PRECISION=bf16"},
-    {"--torch-dtype", "the build decides: make PRECISION=bf16 or fp32"},
-    {"--dtype", "the build decides: make PRECISION=bf16 or fp32"},
-    {"--device", "the build decides: make DEVICE=cuda or cpu"},
-    {"--no-cuda", "the build decides: make DEVICE=cpu"},
-    {"--gradient-checkpointing", "write --recompute block, or --memory SIZE, which chooses"},
-    {"--packing", "examples are always packed"},
-    {"--dataset-name", "nothing is downloaded: --data FILE"},
-    {"--eval-strategy", "write --eval-every N"},
-    {"--evaluation-strategy", "write --eval-every N"},
-    {"--metric-for-best-model", "--keep-best and --early-stopping compare validation losses"},
-    {"--train-on-inputs", "answers alone are learnt; --loss-on all learns all"},
-    {"--train-on-responses-only", "that is the default; --loss-on all learns all"},
-    {"--sample-packing", "examples are always packed"},
-    {"--base-model", "write --model DIR"},
-    {"--datasets", "write --data FILE"},
-    {"--val-set-size", "a tenth of the data is held out; --val-data FILE gives other data"},
-    {"--lora-target-linear", "that is the default; --lora-targets names layers"},
-    {"--use-gradient-checkpointing", "write --recompute block, or --memory SIZE, which chooses"},
-    {"--flash-attention", "attention is always computed in tiles, as FlashAttention does"},
-    {"--attn-implementation", "attention is always computed in tiles, as FlashAttention does"},
-    {"--use-flash-attn", "attention is always computed in tiles, as FlashAttention does"},
-    {"--wandb-project", "write --log FILE"},
-    {"--ctx-size", "write --seq-len N"},
-    {"--n-gpu-layers", "write --offload, or --memory SIZE, which chooses"},
-    {"--save-strategy", "write --save-every N"},
-    {"--assistant-only-loss", "that is the default; --loss-on all learns all"},
-    {"--completion-only-loss", "that is the default; --loss-on all learns all"},
-    {"--report-to", "write --log FILE"},
-    {"--logging-dir", "write --log FILE"},
-    {"--do-train", "leave it out: --steps N trains"},
-    {"--do-eval", "leave it out: --val-data FILE and --eval-every N validate"},
-    {"--overwrite-output-dir", "leave it out: another run's saves stay in --out"},
-    {"--per-device-eval-batch-size", "leave it out: validations use --batch"},
-    {"--deepspeed", "write --offload, or --memory SIZE, which chooses"},
-    {"--chat-template", "the model's own is used; --chat-format chooses another format"},
-    {"--tokenizer", "the tokenizer is that of --model"},
-    {"--init-from", "write --model DIR"},
-    {"--compile", "leave it out: the program is compiled already"},
-    {"--use-dora", "there is no DoRA: --train lora"},
-    {"--dora", "there is no DoRA: --train lora"},
-    {"--use-rslora", "--lora-alpha X sets the scale, which is alpha / rank"},
-    {"--neftune-noise-alpha", "there is no noise in embeddings: leave it out"},
-    {"--push-to-hub", "nothing is uploaded: --out DIR"},
-    {"--system-prompt", "write it as the first message of a chat for --prompts FILE, or /system in --chat"},
-    {"--system", "write it as the first message of a chat for --prompts FILE, or /system in --chat"},
+    {"the warm-up is counted in steps: --warmup N", "--warmup-ratio"},
+    {"write --base nf4-double", "--load-in-4bit"},
+    {"write --base all=8bit", "--load-in-8bit"},
+    {"write --train lora --base nf4-double", "--qlora"},
+    {"write --base nf4-double, or --base nf4", "--bnb-4bit-quant-type"},
+    {"write --train lora", "--lora --use-lora --use-peft"},
+    {"the build decides: make PRECISION=bf16", "--bf16"},
+    {"the build decides, between bf16 and fp32: make PRECISION=bf16", "--fp16"},
+    {"the build decides: make PRECISION=bf16 or fp32",
+     "--torch-dtype --dtype --fp32 --precision --mixed-precision"},
+    {"the build decides: make DEVICE=cuda or cpu", "--device"},
+    {"the build decides: make DEVICE=cpu", "--no-cuda"},
+    {"write --recompute block, or --memory SIZE, which chooses",
+     "--gradient-checkpointing --use-gradient-checkpointing --enable-activation-checkpointing "
+     "--activation-checkpointing"},
+    {"examples are always packed",
+     "--packing --sample-packing --pad-to-sequence-len --group-by-length --eval-sample-packing"},
+    {"nothing is downloaded: --data FILE", "--dataset-name"},
+    {"write --eval-every N", "--eval-strategy --evaluation-strategy --evals-per-epoch"},
+    {"--keep-best and --early-stopping compare validation losses", "--metric-for-best-model"},
+    {"answers alone are learnt; --loss-on all learns all", "--train-on-inputs"},
+    {"that is the default; --loss-on all learns all",
+     "--train-on-responses-only --assistant-only-loss --completion-only-loss"},
+    {"write --model DIR", "--base-model --init-from"},
+    {"write --data FILE", "--datasets"},
+    {"a tenth of the data is held out; --val-data FILE gives other data", "--val-set-size"},
+    {"that is the default; --lora-targets names layers", "--lora-target-linear"},
+    {"attention is always computed in tiles, as FlashAttention does",
+     "--flash-attention --attn-implementation --use-flash-attn --flash-attn --flash-attn-2 "
+     "--flash-attention-2 --sdp-attention --xformers-attention"},
+    {"write --log FILE",
+     "--wandb-project --report-to --logging-dir --wandb --wandb-log --wandb-run-name --run-name"},
+    {"write --seq-len N", "--ctx-size --ctx --n-ctx --context-length --context-size --num-ctx"},
+    {"write --offload, or --memory SIZE, which chooses",
+     "--n-gpu-layers --deepspeed --ngl --gpu-layers --cpu-offload --mlock --no-mmap"},
+    {"write --save-every N", "--save-strategy --saves-per-epoch"},
+    {"leave it out: --steps N trains", "--do-train"},
+    {"leave it out: --val-data FILE and --eval-every N validate", "--do-eval"},
+    {"leave it out: another run's saves stay in --out", "--overwrite-output-dir"},
+    {"leave it out: validations use --batch", "--per-device-eval-batch-size"},
+    {"the model's own is used; --chat-format chooses another format", "--chat-template"},
+    {"the tokenizer is that of --model", "--tokenizer"},
+    {"leave it out: the program is compiled already", "--compile --torch-compile --jit"},
+    {"there is no DoRA: --train lora", "--use-dora --dora"},
+    {"--lora-alpha X sets the scale, which is alpha / rank", "--use-rslora"},
+    {"there is no noise in embeddings: leave it out", "--neftune-noise-alpha"},
+    {"nothing is uploaded: --out DIR", "--push-to-hub --hub-model-id"},
+    {"write it as the first message of a chat for --prompts FILE, or /system in --chat",
+     "--system-prompt --system"},
+    {"write --devices N; CUDA_VISIBLE_DEVICES says which GPUs",
+     "--gpus --num-gpus --n-gpus --num-devices --nproc-per-node --num-processes"},
+    {"write --devices N --zero 3", "--fsdp --ddp"},
+    {"there is no training by preferences or rewards: --data has answers to learn",
+     "--dpo --orpo --kto --simpo --grpo --ppo --rlhf --reward-model"},
+    {"write --base nf4-double for a base in 4 bits, --export FILE,type=q4_k_m for a GGUF in 4 bits",
+     "--quantize --quantization --quant --quantization-bit"},
+    {"write --export FILE,type=q4_k_m; --model FILE reads a GGUF",
+     "--outtype --quantization-method --save-gguf --gguf --outfile"},
+    {"write --offload inputs=auto, or --memory SIZE, which chooses",
+     "--enable-activation-offloading --activation-offloading"},
+    {"write --update-in-backward", "--optimizer-in-bwd --fused-backward"},
+    {"write --resume auto", "--auto-resume-from-checkpoints"},
+    {"leave it out: --model DIR without --train trains all weights", "--full-finetune --full"},
+    {"a step reads --batch x --grad-accum sequences: write --grad-accum N",
+     "--total-batch-size --global-batch-size --effective-batch-size"},
+    {"write --min-lr RATE", "--learning-rate-decay-frac --min-lr-rate --lr-min"},
+    {"write --model dN for a new GPT-2 of N layers, or --model DIR",
+     "--n-layer --n-head --n-embd --num-layers"},
+    {"leave it out: --data recognises the fields of its lines, and is read beside the training",
+     "--dataset-text-field --dataset-format --dataset-prepared-path --dataset-num-proc "
+     "--dataloader-num-workers"},
+    {"nothing is downloaded: --model ORG/NAME finds what Hugging Face's tools have downloaded",
+     "--hf-repo --hf-model-repo-id --download"},
+    {"there is no FP8: write --base all=8bit for a base in 8 bits", "--load-in-fp8 --fp8"},
+    {"there is no label smoothing: leave it out", "--label-smoothing-factor"},
 };
 
 // Values that transformers, trl and peft have for a setting, and what they are here.
@@ -190,6 +196,11 @@ inline constexpr ValueHint kValueHints[] = {
     {"--optimizer", "paged_adamw_32bit", "write --optimizer adamw; --memory SIZE offloads what does not fit"},
     {"--schedule", "cosine_with_min_lr", "write --schedule cosine --min-lr RATE"},
 };
+
+// True if a list of words, with spaces between them, has this one.
+inline bool has_word(const char* list, const std::string& word) {
+    return (" " + std::string(list) + " ").find(" " + word + " ") != std::string::npos;
+}
 
 // Reads words into settings that are options of `app`.
 class WordReader {
@@ -262,13 +273,13 @@ class WordReader {
         std::string name = written;
         std::replace(name.begin(), name.end(), '_', '-');
         for (const Alias& alias : kAliases)
-            if (name == alias.name) return alias.setting;
+            if (has_word(alias.names, name)) return alias.setting;
         if (name.find('.') == name.npos && option(name)) return name;
         if (const size_t dot = name.find('.'); dot != name.npos && option(name))
             fail("%s: did you mean %s %s=...?", printable(written).c_str(), name.substr(0, dot).c_str(),
                  name.substr(dot + 1).c_str());
         for (const Hint& hint : kHints)
-            if (name == hint.name) fail("%s: %s", printable(written).c_str(), hint.said);
+            if (has_word(hint.names, name)) fail("%s: %s", printable(written).c_str(), hint.said);
         std::vector<std::string> names;
         for (const CLI::Option* known : app_.get_options()) {
             const std::string other = known->get_name();
@@ -279,7 +290,8 @@ class WordReader {
                 fail("%s: did you mean %s %s=...?", printable(written).c_str(), other.substr(0, dot).c_str(),
                      other.substr(dot + 1).c_str());
         }
-        for (const Alias& alias : kAliases) names.push_back(alias.name);
+        for (const Alias& alias : kAliases)
+            std::ranges::move(CLI::detail::split(alias.names, ' '), std::back_inserter(names));
         const std::string nearest = nearest_name(name, names);
         if (nearest.empty())
             fail("%s: there is no such option; --help all lists them", printable(written).c_str());

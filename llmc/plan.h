@@ -6,13 +6,13 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdio>
 #include <iterator>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "llmc/error.h"
 #include "llmc/arena.h"
 #include "llmc/batches.h"
 #include "llmc/data_feeder.h"
@@ -307,14 +307,14 @@ inline MemoryReport report_of_run(const Options& o, const RunInputs& in, const P
 // allocates. Also writes --timeline.
 inline void print_plan(const Options& o, const MemoryReport& report, const Plan& update, const Rates& rates) {
     if (const KnownModel* known = o.plan ? known_shape(o.model) : nullptr; known && o.model != known->name)
-        fprintf(stderr, "%s is not here: the plan is for the shape of %s\n", o.model.c_str(), known->name);
+        print(stderr, "%s is not here: the plan is for the shape of %s\n", o.model.c_str(), known->name);
     if (!o.timeline.empty()) write_timeline(o.timeline, report, update, rates);
     if (o.json) {
         OperationCosts operations;
         for (const Plan* plan : {report.train, report.update}) add_costs(operations, plan->work, rates);
         nlohmann::ordered_json json = report_json(report, operations);
         if (planned_gpu) json["planned_gpu"] = gpu_answer_json(report);
-        printf("%s\n", json_text(json).c_str());
+        print(stdout, "%s\n", json_text(json).c_str());
     } else if (o.plan) {
         if (planned_gpu) print_gpu_answer(stdout, o, report);
         print_report(stdout, report);

@@ -130,5 +130,5 @@ inline void require_memory(const MemoryReport& r, const FreeMemory& free, Sugges
 inline void remark_shortage(const MemoryReport& r) {
     if (!kHostIsDevice) return;  // a plan can be printed without a GPU
     const FreeMemory free = memory_of_rank({0, r.ranks.devices, r.ranks.on_a_machine});
-    if (still_to_take(r) > free.bytes) fprintf(stderr, "here %s\n", describe_shortage(r, free).c_str());
+    if (still_to_take(r) > free.bytes) print(stderr, "here %s\n", describe_shortage(r, free).c_str());
 }

@@ -4,10 +4,10 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdio>
 #include <string>
 #include <vector>
 
+#include "llmc/error.h"
 #include "llmc/options.h"
 #include "llmc/plan_free_memory.h"
 #include "llmc/plan_report.h"
@@ -144,24 +144,24 @@ inline void print_gpu_answer(FILE* to, const Options& o, const MemoryReport& r) 
                                                      : "full training";
     const std::string gpu = o.devices > 1 ? format("each of %d GPUs %s", o.devices, planned_gpu->name)
                                           : format("the %s", planned_gpu->name);
-    fprintf(to, "%s %s: %s with %d x %d tokens at a time takes %.2f GiB of the %.2f that a run may use",
-            fits ? "fits" : "does not fit", gpu.c_str(), trains, r.batch, r.seq_len, gibibytes(r.total()),
-            gibibytes(room));
+    print(to, "%s %s: %s with %d x %d tokens at a time takes %.2f GiB of the %.2f that a run may use",
+          fits ? "fits" : "does not fit", gpu.c_str(), trains, r.batch, r.seq_len, gibibytes(r.total()),
+          gibibytes(room));
     const size_t pinned = r.pinned_on_a_machine();
     if (fits && pinned > size_t{1} << 30)
-        fprintf(to, ", and %.1f GiB of %s host's memory", gibibytes(pinned), o.machines > 1 ? "each" : "the");
+        print(to, ", and %.1f GiB of %s host's memory", gibibytes(pinned), o.machines > 1 ? "each" : "the");
     if (const std::string others = fits ? "" : gpus_with_room(r.total(), r.all_pinned()); !others.empty())
-        fprintf(to, "; GPUs that have room%s: %s", with_host_memory(r.all_pinned()).c_str(), others.c_str());
+        print(to, "; GPUs that have room%s: %s", with_host_memory(r.all_pinned()).c_str(), others.c_str());
     if (!fits && o.steps > 0 && o.has("--recompute"))
-        fprintf(to, "; without --recompute, the plan chooses what to recompute and to offload");
-    fprintf(to, "\n");
+        print(to, "; without --recompute, the plan chooses what to recompute and to offload");
+    print(to, "\n");
     if (r.seconds > 0)
-        fprintf(to, "about %.*f tokens/s, %s s for a step of %.0f tokens, by the GPU's nominal rates\n",
-                r.tokens() / r.seconds < 10 ? 2 : 0, r.tokens() / r.seconds,
-                format(r.seconds < 1000 ? "%.3g" : "%.0f", r.seconds).c_str(), r.tokens());
+        print(to, "about %.*f tokens/s, %s s for a step of %.0f tokens, by the GPU's nominal rates\n",
+              r.tokens() / r.seconds < 10 ? 2 : 0, r.tokens() / r.seconds,
+              format(r.seconds < 1000 ? "%.3g" : "%.0f", r.seconds).c_str(), r.tokens());
     if (const std::string costs = costs_of_fitting(r, o.devices / o.machines); !costs.empty())
-        fprintf(to, "cost of fitting: %s\n", costs.c_str());
-    fprintf(to, "\n");
+        print(to, "cost of fitting: %s\n", costs.c_str());
+    print(to, "\n");
 }
 
 // What --plan json says of the named GPU: its memory, how much of that a run may use, and whether this run

@@ -186,11 +186,6 @@ struct MemoryReport {
     double tokens() const { return static_cast<double>(batch) * seq_len * grad_accum; }  // of a step
 };
 
-// JSON as text. It may contain names of files in any encoding.
-inline std::string json_text(const nlohmann::ordered_json& json, int indent = 2) {
-    return json.dump(indent, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
-}
-
 // The costs of operations by their names.
 inline nlohmann::ordered_json operations_json(const OperationCosts& costs) {
     auto all = nlohmann::ordered_json::array();
@@ -320,19 +315,18 @@ inline bool is_worth_showing(const MemoryChoice& neighbour, const MemoryChoice& 
 
 // Prints what --memory chose, what that costs, and its neighbours.
 inline void print_choice(FILE* to, const MemoryReport& r) {
-    if (!r.length_choice.empty()) fprintf(to, "--seq-len auto: %s\n", r.length_choice.c_str());
-    if (!r.batch_choice.empty()) fprintf(to, "--batch auto: %s\n", r.batch_choice.c_str());
+    if (!r.length_choice.empty()) print(to, "--seq-len auto: %s\n", r.length_choice.c_str());
+    if (!r.batch_choice.empty()) print(to, "--batch auto: %s\n", r.batch_choice.c_str());
     for (size_t i = 0; i < r.choice.size(); i++) {
         const MemoryChoice &c = r.choice[i], &chosen = r.choice[0];
         const double mib = mebibytes(c.bytes), relative = c.seconds / chosen.seconds;
         if (i == 0)
-            fprintf(
-                to,
-                "--memory %s: %s\n  takes %.1f MiB; by estimate %.1f%% slower than the fastest there is\n",
-                r.budget.c_str(), c.text().c_str(), mib, 100 * c.slower);
+            print(to,
+                  "--memory %s: %s\n  takes %.1f MiB; by estimate %.1f%% slower than the fastest there is\n",
+                  r.budget.c_str(), c.text().c_str(), mib, 100 * c.slower);
         else if (is_worth_showing(c, chosen))
-            fprintf(to, "  next %s: %s\n    takes %.1f MiB; %.2f%% %s\n", relative < 1 ? "faster" : "smaller",
-                    c.text().c_str(), mib, 100 * std::abs(relative - 1), relative < 1 ? "faster" : "slower");
+            print(to, "  next %s: %s\n    takes %.1f MiB; %.2f%% %s\n", relative < 1 ? "faster" : "smaller",
+                  c.text().c_str(), mib, 100 * std::abs(relative - 1), relative < 1 ? "faster" : "slower");
     }
 }
 
@@ -346,20 +340,20 @@ inline void print_summary(FILE* to, const MemoryReport& r, const char* verb, con
     const auto rows = [](const char* name, int64_t n) {
         return n > 0 ? format("%s %lld", name, static_cast<long long>(n)) : "";
     };
-    fprintf(to,
-            "%s: %lld parameters%s; %s, %s, vocabulary %d%s, batch %d, seq_len %d, recompute %s, head_rows "
-            "%lld%s%s%s\n%s, in MiB:\n",
-            r.model.c_str(), static_cast<long long>(r.parameters), trained.c_str(), r.device.c_str(),
-            r.precision.c_str(), r.vocabulary,
-            r.vocabulary_of.empty() ? "" : format(" (%s)", r.vocabulary_of.c_str()).c_str(), r.batch,
-            r.seq_len, r.recompute.c_str(), static_cast<long long>(r.head_rows),
-            rows(", mlp_rows", r.mlp_rows).c_str(), rows(", attention_rows", r.attention_rows).c_str(),
-            r.ranks.devices > 1
-                ? format("; each of %d devices, --zero %s", r.ranks.devices, r.ranks.zero.c_str()).c_str()
-                : "",
-            verb);
+    print(to,
+          "%s: %lld parameters%s; %s, %s, vocabulary %d%s, batch %d, seq_len %d, recompute %s, head_rows "
+          "%lld%s%s%s\n%s, in MiB:\n",
+          r.model.c_str(), static_cast<long long>(r.parameters), trained.c_str(), r.device.c_str(),
+          r.precision.c_str(), r.vocabulary,
+          r.vocabulary_of.empty() ? "" : format(" (%s)", r.vocabulary_of.c_str()).c_str(), r.batch, r.seq_len,
+          r.recompute.c_str(), static_cast<long long>(r.head_rows), rows(", mlp_rows", r.mlp_rows).c_str(),
+          rows(", attention_rows", r.attention_rows).c_str(),
+          r.ranks.devices > 1
+              ? format("; each of %d devices, --zero %s", r.ranks.devices, r.ranks.zero.c_str()).c_str()
+              : "",
+          verb);
     const auto line = [&](size_t bytes, const std::string& what) {
-        if (bytes > 0) fprintf(to, "%12.2f  %s\n", mebibytes(bytes), what.c_str());
+        if (bytes > 0) print(to, "%12.2f  %s\n", mebibytes(bytes), what.c_str());
     };
     const char* const others = r.largest_other();
     const std::string for_others =
@@ -404,35 +398,35 @@ inline void print_phases(FILE* to, const MemoryReport& r) {
             rates += planned_gpu ? ", at its highest clock" : ", computed from what it reports";
         rates += " (--calibrate measures them)";
     }
-    fprintf(to, "a step takes %.4g s by %s, %.4g tokens/s:\n", r.seconds, rates.c_str(),
-            r.tokens() / r.seconds);
+    print(to, "a step takes %.4g s by %s, %.4g tokens/s:\n", r.seconds, rates.c_str(),
+          r.tokens() / r.seconds);
     for (const PhaseTime& p : r.phases) {
         const auto bound = static_cast<size_t>(p.bound());
-        fprintf(to, "%12.4f  %s, bound by %s", p.total(), p.name.c_str(), kCostNames[bound]);
+        print(to, "%12.4f  %s, bound by %s", p.total(), p.name.c_str(), kCostNames[bound]);
         for (size_t c = 0; c < kCosts; c++)
             if (p.seconds[c] > 0)
-                fprintf(to, "; %.0f%% %s%s", 100 * p.seconds[c] / p.total(),
-                        c < kComputing ? "" : "lost to the ", kCostNames[c]);
-        fprintf(to, "\n");
+                print(to, "; %.0f%% %s%s", 100 * p.seconds[c] / p.total(),
+                      c < kComputing ? "" : "lost to the ", kCostNames[c]);
+        print(to, "\n");
     }
 }
 
 // Prints what ranks send each other in a step, over what, and how long a step waits for it.
 inline void print_ranks(FILE* to, const RanksReport& r) {
     if (r.devices == 1) return;
-    fprintf(to, "each device sends %.2f MB in a step, and receives as much:", r.all_sent() / 1e6);
+    print(to, "each device sends %.2f MB in a step, and receives as much:", r.all_sent() / 1e6);
     for (size_t i = 0; i < r.sent.size(); i++)
-        fprintf(to, "%s %s %.2f", i > 0 ? "," : "", kExchanged[i], r.sent[i] / 1e6);
-    fprintf(to, "\n  over %s of %.4g GB/s each way, %s\n",
-            r.links.over_host_link ? "its link to the host" : "a link", r.link_rate / 1e9,
-            r.links.link_is_nominal ? "a nominal rate (--devices N --calibrate measures it)" : "as measured");
+        print(to, "%s %s %.2f", i > 0 ? "," : "", kExchanged[i], r.sent[i] / 1e6);
+    print(to, "\n  over %s of %.4g GB/s each way, %s\n",
+          r.links.over_host_link ? "its link to the host" : "a link", r.link_rate / 1e9,
+          r.links.link_is_nominal ? "a nominal rate (--devices N --calibrate measures it)" : "as measured");
     if (r.on_a_machine < r.devices)
-        fprintf(to,
-                "  %.0f%% of it leaves the machine, whose %d devices share a network of %.4g GB/s each way "
-                "(%s)\n",
-                100 * r.sent_to_machines / r.all_sent(), r.on_a_machine, r.links.network / 1e9,
-                r.links.network_of);
-    fprintf(to, "  that takes %.4g s, of which a step waits for %.4g s\n", r.seconds, r.waited_seconds);
+        print(to,
+              "  %.0f%% of it leaves the machine, whose %d devices share a network of %.4g GB/s each way "
+              "(%s)\n",
+              100 * r.sent_to_machines / r.all_sent(), r.on_a_machine, r.links.network / 1e9,
+              r.links.network_of);
+    print(to, "  that takes %.4g s, of which a step waits for %.4g s\n", r.seconds, r.waited_seconds);
 }
 
 // Prints the summary, a table of every buffer, and the sum again, which a long table has moved out of sight.
@@ -457,28 +451,27 @@ inline void print_report(FILE* to, const MemoryReport& r) {
         line.bytes += t.bytes;
         line.count++;
     }
-    fprintf(to, "\n%-22s %-12s %-22s %-5s %10s %6s  %-28s %s\n", "buffer", "kind", "shape", "dtype", "MiB",
-            "count", "born (first)", "dies (last)");
+    print(to, "\n%-22s %-12s %-22s %-5s %10s %6s  %-28s %s\n", "buffer", "kind", "shape", "dtype", "MiB",
+          "count", "born (first)", "dies (last)");
     for (const std::string& name : order) {
         const TableLine& t = table[name];
-        fprintf(to, "%-22s %-12s %-22s %-5s %10.2f %6d  %-28s %s\n", name.c_str(), t.kind.c_str(),
-                t.shape.c_str(), t.dtype.c_str(), mebibytes(t.bytes), t.count, t.born.c_str(),
-                t.dies.c_str());
+        print(to, "%-22s %-12s %-22s %-5s %10.2f %6d  %-28s %s\n", name.c_str(), t.kind.c_str(),
+              t.shape.c_str(), t.dtype.c_str(), mebibytes(t.bytes), t.count, t.born.c_str(), t.dies.c_str());
     }
-    if (!r.others.empty()) fprintf(to, "\n");
+    if (!r.others.empty()) print(to, "\n");
     for (const auto& [name, plan] : r.others)
-        fprintf(to, "%s uses %.2f MiB of the same arena\n", name, mebibytes(plan->bytes));
-    fprintf(to, "\nin all: %.2f MiB\n", mebibytes(r.total()));
+        print(to, "%s uses %.2f MiB of the same arena\n", name, mebibytes(plan->bytes));
+    print(to, "\nin all: %.2f MiB\n", mebibytes(r.total()));
 }
 
 // Prints what a run has taken beside what was planned: `bytes` of the device, pinned host memory, and files.
 inline void print_taken(const MemoryReport& r, size_t bytes) {
-    printf("taken from the device: %.1f MiB; planned: %.1f MiB\n", mebibytes(bytes),
-           mebibytes(r.total() - r.context));
-    const auto print = [](const char* what, size_t taken, size_t planned) {
+    print(stdout, "taken from the device: %.1f MiB; planned: %.1f MiB\n", mebibytes(bytes),
+          mebibytes(r.total() - r.context));
+    const auto print_memory = [](const char* what, size_t taken, size_t planned) {
         if (taken + planned > 0)
-            printf("%s: %.1f MiB; planned: %.1f MiB\n", what, mebibytes(taken), mebibytes(planned));
+            print(stdout, "%s: %.1f MiB; planned: %.1f MiB\n", what, mebibytes(taken), mebibytes(planned));
     };
-    print("pinned in host memory", pinned_bytes_allocated, r.all_pinned());
-    print("taken in files", working_file_bytes, r.in_files());
+    print_memory("pinned in host memory", pinned_bytes_allocated, r.all_pinned());
+    print_memory("taken in files", working_file_bytes, r.in_files());
 }

@@ -530,7 +530,7 @@ inline int launch_ranks(int count, char** argv) {
 inline std::unique_ptr<RankEngine> begin_rank(const Rank& rank, FILE* errors) {
     tell_starter_of(rank);
     auto engine = connect_ranks(rank, [&rank, errors](RankEngine& lost_by, const std::string& line) {
-        fprintf(errors, "train: %s\n", (rank.is_first() ? line : rank.text() + ": " + line).c_str());
+        print(errors, "train: %s\n", (rank.is_first() ? line : rank.text() + ": " + line).c_str());
         tell_starter_exit_code(2);
         lost_by.end_all(2);
         _exit(2);

@@ -245,10 +245,10 @@ inline void check_gpus_differ(RankEngine& engine, const Rank& rank) {
         }
     for (int r = 1; r < rank.count && rank.is_first(); r++)
         if (gpu(r)[0] != gpu(0)[0]) {
-            fprintf(stderr,
-                    "rank %d has a %s and rank 0 a %s: every step takes as long as on the slowest GPU, and "
-                    "what fits is what fits on the smallest\n",
-                    r, gpu(r)[0].c_str(), gpu(0)[0].c_str());
+            print(stderr,
+                  "rank %d has a %s and rank 0 a %s: every step takes as long as on the slowest GPU, and "
+                  "what fits is what fits on the smallest\n",
+                  r, gpu(r)[0].c_str(), gpu(0)[0].c_str());
             return;
         }
 }

@@ -767,6 +767,6 @@ void calibrate(const Options& o, RankEngine* engine) {
     if (engine) RanksCalibration(*engine, o.rank).measure(rates, calibration);
     if (!o.rank.is_first()) return;
     write_rates(file, rates, dtype_name<T>());
-    printf("measured %s in %.1f s, in %.0f MiB of memory: %s\n", device_name().c_str(), clock.seconds(),
-           mebibytes(calibration.most_bytes()), file.c_str());
+    print(stdout, "measured %s in %.1f s, in %.0f MiB of memory: %s\n", device_name().c_str(),
+          clock.seconds(), mebibytes(calibration.most_bytes()), file.c_str());
 }

@@ -5,13 +5,13 @@
 #include <glob.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
+#include "llmc/error.h"
 #include "llmc/checkpoint.h"
 #include "llmc/dataset.h"
 #include "llmc/file.h"
@@ -279,6 +279,6 @@ inline void check_same_data(const char* option, const std::string& name, const s
             "%s %s has changed since %s was saved: %s now, %s then (if its files have not, an option like "
             "--seq-len or --loss-on has); to go on with what there is, give %s",
             option, name.c_str(), save.c_str(), now.c_str(), then.c_str(), option);
-    fprintf(stderr, "%s %s: other data than those of %s: %s now, %s then\n", option, name.c_str(),
-            save.c_str(), now.c_str(), then.c_str());
+    print(stderr, "%s %s: other data than those of %s: %s now, %s then\n", option, name.c_str(), save.c_str(),
+          now.c_str(), then.c_str());
 }

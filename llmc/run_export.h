@@ -160,13 +160,12 @@ class ModelExport {
         const char* const file = o_.export_file.c_str();
         const ModelConfig& c = in_.config;
         if (in_.tokenizer_folder.empty() && c.vocabulary != 256)
-            fprintf(
-                stderr,
-                "--export %s: the model has no tokenizer, so llama.cpp can only give it tokens' numbers\n",
-                file);
+            print(stderr,
+                  "--export %s: the model has no tokenizer, so llama.cpp can only give it tokens' numbers\n",
+                  file);
         if (c.window > 0)
-            fprintf(stderr, "--export %s: llama.cpp attends to all earlier tokens in a %s, not only to %d\n",
-                    file, c.family->name, c.window);
+            print(stderr, "--export %s: llama.cpp attends to all earlier tokens in a %s, not only to %d\n",
+                  file, c.family->name, c.window);
     }
     // Writes the file. read_state() reads elements of a State; all ranks must call it, and the first writes.
     // If that fails, what was trained is not lost: `trained` says that this run has trained it, and `latest`
@@ -178,8 +177,8 @@ class ModelExport {
             report_failure(error.what(), trained, latest);
         }
         if (o_.rank.is_first())
-            fprintf(o_.notes(), "exported the %s in %s as %s\n", o_.export_part.c_str(), type().name,
-                    o_.export_file.c_str());
+            print(o_.notes(), "exported the %s in %s as %s\n", o_.export_part.c_str(), type().name,
+                  o_.export_file.c_str());
     }
 
   private:

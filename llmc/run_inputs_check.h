@@ -149,7 +149,7 @@ inline void RunInputs::check_adapter_base() {
         format("%s was trained beside a model %s, and --model %s is one %s", named.c_str(),
                then->text().c_str(), o_.model.c_str(), now.text().c_str());
     if (o_.any_base || (o_.has("--base") && !o_.saved.contains("--base"))) {
-        fprintf(stderr, "%s\n", what.c_str());
+        print(stderr, "%s\n", what.c_str());
         return;
     }
     const bool can = !gguf && !config.has_nf4 && then->is_quantized() && then->has_options();
@@ -303,7 +303,7 @@ inline void RunInputs::keep_merged() {
     if (o_.merge.empty() || resumed.empty() || !file_exists(o_.merge + "/config.json")) return;
     if (!o_.saved.contains("--merge") && std::string_view(o_.first("--resume")) != "auto") return;
     if (o_.rank.is_first())
-        fprintf(stderr, "--merge %s is there already, and stays as it is\n", o_.merge.c_str());
+        print(stderr, "--merge %s is there already, and stays as it is\n", o_.merge.c_str());
     o_.merge.clear();
 }
 

@@ -4,10 +4,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <string>
 #include <vector>
 
+#include "llmc/error.h"
 #include "llmc/adapter.h"
 #include "llmc/checkpoint.h"
 #include "llmc/embedding_and_head.h"
@@ -143,7 +143,7 @@ class AdapterMerge {
         } catch (const UserError& error) {
             report_failure(error.what(), trained, latest);
         }
-        fprintf(o_.notes(), "merged the adapter into a model in %s\n", o_.merge.c_str());
+        print(o_.notes(), "merged the adapter into a model in %s\n", o_.merge.c_str());
     }
 
   private:

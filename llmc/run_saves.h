@@ -3,10 +3,10 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdio>
 #include <string>
 #include <vector>
 
+#include "llmc/error.h"
 #include "llmc/ranks_exchange.h"
 #include "llmc/metrics.h"
 #include "llmc/outputs.h"
@@ -50,10 +50,10 @@ class RunSaves {
             fail("--out %s has the saves of %s, and this run trains %s: give another folder", o_.out.c_str(),
                  is_of_adapter ? "an adapter" : "a model", in_.adapter ? "an adapter" : "a model");
         if (!folder_.others.empty())
-            fprintf(stderr,
-                    "%s holds saves of another run, up to step %lld: they stay, except for steps that are "
-                    "saved again, but `latest` will be this run's save\n",
-                    o_.out.c_str(), static_cast<long long>(*folder_.others.rbegin()));
+            print(stderr,
+                  "%s holds saves of another run, up to step %lld: they stay, except for steps that are "
+                  "saved again, but `latest` will be this run's save\n",
+                  o_.out.c_str(), static_cast<long long>(*folder_.others.rbegin()));
     }
     // Fails if what the run will save cannot be written beside what is there. If all saves are kept, they
     // need not all fit: somebody may move them.
@@ -130,13 +130,13 @@ class RunSaves {
             };
         saved_step_ = step;
         if (is_best(step)) replace_link(step_name(step), o_.out + "/best");
-        fprintf(o_.notes(), "saved step %lld in %s\n", static_cast<long long>(step), o_.out.c_str());
+        print(o_.notes(), "saved step %lld in %s\n", static_cast<long long>(step), o_.out.c_str());
         const bool shows_good = folder_.shown(step) != step_name(step);
         latest_ = shows_good ? o_.out + "/" + step_name(step) : o_.out;
         if (!good)
-            fprintf(stderr, "%s/%s is of a step with %s; the last good save: %s%s\n", o_.out.c_str(),
-                    step_name(step).c_str(), metrics_.why_bad().c_str(), metrics_.last_save.c_str(),
-                    shows_good ? format(", which %s shows", o_.out.c_str()).c_str() : "");
+            print(stderr, "%s/%s is of a step with %s; the last good save: %s%s\n", o_.out.c_str(),
+                  step_name(step).c_str(), metrics_.why_bad().c_str(), metrics_.last_save.c_str(),
+                  shows_good ? format(", which %s shows", o_.out.c_str()).c_str() : "");
     }
 
     // The state after `step` steps was validated. If it was saved before that, its save may be the best one.
@@ -155,10 +155,10 @@ class RunSaves {
         if (!o_.keep_best || !o_.rank.is_first() || !metrics_.best || metrics_.best->step == step) return;
         const bool uses_last = !o_.merge.empty() || !o_.export_file.empty();
         const std::string name = step_name(metrics_.best->step);
-        printf("the lowest validation loss was %.6f, at step %lld: %s%s\n", metrics_.best->loss,
-               static_cast<long long>(metrics_.best->step),
-               best_link() == name ? (o_.out + "/best is of that step").c_str() : "it is not saved here",
-               uses_last ? ", and what is merged or exported is of the last one" : "");
+        print(stdout, "the lowest validation loss was %.6f, at step %lld: %s%s\n", metrics_.best->loss,
+              static_cast<long long>(metrics_.best->step),
+              best_link() == name ? (o_.out + "/best is of that step").c_str() : "it is not saved here",
+              uses_last ? ", and what is merged or exported is of the last one" : "");
     }
 
     // Removes the good save that stayed in case that the weights of the last one are bad: a step has shown
@@ -191,10 +191,10 @@ class RunSaves {
             if (o_.rank.is_first() && link_target(o_.out + "/latest").empty())
                 publish(o_.out, folder_.shown(progress.step));
         }
-        printf("resuming %s at step %lld\n", o_.resume.c_str(), static_cast<long long>(progress.step));
+        print(stdout, "resuming %s at step %lld\n", o_.resume.c_str(), static_cast<long long>(progress.step));
         if (!good)
-            fprintf(stderr, "%s: step %lld was not good when it was saved; the last good save: %s\n",
-                    o_.resume.c_str(), static_cast<long long>(progress.step), metrics_.last_save.c_str());
+            print(stderr, "%s: step %lld was not good when it was saved; the last good save: %s\n",
+                  o_.resume.c_str(), static_cast<long long>(progress.step), metrics_.last_save.c_str());
     }
 
   private:
@@ -224,9 +224,9 @@ class RunSaves {
         if (folder_.good) publish(o_.out, folder_.shown(saved_step_));
         rewrite_progress(save, {{"last_good", folder_.good ? nlohmann::json(*folder_.good) : nullptr}});
         metrics_.last_save = folder_.good ? o_.out + "/" + step_name(*folder_.good) : "none";
-        fprintf(stderr, "%s is not good, as the step after it has %s; the last good save: %s%s\n",
-                save.c_str(), why_bad.c_str(), metrics_.last_save.c_str(),
-                folder_.good ? format(", which %s shows", o_.out.c_str()).c_str() : "");
+        print(stderr, "%s is not good, as the step after it has %s; the last good save: %s%s\n", save.c_str(),
+              why_bad.c_str(), metrics_.last_save.c_str(),
+              folder_.good ? format(", which %s shows", o_.out.c_str()).c_str() : "");
     }
     // Reads elements of a unit; the first rank gets those of the other ranks' slices from them.
     void read_slices(const StateBuffer& b, int64_t at, int64_t count, void* host) {
@@ -265,14 +265,14 @@ class RunSaves {
         const auto size = [](double bytes) { return size_text(static_cast<size_t>(bytes)); };
         const double all = save_bytes * static_cast<double>(planned());
         if (o_.keep == 0 && all > free)
-            fprintf(o_.notes(), "--out %s: all saves take %s, and %s are free there; --keep N keeps fewer\n",
-                    o_.out.c_str(), size(all).c_str(), size(free).c_str());
+            print(o_.notes(), "--out %s: all saves take %s, and %s are free there; --keep N keeps fewer\n",
+                  o_.out.c_str(), size(all).c_str(), size(free).c_str());
         const double with_good = save_bytes * static_cast<double>(saves_at_once() + 1);
         if (o_.keep > 0 && planned() > o_.keep && with_good > free)
-            fprintf(o_.notes(),
-                    "--out %s: if the loss goes bad, the last good save stays beside the newest: that takes "
-                    "%s, and %s are free there\n",
-                    o_.out.c_str(), size(with_good).c_str(), size(free).c_str());
+            print(o_.notes(),
+                  "--out %s: if the loss goes bad, the last good save stays beside the newest: that takes "
+                  "%s, and %s are free there\n",
+                  o_.out.c_str(), size(with_good).c_str(), size(free).c_str());
     }
 
     const Options& o_;

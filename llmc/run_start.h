@@ -41,43 +41,45 @@ inline void print_data(const Options& o, const RunInputs& in, const Batches& bat
     const SequenceLoader& training = *batches.training();
     const uint64_t epoch = training.sequences_per_epoch();
     const Dataset& data = *in.data;
-    if (!in.chat_used.description.empty()) printf("chats: written by %s\n", in.chat_used.description.c_str());
+    if (!in.chat_used.description.empty())
+        print(stdout, "chats: written by %s\n", in.chat_used.description.c_str());
     if (in.chat_used.guesses)
-        fprintf(
-            stderr,
-            "the chat template asks for an answer in another way than it writes one: what is learnt begins "
-            "where they differ; --show-example N shows it\n");
+        print(stderr,
+              "the chat template asks for an answer in another way than it writes one: what is learnt begins "
+              "where they differ; --show-example N shows it\n");
     for (const std::string& field : in.chat_used.unwritten)
-        fprintf(stderr,
-                "chats have \"%s\", but the chat template writes nothing of it (tried with the first such "
-                "chat)\n",
-                field.c_str());
-    printf("data: ");
+        print(stderr,
+              "chats have \"%s\", but the chat template writes nothing of it (tried with the first such "
+              "chat)\n",
+              field.c_str());
+    print(stdout, "data: ");
     if (data.is_examples())
-        printf("%llu examples, %llu tokens, %llu of them with loss, in %llu sequences of %d, %.1f%% padding",
-               number(data.example_count()), number(data.token_count()),
-               number(training.tokens_with_loss(0, epoch)), number(epoch), o.seq_len,
-               100 * training.padding());
+        print(stdout,
+              "%llu examples, %llu tokens, %llu of them with loss, in %llu sequences of %d, %.1f%% padding",
+              number(data.example_count()), number(data.token_count()),
+              number(training.tokens_with_loss(0, epoch)), number(epoch), o.seq_len,
+              100 * training.padding());
     else
-        printf("%llu tokens in %llu sequences of %d", number(data.token_count()), number(epoch), o.seq_len);
+        print(stdout, "%llu tokens in %llu sequences of %d", number(data.token_count()), number(epoch),
+              o.seq_len);
     const auto read = static_cast<double>(batches.sequences_after(std::max(o.steps, first_step)));
-    printf("; %lld steps read %.0f sequences, %.2f epochs", static_cast<long long>(o.steps), read,
-           read / static_cast<double>(epoch));
+    print(stdout, "; %lld steps read %.0f sequences, %.2f epochs", static_cast<long long>(o.steps), read,
+          read / static_cast<double>(epoch));
     if (data.is_examples() && !o.has("--steps") && !o.has("--epochs"))
-        printf(" (--epochs or --steps change that)");
+        print(stdout, " (--epochs or --steps change that)");
     if (batches.validation())
-        printf("; a validation reads %llu of %llu", number(batches.validation_sequences()),
-               number(batches.validation()->sequences_per_epoch()));
-    printf("\n");
+        print(stdout, "; a validation reads %llu of %llu", number(batches.validation_sequences()),
+              number(batches.validation()->sequences_per_epoch()));
+    print(stdout, "\n");
     for (const Dataset* d : {in.data.get(), in.val_data.get()}) {
         if (d && d->texts_parted() > 0)
-            printf("%s: %llu texts are longer than a sequence and go on in others\n",
-                   d->stream_name(0).c_str(), number(d->texts_parted()));
+            print(stdout, "%s: %llu texts are longer than a sequence and go on in others\n",
+                  d->stream_name(0).c_str(), number(d->texts_parted()));
         if (d && d->examples_cut() > 0)
-            printf(
-                "%s: %llu examples are longer than --seq-len %d: their ends are cut off and not learnt%s\n",
-                d->stream_name(0).c_str(), number(d->examples_cut()), o.seq_len,
-                longer_length(o, in, d->longest_example()).c_str());
+            print(stdout,
+                  "%s: %llu examples are longer than --seq-len %d: their ends are cut off and not learnt%s\n",
+                  d->stream_name(0).c_str(), number(d->examples_cut()), o.seq_len,
+                  longer_length(o, in, d->longest_example()).c_str());
     }
 }
 
@@ -114,9 +116,9 @@ inline void print_example(const Options& o, const RunInputs& in) {
         if (is_cut) tokens.resize(most);
         const std::string cut = is_cut ? format(", cut to %zu by --seq-len %d", most, o.seq_len) : "";
         const auto learnt = std::ranges::count_if(tokens, [](int32_t token) { return token >= 0; });
-        if (encoder.chat()) printf("chats: written by %s\n", encoder.chat()->description().c_str());
-        printf("%s: %zu tokens%s; the %lld between \u27e6 and \u27e7 are learnt:\n%s\n", where.c_str(), all,
-               cut.c_str(), static_cast<long long>(learnt), marked_text(tokens, *in.tokenizer).c_str());
+        if (encoder.chat()) print(stdout, "chats: written by %s\n", encoder.chat()->description().c_str());
+        print(stdout, "%s: %zu tokens%s; the %lld between \u27e6 and \u27e7 are learnt:\n%s\n", where.c_str(),
+              all, cut.c_str(), static_cast<long long>(learnt), marked_text(tokens, *in.tokenizer).c_str());
     };
     for (const std::string& path : data.paths()) {
         const FileReader given(path);
@@ -132,22 +134,21 @@ inline void print_example(const Options& o, const RunInputs& in) {
 // If text or examples are too short to hold out a validation set, says so on stderr.
 inline void remark_no_validation(const RunInputs& in, int seq_len) {
     if (!in.data || !in.data->is_text() || in.val_data) return;
-    fprintf(stderr, "no validation: %s, so all of the data are trained on; --val-data gives other data\n",
-            in.data->is_examples()
-                ? "too few examples to hold out a tenth of them"
-                : format("a tenth of the text is less than --seq-len %d", seq_len).c_str());
+    print(stderr, "no validation: %s, so all of the data are trained on; --val-data gives other data\n",
+          in.data->is_examples() ? "too few examples to hold out a tenth of them"
+                                 : format("a tenth of the text is less than --seq-len %d", seq_len).c_str());
 }
 
 // Prints which settings of a resumed run are not those of the save, and what becomes of the learning rate.
 inline void print_changes(const Options& o, int64_t first_step) {
     if (o.changed.empty()) return;
     const std::string list = joined(o.changed, ", ", [](const auto& setting) { return setting.second; });
-    printf("other settings than those of the save: %s\n", list.c_str());
-    printf(
-        "the learning rate goes on as that of a run of %lld steps with these settings: %.3e in step %lld\n",
-        static_cast<long long>(o.steps),
-        learning_rate(o.schedule, first_step, o.steps, o.warmup, o.lr, o.min_lr),
-        static_cast<long long>(first_step + 1));
+    print(stdout, "other settings than those of the save: %s\n", list.c_str());
+    print(stdout,
+          "the learning rate goes on as that of a run of %lld steps with these settings: %.3e in step %lld\n",
+          static_cast<long long>(o.steps),
+          learning_rate(o.schedule, first_step, o.steps, o.warmup, o.lr, o.min_lr),
+          static_cast<long long>(first_step + 1));
 }
 
 // Prints what a user might not expect of a run that begins after `first_step` steps. `saves`: it saves what
@@ -155,35 +156,37 @@ inline void print_changes(const Options& o, int64_t first_step) {
 inline void print_start(const Options& o, const RunInputs& in, int64_t first_step, bool saves) {
     const bool has_adapter = static_cast<bool>(in.adapter), trains = o.steps > first_step;
     if (!o.resume.empty() && o.steps > 0 && !trains)
-        printf("%s is at step %lld of %lld: nothing is left to train\n", o.resume.c_str(),
-               static_cast<long long>(first_step), static_cast<long long>(o.steps));
+        print(stdout, "%s is at step %lld of %lld: nothing is left to train\n", o.resume.c_str(),
+              static_cast<long long>(first_step), static_cast<long long>(o.steps));
     else if (o.has("--resume") && o.resume.empty())
-        printf("--resume auto: %s holds no save yet: beginning\n", o.out.c_str());
+        print(stdout, "--resume auto: %s holds no save yet: beginning\n", o.out.c_str());
     if (!o.resume.empty() && trains) print_changes(o, first_step);
     if (!in.adapter_is_of.empty() && o.rank.is_first())
-        fprintf(stderr, "--adapter %s was trained on %s, and this run uses it on %s\n", o.adapter.c_str(),
-                in.adapter_is_of.c_str(), o.model.c_str());
+        print(stderr, "--adapter %s was trained on %s, and this run uses it on %s\n", o.adapter.c_str(),
+              in.adapter_is_of.c_str(), o.model.c_str());
     if (has_adapter || in.resumed.empty())
         print_longer_positions(o.notes(), in.config, o.rope_scaling, has_adapter);
     const bool does_nothing = o.steps == 0 && !in.val_data && !in.samples() && !saves && !o.has("--merge") &&
                               o.export_file.empty() && o.save_base.empty();
     if (does_nothing)
-        fprintf(stderr,
-                "--steps 0 without --val-data, --merge, --export, --out or --prompt: nothing to do\n");
+        print(stderr, "--steps 0 without --val-data, --merge, --export, --out or --prompt: nothing to do\n");
     if (!trains) return;
     const char* const compares = o.keep_best ? "--keep-best" : "--early-stopping";
     const bool validates_at_end_alone =
         o.eval_every > 0 && (o.steps - 1) / o.eval_every == first_step / o.eval_every;
     if ((o.keep_best || o.early_stopping > 0) && validates_at_end_alone)
-        printf("%s: the only validation is at the end of the run, after step %lld: --eval-every is %lld\n",
-               compares, static_cast<long long>(o.steps), static_cast<long long>(o.eval_every));
+        print(stdout,
+              "%s: the only validation is at the end of the run, after step %lld: --eval-every is %lld\n",
+              compares, static_cast<long long>(o.steps), static_cast<long long>(o.eval_every));
     if (o.warmup > o.steps && o.bench.empty())
-        printf("--warmup %lld is not over after %lld steps: the learning rate does not reach --lr %g\n",
-               static_cast<long long>(o.warmup), static_cast<long long>(o.steps), o.lr);
+        print(stdout,
+              "--warmup %lld is not over after %lld steps: the learning rate does not reach --lr %g\n",
+              static_cast<long long>(o.warmup), static_cast<long long>(o.steps), o.lr);
     if (o.update_in_backward && o.clip > 0)
-        printf("--update-in-backward: the gradient of each block is clipped by its own norm\n");
+        print(stdout, "--update-in-backward: the gradient of each block is clipped by its own norm\n");
     if (!saves)
-        printf("nothing will be saved%s: no --out\n", !o.merge.empty()         ? " before the merge"
-                                                      : !o.export_file.empty() ? " before the export"
-                                                                               : "");
+        print(stdout, "nothing will be saved%s: no --out\n",
+              !o.merge.empty()         ? " before the merge"
+              : !o.export_file.empty() ? " before the export"
+                                       : "");
 }

@@ -35,7 +35,7 @@ class Sample {
           text_(o, in, in.first_tokens(), step, o.sample_tokens, o.prompt.empty() && !in.chat,
                 std::move(explain)) {
         text_.agree = std::move(agree);
-        if (o.steps > 0) printf("--- sample after %lld steps ---\n", static_cast<long long>(step));
+        if (o.steps > 0) print(stdout, "--- sample after %lld steps ---\n", static_cast<long long>(step));
         if (!in.chat) output_.write(o.prompt);
         if (!in.chat || o.steps == 0) return;
         for (const Message& message : in.question)
@@ -58,10 +58,10 @@ class Sample {
         output_.write(text_.take_all());
         output_.finish(o_.steps > 0 ? "\n---\n" : "\n");
         if (text_.has_text() || o_.steps > 0 || !ended()) return;
-        fprintf(stderr, "the model ended its %s\n",
-                in_.chat ? "answer at once"
-                         : "text at once; a model of chats needs its chat format: --chat-format NAME, and no "
-                           "--raw-prompt (dev/guide/data.md)");
+        print(stderr, "the model ended its %s\n",
+              in_.chat ? "answer at once"
+                       : "text at once; a model of chats needs its chat format: --chat-format NAME, and no "
+                         "--raw-prompt (dev/guide/data.md)");
     }
 
   private:

@@ -13,7 +13,6 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <functional>
@@ -26,6 +25,7 @@
 #include <utility>
 #include <vector>
 
+#include "llmc/error.h"
 #include "llmc/file.h"
 
 // ---- locks
@@ -311,16 +311,11 @@ inline void check_writable(const std::string& out) {
         if (lstat(path.c_str(), &info) == 0 && !S_ISLNK(info.st_mode))
             fail("--out %s has a %s that no save has linked there; choose another folder", out.c_str(), name);
     }
-    std::string probe = nearest + "/.probe-XXXXXX";
-    bool good = mkdtemp(probe.data()) != nullptr;
-    int reason = errno;
-    if (good) {
-        const std::string link = probe + "/link";
-        good = symlink("nowhere", link.c_str()) == 0;
-        reason = errno;
-        unlink(link.c_str());
-        rmdir(probe.c_str());
-    }
+    // A link of one name: if a run is killed here, the next one removes it.
+    const std::string probe = nearest + "/.train-probe";
+    const bool good = symlink("nowhere", probe.c_str()) == 0 || errno == EEXIST;
+    const int reason = errno;
+    if (link_target(probe) == "nowhere") unlink(probe.c_str());
     if (!good) fail("--out %s: cannot write in %s: %s", out.c_str(), nearest.c_str(), std::strerror(reason));
 }
 
@@ -346,8 +341,8 @@ class HeldFolder {
             usleep(50000);
         }
         if (lock_->outcome() == FileLock::Unsupported)
-            fprintf(stderr, "--out %s: no locks on this file system: let no other run save there\n",
-                    out.c_str());
+            print(stderr, "--out %s: no locks on this file system: let no other run save there\n",
+                  out.c_str());
         char host[256] = "";
         gethostname(host, sizeof host - 1);
         const std::string owner = format("process %d on %s\n", static_cast<int>(getpid()), host);

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdio>
 #include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -14,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "llmc/error.h"
 #include "llmc/metrics.h"
 #include "llmc/save_folder.h"
 #include "llmc/state.h"
@@ -187,9 +187,9 @@ inline void remark_newer_bad_save(const char* option, const std::string& folder,
     const int64_t good = step_of(std::filesystem::path(save).filename().string());
     if (good < 0 || link_target(folder + "/latest").empty()) return;
     if (const int64_t bad = newest_bad_save(folder, good); bad >= 0)
-        fprintf(stderr,
-                "%s %s: step %lld was not good when it was saved; going on from the last good save, %s\n",
-                option, folder.c_str(), static_cast<long long>(bad), step_name(good).c_str());
+        print(stderr,
+              "%s %s: step %lld was not good when it was saved; going on from the last good save, %s\n",
+              option, folder.c_str(), static_cast<long long>(bad), step_name(good).c_str());
 }
 
 // The folder OUT for a run that continues from the save `resumed`, or starts anew if that is empty. A run

@@ -33,6 +33,9 @@ inline std::string temporary_folder() {
 // Creates a file without a name in `folder`, opened with O_RDWR and `flags`. If that fails, returns a
 // negative number and errno says why.
 inline int make_nameless_file(const std::string& folder, int flags) {
+    const int nameless = open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | flags, 0600);
+    if (nameless >= 0 || errno != EOPNOTSUPP) return nameless;
+    // On such a file system the file has a name for a moment, which stays if the process is killed then.
     std::string path = folder + "/train-XXXXXX";
     const int fd = mkostemp(path.data(), O_CLOEXEC | flags);
     if (fd >= 0) unlink(path.c_str());

@@ -39,15 +39,16 @@ inline std::string lower(std::string text) {
     return text;
 }
 
-// Makes a name from a file fit for a one-line message: escapes control characters and quotes, and cuts it at
-// 80 bytes.
+// Makes a name from a file fit for a one-line message: safe_text() of its first 80 bytes, without newlines,
+// tabs and quotes.
 inline std::string printable(std::string_view text) {
     constexpr size_t kLongest = 80;
+    const std::string_view shown = text.substr(0, kLongest);
     std::string result;
-    for (const char c : text.substr(0, kLongest)) {
-        const bool plain = static_cast<unsigned char>(c) >= 0x20 && c != 0x7f && c != '"';
-        result += plain ? std::string(1, c) : format("\\x%02x", static_cast<unsigned>(c) & 0xff);
-    }
+    // A character is not cut in two.
+    for (const char c :
+         safe_text(shown.substr(0, shown.size() - (text.size() > kLongest ? unfinished_utf8(shown) : 0))))
+        result += c == '\n' ? "\\x0a" : c == '\t' ? "\\x09" : c == '"' ? "\\x22" : std::string(1, c);
     return text.size() > kLongest ? result + "..." : result;
 }
 

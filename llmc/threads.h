@@ -112,6 +112,6 @@ inline void start_threads(int asked, const Rank& rank = {}) {
     }
     omp_set_num_threads(granted);
     if (granted < asked)
-        fprintf(stderr, "--threads %d: OpenMP grants %d (OMP_THREAD_LIMIT, OMP_MAX_ACTIVE_LEVELS)\n", asked,
-                granted);
+        print(stderr, "--threads %d: OpenMP grants %d (OMP_THREAD_LIMIT, OMP_MAX_ACTIVE_LEVELS)\n", asked,
+              granted);
 }

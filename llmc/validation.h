@@ -60,10 +60,10 @@ inline void report_validation(int64_t step, double loss, bool is_due, const Opti
         fail("the validation loss is %g", loss);
     }
     if (o.steps > 0)
-        printf("step %5lld validation loss %.6f\n", static_cast<long long>(step), loss);
+        print(stdout, "step %5lld validation loss %.6f\n", static_cast<long long>(step), loss);
     else
-        printf("validation loss %.6f, perplexity %.4f: %llu sequences of %d tokens\n", loss, std::exp(loss),
-               static_cast<unsigned long long>(batches.validation_sequences()), o.seq_len);
+        print(stdout, "validation loss %.6f, perplexity %.4f: %llu sequences of %d tokens\n", loss,
+              std::exp(loss), static_cast<unsigned long long>(batches.validation_sequences()), o.seq_len);
     metrics.compare_validation(step, loss, is_due);
     metrics.log().write({{"step", step}, {"val_loss", loss}});
 }

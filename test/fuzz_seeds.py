@@ -64,6 +64,14 @@ def config_seeds():
         yield bytes([family]) + b"\n".join(bytes([key, 0]) + value.encode() for key, value in window.items())
 
 
+def toml_seeds():
+    yield 'lr = 1e-4\nsteps = 0x10 # c\n[offload]\nweights = "disk"\n'.encode()
+    yield "[\u00e9]\n\u00e9 = 1\n\"\u00e9\".b = '\u00e9'\n".encode()
+    yield b'a.b."c".d = [1, 2.5, true, [nan, -inf]]\n[[t]]\nx = {y = 1979-05-27T07:32:00.5Z, z = 07:32:00}\n'
+    yield b"prompt = \"\"\"a\\\n  b\\u00e9\\e\"\"\"\nsample = {stop = '''\\n'''}\nbatch = 0b1_1\nmodel = -0o7\r\n\xff"
+    yield b"a" + b".a" * 300 + b" = 1"
+
+
 def tokenizer_seeds():
     def file(text, model, **parts):
         return json.dumps({"model": {"type": "BPE"} | model} | parts).encode() + b"\0" + text
@@ -214,8 +222,8 @@ def nf4_seeds():
 def main():
     folder = pathlib.Path(sys.argv[1])
     targets = {"safetensors": safetensors_seeds(), "shards": shard_seeds(), "json": json_seeds(),
-               "config": config_seeds(), "tokenizer": tokenizer_seeds(), "gguf": gguf_seeds(), "nf4": nf4_seeds(),
-               "json_lines": json_lines_seeds(), "jinja": jinja_seeds()}
+               "config": config_seeds(), "toml": toml_seeds(), "tokenizer": tokenizer_seeds(), "gguf": gguf_seeds(),
+               "nf4": nf4_seeds(), "json_lines": json_lines_seeds(), "jinja": jinja_seeds()}
     for name, seeds in targets.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         for number, seed in enumerate(seeds):

@@ -3,7 +3,7 @@
 # make quick             builds ./train and the kernel tests, and runs a few tests of everything in three minutes
 # make test              installs what the tests need, and runs the tests that every change must pass (30 to 60 minutes on two cores)
 # make install           puts the program, scripts, the first run's text, a manual page and shells' completions into PREFIX
-# make uninstall         removes them
+# make uninstall         removes them, and nothing outside of PREFIX
 # make format            formats the C++ sources
 # make clean             removes what was built
 # make help              prints these lists: this one, that of test/Makefile and that of dev/bench/Makefile

@@ -639,6 +639,7 @@ void Trainer::finish() {
     if (batches_.validation() && validated_step_ != step_) validate_and_log();
     saves_.remove_fallback();
     saves_.remark_best(step_);
+    saves_.remark_loading();
     if (agree_to_sample()) sample();
     if (export_.wanted() && !agree_to_stop()) {
         metrics_.finish();

@@ -24,12 +24,11 @@
 // ---- the model that it was trained with
 //
 // The model that an adapter was trained with. adapter_config.json names its folder. adapter_base.json, a file
-// of our own that PEFT ignores, says how its matrices were quantized:
+// of our own that PEFT ignores, says how its matrices were quantized, and which GGUF file it was, if any:
 //
-//     {"linear_layers": {"all": "nf4"}, "head": "8bit"}
+//     {"linear_layers": {"all": "nf4"}, "head": "8bit", "gguf": "/models/llama.gguf"}
 //
-// Layers and formats have the names of --base, as in messages. What is not quantized is not
-// listed.
+// Layers and formats have the names of --base, as in messages. What is not quantized is not listed.
 
 constexpr const char* kAdapterConfigFile = "adapter_config.json";
 constexpr const char* kAdapterWeightsFile = "adapter_model.safetensors";
@@ -42,9 +41,11 @@ inline bool is_adapter_folder(const std::string& folder) {
 
 struct AdapterBase {
     std::map<std::string, std::string> linear_layers;  // format by layers
-    std::string head;
+    std::string head, gguf;
 
-    bool operator==(const AdapterBase&) const = default;
+    bool is_quantized_as(const AdapterBase& o) const {
+        return linear_layers == o.linear_layers && head == o.head;
+    }
     bool is_quantized() const { return !linear_layers.empty() || !head.empty(); }
     // True if there are options that quantize a model this way.
     bool has_options() const {
@@ -84,6 +85,7 @@ struct AdapterBase {
         nlohmann::json json = {{"linear_layers", nlohmann::json::object()}};
         for (const auto& [layers, format] : linear_layers) json["linear_layers"][layers] = format;
         if (!head.empty()) json["head"] = head;
+        if (!gguf.empty()) json["gguf"] = gguf;
         return json;
     }
 };
@@ -104,6 +106,7 @@ inline std::optional<AdapterBase> read_adapter_base(const std::string& folder) {
     for (const auto& [layers, format] : json["linear_layers"].items())
         base.linear_layers[layers] = text(format);
     if (json.contains("head")) base.head = text(json["head"]);
+    if (json.contains("gguf")) base.gguf = text(json["gguf"]);
     return base;
 }
 
@@ -119,6 +122,8 @@ inline std::string find_adapter_model(const std::string& folder) {
     const auto is_model = [](const std::string& model) {
         return file_exists(model + "/config.json") || (model.ends_with(".gguf") && file_exists(model));
     };
+    const std::optional<AdapterBase> base = read_adapter_base(resolve_save(folder));
+    if (base && is_model(base->gguf)) return base->gguf;
     if (!name.empty())
         for (const std::string& model : {name, (std::filesystem::path(folder) / name).string()})
             if (is_model(model)) return model;

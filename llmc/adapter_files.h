@@ -185,9 +185,9 @@ class ValuePatterns {
 };
 
 // Fails if one of these settings is not null, false or empty.
-inline void must_be_unset(const ConfigReader& r, std::initializer_list<const char*> settings) {
-    for (const char* name : settings) {
-        if (!r.has(name)) continue;
+inline void must_be_unset(const ConfigReader& r, const char* settings) {
+    for (const std::string& name : words_of(settings)) {
+        if (!r.has(name.c_str())) continue;
         const nlohmann::json& value = r.json()[name];
         if (value != false && !((value.is_array() || value.is_object()) && value.empty()))
             r.refuse(name, "null: it is not supported");
@@ -195,57 +195,36 @@ inline void must_be_unset(const ConfigReader& r, std::initializer_list<const cha
 }
 
 // Reports keys that PEFT does not know. PEFT ignores them too.
-inline void remark_unknown(const ConfigReader& r,
-                           std::initializer_list<std::initializer_list<const char*>> known) {
+inline void remark_unknown(const ConfigReader& r, std::initializer_list<const char*> known) {
     for (const auto& item : r.json().items()) {
-        const std::string& key = item.key();
-        const auto is_key = [&](const char* name) { return key == name; };
-        if (std::ranges::none_of(known, [&](const auto& list) { return std::ranges::any_of(list, is_key); }))
-            print(stderr, "%s: '%s' is not known, and left out\n", r.file().c_str(), printable(key).c_str());
+        const auto has_key = [&](const char* fields) { return has_word(fields, item.key()); };
+        if (std::ranges::none_of(known, has_key))
+            print(stderr, "%s: '%s' is not known, and left out\n", r.file().c_str(),
+                  printable(item.key()).c_str());
     }
 }
 
 // Fields of all kinds of adapters that do not change what a loaded adapter computes.
-inline constexpr std::initializer_list<const char*> kPeftFields = {
-    "peft_type", "auto_mapping", "peft_version",  "base_model_name_or_path",
-    "revision",  "task_type",    "inference_mode"};
+constexpr const char* kPeftFields =
+    "peft_type auto_mapping peft_version base_model_name_or_path revision task_type inference_mode";
 
 // Fields that are followed: by check_lora_config(), TargetModules, or read_lora_modules().
-inline constexpr std::initializer_list<const char*> kLoraFields = {"r",
-                                                                   "lora_alpha",
-                                                                   "lora_dropout",
-                                                                   "use_rslora",
-                                                                   "rank_pattern",
-                                                                   "alpha_pattern",
-                                                                   "target_modules",
-                                                                   "exclude_modules",
-                                                                   "layers_to_transform",
-                                                                   "layers_pattern",
-                                                                   "init_lora_weights",
-                                                                   "bias"};
+constexpr const char* kLoraFields =
+    "r lora_alpha lora_dropout use_rslora rank_pattern alpha_pattern target_modules exclude_modules "
+    "layers_to_transform layers_pattern init_lora_weights bias";
 
 // Fields that change nothing. PEFT corrects fan_in_fan_out by the layer's class. Settings for initial values
 // do not matter, because the file has the tensors. Others belong to a field that is refused, or matter only
 // when PEFT trains.
-inline constexpr std::initializer_list<const char*> kIdleLoraFields = {
-    "fan_in_fan_out", "megatron_core",     "loftq_config",   "eva_config",         "corda_config",
-    "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying"};
+constexpr const char* kIdleLoraFields =
+    "fan_in_fan_out megatron_core loftq_config eva_config corda_config lora_ga_config qalora_group_size "
+    "runtime_config ensure_weight_tying";
 
 // Fields that change the arithmetic and are not supported.
-inline constexpr std::initializer_list<const char*> kRefusedLoraFields = {"modules_to_save",
-                                                                          "trainable_token_indices",
-                                                                          "use_dora",
-                                                                          "velora_config",
-                                                                          "alora_invocation_tokens",
-                                                                          "use_qalora",
-                                                                          "monteclora_config",
-                                                                          "layer_replication",
-                                                                          "lora_bias",
-                                                                          "target_parameters",
-                                                                          "use_bdlora",
-                                                                          "arrow_config",
-                                                                          "kasa_config",
-                                                                          "megatron_config"};
+constexpr const char* kRefusedLoraFields =
+    "modules_to_save trainable_token_indices use_dora velora_config alora_invocation_tokens use_qalora "
+    "monteclora_config layer_replication lora_bias target_parameters use_bdlora arrow_config kasa_config "
+    "megatron_config";
 
 // Fails on settings that change an adapter's arithmetic and are not supported.
 inline void check_lora_config(const ConfigReader& r) {
@@ -260,17 +239,17 @@ inline void check_lora_config(const ConfigReader& r) {
 }
 
 // A soft prompt's fields: those that are followed, and those that matter only when PEFT trains.
-inline constexpr std::initializer_list<const char*> kPromptFields = {
-    "num_virtual_tokens", "token_dim", "num_transformer_submodules", "modules_to_save"};
-inline constexpr std::initializer_list<const char*> kIdlePromptFields = {
-    "num_attention_heads",    "num_layers",      "prompt_tuning_init", "prompt_tuning_init_text",
-    "tokenizer_name_or_path", "tokenizer_kwargs"};
+constexpr const char* kPromptFields =
+    "num_virtual_tokens token_dim num_transformer_submodules modules_to_save";
+constexpr const char* kIdlePromptFields =
+    "num_attention_heads num_layers prompt_tuning_init prompt_tuning_init_text tokenizer_name_or_path "
+    "tokenizer_kwargs";
 
 inline void check_prompt_config(const ConfigReader& r, const ModelConfig& c) {
     if (r.text("task_type", "") != "CAUSAL_LM")  // without a task_type PEFT ignores the prompt
         r.refuse("task_type", "\"CAUSAL_LM\"");
     r.must_be("num_transformer_submodules", {1});
-    must_be_unset(r, {"modules_to_save"});
+    must_be_unset(r, "modules_to_save");
     r.must_be("token_dim", {c.channels});
     r.must_be("prompt_tuning_init", {"TEXT", "SAMPLE_VOCAB", "RANDOM"});
     remark_unknown(r, {kPeftFields, kPromptFields, kIdlePromptFields});

@@ -427,6 +427,7 @@ void write_save(const std::string& folder, const State<T>& state, const Progress
              {"validated", progress.validated},
              {"others", progress.others},
              {"first_loss", progress.first_loss ? nlohmann::json(*progress.first_loss) : nlohmann::json()},
+             {"rate", progress.rate ? nlohmann::json(*progress.rate) : nlohmann::json()},
              {"best", best_to_json(progress.best)},
              {"last_good", progress.last_good ? nlohmann::json(*progress.last_good) : nlohmann::json()},
              {"precision", dtype_name<T>()},

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <charconv>
-#include <cstring>
 
 // toml++ asserts what some texts break, such as [é] without quotes. Here a broken assertion throws.
 struct BrokenAssertion {};
@@ -74,24 +73,10 @@ size_t line_of_broken_assertion(const std::string& text) {
     }
     return 1 + static_cast<size_t>(std::ranges::count(text.substr(0, good), '\n'));
 }
-
-// Fails if a key may have so many parts that the library's recursion over its tables takes all of the stack.
-void check_depth(const std::string& text, const std::string& path) {
-    constexpr size_t kMostDots = 1000;
-    size_t dots = 0, line = 1;
-    for (const char c : text) {
-        line += c == '\n';
-        dots = std::strchr("\n=,{", c) ? 0 : dots + (c == '.');
-        if (dots > kMostDots)
-            fail("%s:%zu: %zu dots without a comma or an equals sign between them are too many", path.c_str(),
-                 line, dots);
-    }
-}
 }  // namespace
 
 std::vector<ConfigItem> read_toml(const std::string& text, const std::string& path) {
     std::vector<ConfigItem> items;
-    check_depth(text, path);
     try {
         const toml::table table = toml::parse(text);
         Reader(path, items).read(table, {});

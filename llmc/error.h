@@ -52,10 +52,8 @@ __attribute__((format(printf, 1, 2))) inline std::string format(const char* patt
 // tab) and each byte that is not UTF-8 becomes \x1b or the like. Other characters stay as they are.
 class TerminalText {
   public:
-    enum Hidden { Kept, Escaped };
-    // `hidden`: whether characters are escaped too that is_hidden() has.
-    explicit TerminalText(Hidden hidden = Kept) : hidden_(hidden) {}
-
+    // `hidden_too`: also escapes the characters of is_hidden().
+    explicit TerminalText(bool hidden_too = false) : hidden_too_(hidden_too) {}
     // What can be shown so far. The start of an incomplete character is held back until the rest arrives.
     std::string add(std::string_view bytes) {
         held_ += bytes;
@@ -65,8 +63,8 @@ class TerminalText {
             const auto character =
                 std::string_view(held_).substr(at, static_cast<size_t>(std::max(count, 1)));
             const int32_t code = count < 0 ? -1 : first_character(character).code;
-            const bool escapes = code < 0 || is_control(code) || (hidden_ == Escaped && is_hidden(code));
-            shown += escapes ? escaped(character) : character;
+            const bool bad = code < 0 || is_control(code) || (hidden_too_ && is_hidden(code));
+            shown += bad ? escaped(character) : character;
             at += character.size();
         }
         held_.erase(0, at);
@@ -92,14 +90,13 @@ class TerminalText {
         return text;
     }
 
-    Hidden hidden_;
+    bool hidden_too_;
     std::string held_;
 };
 
-// A text without what a terminal would obey or not show: bytes of control characters, other than newline and
-// tab, and of hidden ones, and those that are no UTF-8, become \x1b or the like.
+// A text as TerminalText shows it, without hidden characters.
 inline std::string safe_text(std::string_view text) {
-    TerminalText terminal(TerminalText::Escaped);
+    TerminalText terminal(true);
     const std::string shown = terminal.add(text);
     return shown + terminal.finish();
 }

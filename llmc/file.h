@@ -277,7 +277,9 @@ template <class Json = nlohmann::json, class Keep>
 Json parse_json(std::string_view text, const std::string& file, Keep&& keep) {
     using nlohmann::json;
     std::vector<std::set<std::string>> keys;  // the keys so far of each open object
-    const auto note_keys = [&](int, json::parse_event_t event, Json& parsed) {
+    const auto note_keys = [&](int depth, json::parse_event_t event, Json& parsed) {
+        // The library copies and writes values recursively.
+        if (depth > 200) fail("%s: broken JSON: it nests more than 200 deep", file.c_str());
         if (event == json::parse_event_t::object_start) keys.emplace_back();
         if (event == json::parse_event_t::object_end) keys.pop_back();
         if (!keep(event, parsed)) return false;
@@ -301,6 +303,12 @@ Json parse_json(std::string_view text, const std::string& file) {
 
 // Parses a whole file with parse_json.
 inline nlohmann::json read_json(const std::string& path) { return parse_json(read_text(path), path); }
+
+// A path whose first part, if it is ~, is the home folder, as a shell writes it.
+inline std::string with_home(const std::string& path) {
+    const char* const home = getenv("HOME");
+    return home && (path == "~" || path.starts_with("~/")) ? home + path.substr(1) : path;
+}
 
 // JSON as text, for a terminal too: if it has characters that print() would escape, it is written in ASCII
 // alone. It may contain names of files in any encoding.

@@ -28,49 +28,23 @@
 #include "llmc/quant_matrix.h"
 #include "llmc/utf8.h"
 
-// A type of tensors. Types without a size are only known by name; they cannot be read.
+// A type of tensors.
 struct GgufType {
     uint32_t number;
     const char* name;
-    int block = 0, block_bytes = 0;  // elements of a block, and its bytes
+    int block, block_bytes;  // elements of a block, and its bytes
 };
 
 inline constexpr GgufType kGgufTypes[] = {
-    {0, "F32", 1, 4},
-    {1, "F16", 1, 2},
-    {2, "Q4_0", 32, 18},
-    {3, "Q4_1", 32, 20},
-    {6, "Q5_0", 32, 22},
-    {7, "Q5_1"},
-    {8, "Q8_0", 32, 34},
-    {9, "Q8_1"},
-    {10, "Q2_K"},
-    {11, "Q3_K"},
-    {12, "Q4_K", 256, 144},
-    {13, "Q5_K"},
-    {14, "Q6_K", 256, 210},
-    {15, "Q8_K"},
-    {16, "IQ2_XXS"},
-    {17, "IQ2_XS"},
-    {18, "IQ3_XXS"},
-    {19, "IQ1_S"},
-    {20, "IQ4_NL"},
-    {21, "IQ3_S"},
-    {22, "IQ2_S"},
-    {23, "IQ4_XS"},
-    {24, "I8"},
-    {25, "I16"},
-    {26, "I32"},
-    {27, "I64"},
-    {28, "F64"},
-    {29, "IQ1_M"},
-    {30, "BF16", 1, 2},
-    {34, "TQ1_0"},
-    {35, "TQ2_0"},
-    {39, "MXFP4"},
-    {40, "NVFP4"},
-    {41, "Q1_0"},
+    {0, "F32", 1, 4},       {1, "F16", 1, 2},       {2, "Q4_0", 32, 18},
+    {3, "Q4_1", 32, 20},    {6, "Q5_0", 32, 22},    {8, "Q8_0", 32, 34},
+    {12, "Q4_K", 256, 144}, {14, "Q6_K", 256, 210}, {30, "BF16", 1, 2},
 };
+// Types that cannot be read, for messages.
+constexpr const char* kOtherGgufTypes =
+    "7:Q5_1 9:Q8_1 10:Q2_K 11:Q3_K 13:Q5_K 15:Q8_K 16:IQ2_XXS 17:IQ2_XS 18:IQ3_XXS 19:IQ1_S 20:IQ4_NL "
+    "21:IQ3_S 22:IQ2_S 23:IQ4_XS 24:I8 25:I16 26:I32 27:I64 28:F64 29:IQ1_M 34:TQ1_0 35:TQ2_0 39:MXFP4 "
+    "40:NVFP4 41:Q1_0";
 
 struct GgufTensor {
     std::string name;
@@ -308,9 +282,7 @@ class GgufFile {
         const auto type = number<uint32_t>();
         tensor.type = std::find_if(std::begin(kGgufTypes), std::end(kGgufTypes),
                                    [&](const GgufType& known) { return known.number == type; });
-        if (tensor.type == std::end(kGgufTypes)) refuse_tensor(name, "unknown type %u", type);
-        if (tensor.type->block == 0)
-            refuse_tensor(name, "type %s is not supported; %s are", tensor.type->name, supported().c_str());
+        if (tensor.type == std::end(kGgufTypes)) refuse_type(name, type);
         if (tensor.shape.back() % tensor.type->block != 0)
             refuse_tensor(name, "rows of %lld elements are not whole blocks of %s, %d",
                           static_cast<long long>(tensor.shape.back()), tensor.type->name, tensor.type->block);
@@ -322,12 +294,14 @@ class GgufFile {
         tensors_.push_back(tensor);
     }
 
-    // Lists the supported types: "F32, F16, ...".
-    static std::string supported() {
-        std::string names;
-        for (const GgufType& type : kGgufTypes)
-            if (type.block > 0) names += (names.empty() ? "" : ", ") + std::string(type.name);
-        return names;
+    [[noreturn]] void refuse_type(const std::string& tensor, uint32_t type) const {
+        const std::string known = joined(kGgufTypes, ", ", [](const GgufType&t) { return t.name; }),
+                          number = std::to_string(type) + ":";
+        for (const std::string& other : words_of(kOtherGgufTypes))
+            if (other.starts_with(number))
+                refuse_tensor(tensor, "type %s is not supported; %s are", other.c_str() + number.size(),
+                              known.c_str());
+        refuse_tensor(tensor, "unknown type %u", type);
     }
 
     void read_alignment() {

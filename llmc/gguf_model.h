@@ -19,6 +19,7 @@
 
 #include "llmc/families.h"
 #include "llmc/gguf.h"
+#include "llmc/model_names.h"
 #include "llmc/model_positions.h"
 #include "llmc/safetensors.h"
 
@@ -172,6 +173,24 @@ inline bool find_llama3(int head_size, const std::vector<float>& divisors, RopeS
 }
 }  // namespace gguf
 
+// The name on Hugging Face's hub of the model that a GGUF file is of, ORG/NAME; `otherwise` if its keys do
+// not say it. general.base_model.0 may also be the model that it was fine-tuned from: that has another name
+// than the file.
+inline std::string published_name(const nlohmann::json& keys, const std::string& otherwise) {
+    const auto text = [&](const char* key) {
+        const auto found = keys.find(key);
+        return found != keys.end() && found->is_string() ? found->get<std::string>() : "";
+    };
+    constexpr std::string_view kHub = "https://huggingface.co/";
+    std::string url = text("general.base_model.0.repo_url"), name = text("general.name");
+    std::string found = text("general.base_model.0.organization") + "/" + text("general.base_model.0.name");
+    if (url.starts_with(kHub)) found = url.substr(kHub.size());
+    std::ranges::replace(found, ' ', '-');
+    std::ranges::replace(name, ' ', '-');
+    const bool is_it = name.empty() || lower(name) == lower(found.substr(found.find('/') + 1));
+    return is_hub_name(found) && is_it ? found : otherwise;
+}
+
 class GgufModel {
   public:
     // Opens the file and reads its configuration. Supported architectures are gpt2, llama (also for
@@ -222,32 +241,15 @@ class GgufModel {
     // Fails on keys that are not read: ignoring them could mean wrong arithmetic.
     void refuse_other_keys() const {
         reader_.must_be("split.count", {1, 0});  // the number of files of one model
-        static constexpr const char* known[] = {"vocab_size",
-                                                "context_length",
-                                                "embedding_length",
-                                                "block_count",
-                                                "feed_forward_length",
-                                                "attention.head_count",
-                                                "attention.head_count_kv",
-                                                "attention.key_length",
-                                                "attention.value_length",
-                                                "attention.layer_norm_epsilon",
-                                                "attention.layer_norm_rms_epsilon",
-                                                "attention.sliding_window",
-                                                "rope.dimension_count",
-                                                "rope.freq_base",
-                                                "rope.scaling.type",
-                                                "rope.scaling.factor",
-                                                "rope.scaling.original_context_length",
-                                                "rope.scaling.finetuned",
-                                                "rope.scaling.yarn_beta_fast",
-                                                "rope.scaling.yarn_beta_slow",
-                                                "tensor_data_layout"};
+        constexpr const char* kKnown =
+            "vocab_size context_length embedding_length block_count feed_forward_length attention.head_count "
+            "attention.head_count_kv attention.key_length attention.value_length "
+            "attention.layer_norm_epsilon attention.layer_norm_rms_epsilon attention.sliding_window "
+            "rope.dimension_count rope.freq_base rope.scaling.type rope.scaling.factor "
+            "rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.yarn_beta_fast "
+            "rope.scaling.yarn_beta_slow tensor_data_layout";
         for (const auto& [name, value] : file_.metadata().items()) {
-            const std::string_view own = name;
-            if (!own.starts_with(arch_ + ".")) continue;
-            const auto rest = own.substr(arch_.size() + 1);
-            if (std::find(std::begin(known), std::end(known), rest) == std::end(known))
+            if (name.starts_with(arch_ + ".") && !has_word(kKnown, name.substr(arch_.size() + 1)))
                 fail("%s: '%s' is not supported", file_.path().c_str(), printable(name).c_str());
         }
     }

@@ -41,7 +41,7 @@ inline bool is_hub_name(const std::string& text) {
 inline std::string hub_cache() {
     const auto variable = [](const char* name) {
         const char* const value = getenv(name);
-        return std::string(value ? value : "");
+        return with_home(value ? value : "");
     };
     for (const char* name : {"HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"})
         if (!variable(name).empty()) return variable(name);

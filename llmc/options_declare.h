@@ -243,7 +243,7 @@ inline void declare_training_options(CLI::App& app, Options& o) {
              "default with --prompt and no --data. With --bench, the steps to measure.")
         ->transform(whole(0, 1e12))
         ->default_str(format("%lld; with --bench %d", static_cast<long long>(o.steps), o.bench_steps));
-    group.add("--epochs", o.epochs, "X", "Instead of --steps: trains until the data were read X times.")
+    group.add("--epochs", o.epochs, "X", "Trains until the data were read X times, instead of --steps.")
         ->check(between(1e-6, 1e6))
         ->default_str(format("%g for JSON examples, if --steps is not given", kExampleEpochs));
     group.add("--lr", o.lr, "RATE", "The highest learning rate.")

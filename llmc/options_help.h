@@ -7,8 +7,6 @@
 
 #include <algorithm>
 #include <cctype>
-#include <map>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -26,15 +24,15 @@
 constexpr size_t kHelpColumns = 100, kHelpIndent = 30;
 constexpr char kNoBreak = '\x01';  // a space at which no line ends
 
-// What most runs need: the options that --help alone shows.
-inline const std::set<std::string> kUsualOptions = {
-    "--model",      "--data",         "--val-data",  "--seq-len", "--loss-on",    "--seed",
-    "--batch",      "--grad-accum",   "--steps",     "--epochs",  "--lr",         "--warmup",
-    "--schedule",   "--weight-decay", "--optimizer", "--train",   "--base",       "--lora-rank",
-    "--lora-alpha", "--lora-targets", "--adapter",   "--merge",   "--memory",     "--plan",
-    "--gpu",        "--recompute",    "--offload",   "--log",     "--eval-every", "--prompt",
-    "--sample",     "--chat",         "--prompts",   "--out",     "--save-every", "--resume",
-    "--threads",    "--config",       "--help",      "--version"};
+// What the recipes of the README and of scripts/ use, and what a run then needs next: the options, and keys
+// of options, that --help alone shows, each with the beginning of its help.
+constexpr const char* kUsualOptions =
+    "--model --data --val-data --seq-len --batch --grad-accum --steps --epochs --lr --min-lr --warmup "
+    "--schedule "
+    "--weight-decay --train --base --lora-rank --lora-alpha --soft-prompt --merge --memory --plan --gpu "
+    "--recompute --chunk-rows --state-formats --log --eval-every --eval-batches --prompt --chat --sample "
+    "--sample.every --sample.tokens --sample.temperature --out --save-every --resume --config --help "
+    "--version";
 
 constexpr const char* kHelpExamples = R"(Examples:
   ./train --data book.txt --steps 500 --out out/book
@@ -54,8 +52,7 @@ Signals:
 // A text wrapped between two columns; the first line begins after `lead`.
 inline std::string wrapped(const std::string& lead, const std::string& text, size_t indent) {
     std::string lines, line = lead;
-    if (line.size() + 2 > indent) lines = line + "\n", line.clear();
-    line.resize(indent, ' ');
+    line.resize(std::max(indent, lead.size() + 2), ' ');
     bool is_empty = true;
     for (size_t start = 0; start < text.size();) {
         const size_t end = std::min(text.find(' ', start), text.size());
@@ -70,20 +67,28 @@ inline std::string wrapped(const std::string& lead, const std::string& text, siz
     return lines + line + "\n";
 }
 
-// What an option does, and its default.
-inline std::string described(const CLI::Option& option) {
-    const std::string text = option.get_description(), standard = option.get_default_str();
+// The end of a text's first sentence, without its full stop.
+inline size_t end_of_sentence(const std::string& text) {
+    return std::min(text.find(". "), text.find_last_not_of('.') + 1);
+}
+
+// What an option does, or the beginning of that, and its default.
+inline std::string described(const CLI::Option& option, bool briefly = false) {
+    std::string text = option.get_description(), standard = option.get_default_str();
+    if (briefly) text = text.substr(0, end_of_sentence(text)) + ".";
+    if (const size_t end = text.find_first_of(";:"); briefly && text.size() > 75 && end != text.npos)
+        text = text.substr(0, end) + ".";
     const bool has_default = !standard.empty() && standard != "[]" && standard != "{}" && standard != "false";
     return has_default ? text + " (default " + standard + ")" : text;
 }
 
 // The lines of one option, or of one key of an option.
-inline std::string help_of(const CLI::Option& option) {
+inline std::string help_of(const CLI::Option& option, bool briefly) {
     const std::string name = option.get_name(), value = option.get_type_name();
     const size_t dot = name.find('.');
     const std::string lead = dot == name.npos ? "  " + name + (value.empty() ? "" : " " + value)
                                               : "    " + name.substr(dot + 1) + "=" + value;
-    std::string text = described(option);
+    std::string text = described(option, briefly);
     // A short default stays in one line.
     const size_t shown = text.rfind("(default ");
     if (shown != text.npos && text.size() - shown < kHelpColumns / 3)
@@ -110,8 +115,8 @@ inline std::string group_named(const CLI::App& app, const std::string& word) {
 // The aliases of each setting, in a line that begins with the setting.
 inline std::string alias_lines() {
     return joined(kAliases, "", [](const Alias& alias) {
-        const std::vector<std::string> names = CLI::detail::split(alias.names, ' ');
-        return wrapped("    " + spelled_setting(alias.setting, ""), joined(names, ", "), kHelpIndent);
+        return wrapped("    " + spelled_setting(alias.setting, ""), joined(words_of(alias.names), ", "),
+                       kHelpIndent);
     });
 }
 
@@ -132,19 +137,16 @@ inline std::string help_text(const CLI::App& app, const std::string& about) {
         if (!only.empty() && group != only) continue;
         std::string lines;
         for (const CLI::Option* option : app.get_options()) {
-            const std::string name = option->get_name();
-            const bool usual = kUsualOptions.contains(name.substr(0, name.find('.')));
-            const bool is_key = name.find('.') != name.npos;
-            if (option->get_group() != group ||
-                (about.empty() && (!usual || (is_key && group == "Training"))))
-                continue;
-            lines += help_of(*option);
+            const bool usual = has_word(kUsualOptions, option->get_name());
+            if (option->get_group() != group || (about.empty() && !usual)) continue;
+            lines += help_of(*option, about.empty());
         }
         if (!lines.empty()) text += (text.empty() ? "" : "\n") + group + ":\n" + lines;
     }
     if (about.empty())
         return text + "\n" + kHelpExamples +
-               "\n--help all lists every option; --help memory and the like those of one group.\n";
+               "\n--help all says more and lists every option; --help memory and the like those of one "
+               "group.\n";
     if (!all) return text;
     text += "\nNames of other tools are understood too, and _ for -:\n" + alias_lines();
     return text + "\n" + kHelpExamples + "\n" + kHelpNotes;
@@ -214,12 +216,12 @@ inline std::vector<Completed> completed_options(const CLI::App& app) {
     std::vector<Completed> all;
     for (const CLI::Option* option : app.get_options()) {
         const std::string name = option->get_name(), text = option->get_description();
-        const size_t dot = name.find('.'), end = text.find(". ");
+        const size_t dot = name.find('.');
         all.push_back({.name = name.substr(0, dot),
                        .key = dot == name.npos ? "" : name.substr(dot + 1),
                        .what = option->get_type_name(),
                        .choices = choices_in(option->get_type_name()),
-                       .help = text.substr(0, std::min(end, text.find_last_not_of('.') + 1))});
+                       .help = text.substr(0, end_of_sentence(text))});
     }
     return all;
 }

@@ -12,7 +12,6 @@
 #include <fstream>
 #include <iterator>
 #include <map>
-#include <sstream>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -100,12 +99,9 @@ inline constexpr Hint kHints[] = {
     {"write --train lora --base nf4-double", "--qlora"},
     {"write --base nf4-double, or --base nf4", "--bnb-4bit-quant-type"},
     {"write --train lora", "--lora --use-lora --use-peft"},
-    {"the build decides: make PRECISION=bf16", "--bf16"},
-    {"the build decides, between bf16 and fp32: make PRECISION=bf16", "--fp16"},
     {"the build decides: make PRECISION=bf16 or fp32",
-     "--torch-dtype --dtype --fp32 --precision --mixed-precision"},
-    {"the build decides: make DEVICE=cuda or cpu", "--device"},
-    {"the build decides: make DEVICE=cpu", "--no-cuda"},
+     "--bf16 --fp16 --torch-dtype --dtype --fp32 --precision --mixed-precision"},
+    {"the build decides: make DEVICE=cuda or cpu", "--device --no-cuda"},
     {"write --recompute block, or --memory SIZE, which chooses",
      "--gradient-checkpointing --use-gradient-checkpointing --enable-activation-checkpointing "
      "--activation-checkpointing"},
@@ -167,7 +163,6 @@ inline constexpr Hint kHints[] = {
      "--dataloader-num-workers"},
     {"nothing is downloaded: --model ORG/NAME finds what Hugging Face's tools have downloaded",
      "--hf-repo --hf-model-repo-id --download"},
-    {"there is no FP8: write --base all=8bit for a base in 8 bits", "--load-in-fp8 --fp8"},
     {"there is no label smoothing: leave it out", "--label-smoothing-factor"},
 };
 
@@ -183,24 +178,18 @@ inline constexpr ValueAlias kValueAliases[] = {
 
 // What to write instead of values of other tools that take more than one option here.
 struct ValueHint {
-    const char *setting, *value, *said;
+    const char *setting, *values, *said;  // the values, with spaces between them
 };
 inline constexpr ValueHint kValueHints[] = {
     {"--train", "qlora", "write --train lora --base nf4-double"},
     {"--adapter", "qlora", "write --train lora --base nf4-double"},
-    {"--optimizer", "adamw8bit", "write --optimizer adamw --state-formats m=8bit,v=8bit"},
-    {"--optimizer", "adamw_8bit", "write --optimizer adamw --state-formats m=8bit,v=8bit"},
-    {"--optimizer", "adamw_bnb_8bit", "write --optimizer adamw --state-formats m=8bit,v=8bit"},
+    {"--optimizer", "adamw8bit adamw_8bit adamw_bnb_8bit",
+     "write --optimizer adamw --state-formats m=8bit,v=8bit"},
     {"--optimizer", "paged_adamw_8bit",
      "write --optimizer adamw --state-formats m=8bit,v=8bit; --memory SIZE offloads what does not fit"},
     {"--optimizer", "paged_adamw_32bit", "write --optimizer adamw; --memory SIZE offloads what does not fit"},
     {"--schedule", "cosine_with_min_lr", "write --schedule cosine --min-lr RATE"},
 };
-
-// True if a list of words, with spaces between them, has this one.
-inline bool has_word(const char* list, const std::string& word) {
-    return (" " + std::string(list) + " ").find(" " + word + " ") != std::string::npos;
-}
 
 // Reads words into settings that are options of `app`.
 class WordReader {
@@ -245,6 +234,9 @@ class WordReader {
         if (std::filesystem::exists(status) && !std::filesystem::is_regular_file(status))
             fail("--config %s is %s", path.c_str(),
                  std::filesystem::is_directory(status) ? "a directory" : "not a regular file");
+        constexpr size_t kLargest = 32 << 10;  // keys of many parts would take all of the library's stack
+        if (std::filesystem::file_size(path, error) > kLargest && !error)
+            fail("--config %s is larger than a configuration: %zu bytes at most", path.c_str(), kLargest);
         std::ifstream file(path);
         if (!file) fail("--config %s: cannot be read: %s", path.c_str(), strerror(errno));
         const std::string text{std::istreambuf_iterator<char>(file), {}};
@@ -291,7 +283,7 @@ class WordReader {
                      other.substr(dot + 1).c_str());
         }
         for (const Alias& alias : kAliases)
-            std::ranges::move(CLI::detail::split(alias.names, ' '), std::back_inserter(names));
+            for (const std::string& other : words_of(alias.names)) names.push_back(other);
         const std::string nearest = nearest_name(name, names);
         if (nearest.empty())
             fail("%s: there is no such option; --help all lists them", printable(written).c_str());
@@ -318,9 +310,13 @@ class WordReader {
         }
         if (!now.empty()) replaced_.emplace_back(setting, now);
         now = words;
+        // A shell leaves ~ alone in --data=~/x, and a configuration file has no shell.
+        const std::string kind = option(setting)->get_type_name();
+        if (kind.find("DIR") != kind.npos || kind.find("FILE") != kind.npos)
+            std::ranges::transform(now, now.begin(), with_home);
         for (const ValueHint& hint : kValueHints)
-            if (setting == hint.setting && words[0] == hint.value)
-                fail("%s %s: %s", hint.setting, hint.value, hint.said);
+            if (setting == hint.setting && has_word(hint.values, words[0]))
+                fail("%s %s: %s", hint.setting, words[0].c_str(), hint.said);
         for (const ValueAlias& alias : kValueAliases)
             if (setting == alias.setting && words[0] == alias.value) now = {alias.meant};
     }

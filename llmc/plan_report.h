@@ -341,7 +341,7 @@ inline void print_summary(FILE* to, const MemoryReport& r, const char* verb, con
         return n > 0 ? format("%s %lld", name, static_cast<long long>(n)) : "";
     };
     print(to,
-          "%s: %lld parameters%s; %s, %s, vocabulary %d%s, batch %d, seq_len %d, recompute %s, head_rows "
+          "%s: %lld parameters%s; %s, %s\nvocabulary %d%s, batch %d, seq_len %d, recompute %s, head_rows "
           "%lld%s%s%s\n%s, in MiB:\n",
           r.model.c_str(), static_cast<long long>(r.parameters), trained.c_str(), r.device.c_str(),
           r.precision.c_str(), r.vocabulary,

@@ -141,20 +141,11 @@ inline std::string name_from(const std::string& folder, const std::string& name)
 }
 
 // The options whose values are names of files or folders.
-inline constexpr const char* kNameOptions[] = {"--data",
-                                               "--val-data",
-                                               "--model",
-                                               "--log",
-                                               "--out",
-                                               "--advanced.algorithms",
-                                               "--adapter",
-                                               "--merge",
-                                               "--export",
-                                               "--save-base",
-                                               "--loss-by-position",
-                                               "--rates"};
+constexpr const char* kNameOptions =
+    "--data --val-data --model --log --out --advanced.algorithms --adapter --merge --export --save-base "
+    "--loss-by-position --rates";
 
-inline bool is_list_of_texts(const nlohmann::json& options, const char* name) {
+inline bool is_list_of_texts(const nlohmann::json& options, const std::string& name) {
     const auto it = options.find(name);
     const auto is_text = [](const nlohmann::json& value) { return value.is_string(); };
     return it != options.end() && it->is_array() && std::all_of(it->begin(), it->end(), is_text);
@@ -191,9 +182,10 @@ inline std::string folder_of_names(const Progress& saved, const std::string& sav
 }
 
 // Makes names in an option count from `folder`.
-inline void count_names_from(const std::string& folder, const char* option, std::vector<std::string>& names) {
+inline void count_names_from(const std::string& folder, const std::string& option,
+                             std::vector<std::string>& names) {
     for (std::string& name : names)
-        if (option != std::string("--model") || !parse_new_model(name)) name = name_from(folder, name);
+        if (option != "--model" || !parse_new_model(name)) name = name_from(folder, name);
 }
 
 // The options of the run that made a save. Its --out becomes the folder of saves that has this save now, even
@@ -210,7 +202,7 @@ inline SavedOptions saved_options(const std::string& save) {
     SavedOptions options = {progress.options, progress.options, folder_of_names(progress, save)};
     std::error_code none;
     if (!fs::equivalent(options.directory, ".", none)) {
-        for (const char* option : kNameOptions) {
+        for (const std::string& option : words_of(kNameOptions)) {
             if (!is_list_of_texts(options.here, option)) continue;
             auto names = options.here[option].get<std::vector<std::string>>();
             count_names_from(options.directory, option, names);
@@ -238,7 +230,7 @@ inline void remember_options(const Options& o, Progress& progress) {
         given.erase(of_machine);
     progress.directory = o.directory.empty() ? here : o.directory;
     if (!std::filesystem::equivalent(progress.directory, ".", none))
-        for (const char* option : kNameOptions)
+        for (const std::string& option : words_of(kNameOptions))
             if (given.contains(option) && !o.saved.contains(option))
                 count_names_from(here, option, given[option]);
     progress.options = given;

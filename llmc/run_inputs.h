@@ -444,7 +444,8 @@ inline std::optional<OffloadedEmbeddings> RunInputs::offloaded_embeddings(const 
 
 // The adapter: that of the save or of --adapter, or a new one as the options ask.
 inline AdapterConfig RunInputs::choose_adapter() {
-    const std::string base = o_.save_base.empty() ? lasting_name(model) : resolved(o_.save_base);
+    const std::string path = o_.save_base.empty() ? lasting_name(model) : resolved(o_.save_base),
+                      base = gguf ? published_name(gguf->file().metadata(), path) : path;
     const auto read = [&](const std::string& folder) {
         AdapterConfig found = read_adapter(folder, config);
         const std::string generation = folder + "/generation_config.json";

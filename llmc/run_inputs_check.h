@@ -105,6 +105,7 @@ inline const WeightFormat* RunInputs::format_in_base(const LinearModule& m,
 // the same in all blocks, or else layer by layer.
 inline AdapterBase RunInputs::describe_base() const {
     AdapterBase base;
+    if (gguf) base.gguf = lasting_name(model);
     std::optional<SafetensorsFolder> files;
     if (config.has_nf4) files.emplace(model, config.family->prefix);
     std::map<std::string, std::map<std::string, std::string>>
@@ -143,7 +144,7 @@ inline void RunInputs::check_adapter_base() {
     const AdapterBase now = describe_base();
     const std::optional<AdapterBase> then = adapter.base;
     if (o_.steps > 0 || !then) adapter.base = now;
-    if (!then || *then == now) return;
+    if (!then || then->is_quantized_as(now)) return;
     const std::string named = held_adapter ? "--adapter " + o_.adapter : "--resume " + o_.resume;
     const std::string what =
         format("%s was trained beside a model %s, and --model %s is one %s", named.c_str(),

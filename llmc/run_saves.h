@@ -52,8 +52,11 @@ class RunSaves {
         if (!folder_.others.empty())
             print(stderr,
                   "%s holds saves of another run, up to step %lld: they stay, except for steps that are "
-                  "saved again, but `latest` will be this run's save\n",
-                  o_.out.c_str(), static_cast<long long>(*folder_.others.rbegin()));
+                  "saved again, but `latest` will be this run's save%s\n",
+                  o_.out.c_str(), static_cast<long long>(*folder_.others.rbegin()),
+                  best_link().empty() || goes_on_in_folder() ? ""
+                  : o_.keep_best                             ? ", and so will `best`"
+                                                             : ", and the link `best` will be removed");
     }
     // Fails if what the run will save cannot be written beside what is there. If all saves are kept, they
     // need not all fit: somebody may move them.
@@ -115,6 +118,8 @@ class RunSaves {
                           .last_good = folder_.good,
                           .best = metrics_.best,
                           .data = in_.facts};
+        if (step > 0)
+            progress.rate = learning_rate(o_.schedule, step - 1, o_.steps, o_.warmup, o_.lr, o_.min_lr);
         remember_options(o_, progress);
         if (is_best(step)) folder_.best = step;
         save_checkpoint(folder_, model_.trained(), progress, in_.saved_tokenizer(), o_.steps > 0, in_.adapter,
@@ -159,6 +164,19 @@ class RunSaves {
               static_cast<long long>(metrics_.best->step),
               best_link() == name ? (o_.out + "/best is of that step").c_str() : "it is not saved here",
               uses_last ? ", and what is merged or exported is of the last one" : "");
+    }
+
+    // At the end of a run that has trained an adapter on a GGUF file, which PEFT does not open: says how PEFT
+    // loads the adapter.
+    void remark_loading() const {
+        if (!wanted() || !o_.rank.is_first() || !in_.gguf || !in_.adapter) return;
+        const auto base = in_.adapter.json.value("base_model_name_or_path", "");
+        const std::string loads =
+            is_hub_name(base)
+                ? "AutoPeftModelForCausalLM.from_pretrained(\"" + o_.out + "\") loads it on " + base
+                : "PeftModel.from_pretrained(MODEL, \"" + o_.out + "\") loads it on the model of which " +
+                      o_.model + " was made";
+        print(o_.notes(), "in Python, %s\n", loads.c_str());
     }
 
     // Removes the good save that stayed in case that the weights of the last one are bad: a step has shown

@@ -62,8 +62,9 @@ inline void print_data(const Options& o, const RunInputs& in, const Batches& bat
     else
         print(stdout, "%llu tokens in %llu sequences of %d", number(data.token_count()), number(epoch),
               o.seq_len);
-    const auto read = static_cast<double>(batches.sequences_after(std::max(o.steps, first_step)));
-    print(stdout, "; %lld steps read %.0f sequences, %.2f epochs", static_cast<long long>(o.steps), read,
+    const int64_t steps = std::max(o.steps, first_step);
+    const auto read = static_cast<double>(batches.sequences_after(steps));
+    print(stdout, "; %lld steps read %.0f sequences, %.2f epochs", static_cast<long long>(steps), read,
           read / static_cast<double>(epoch));
     if (data.is_examples() && !o.has("--steps") && !o.has("--epochs"))
         print(stdout, " (--epochs or --steps change that)");
@@ -139,16 +140,19 @@ inline void remark_no_validation(const RunInputs& in, int seq_len) {
                                  : format("a tenth of the text is less than --seq-len %d", seq_len).c_str());
 }
 
-// Prints which settings of a resumed run are not those of the save, and what becomes of the learning rate.
-inline void print_changes(const Options& o, int64_t first_step) {
+// Prints which settings of a resumed run are not those of the save, and what becomes of the learning rate,
+// which was `rate_before` in the save's last step.
+inline void print_changes(const Options& o, int64_t first_step, std::optional<double> rate_before) {
     if (o.changed.empty()) return;
     const std::string list = joined(o.changed, ", ", [](const auto& setting) { return setting.second; });
     print(stdout, "other settings than those of the save: %s\n", list.c_str());
     print(stdout,
-          "the learning rate goes on as that of a run of %lld steps with these settings: %.3e in step %lld\n",
+          "the learning rate goes on as that of a run of %lld steps with these settings: %.3e in step "
+          "%lld%s\n",
           static_cast<long long>(o.steps),
           learning_rate(o.schedule, first_step, o.steps, o.warmup, o.lr, o.min_lr),
-          static_cast<long long>(first_step + 1));
+          static_cast<long long>(first_step + 1),
+          rate_before ? format("; it was %.3e in the step before", *rate_before).c_str() : "");
 }
 
 // Prints what a user might not expect of a run that begins after `first_step` steps. `saves`: it saves what
@@ -160,7 +164,7 @@ inline void print_start(const Options& o, const RunInputs& in, int64_t first_ste
               static_cast<long long>(first_step), static_cast<long long>(o.steps));
     else if (o.has("--resume") && o.resume.empty())
         print(stdout, "--resume auto: %s holds no save yet: beginning\n", o.out.c_str());
-    if (!o.resume.empty() && trains) print_changes(o, first_step);
+    if (!o.resume.empty() && trains) print_changes(o, first_step, in.progress->rate);
     if (!in.adapter_is_of.empty() && o.rank.is_first())
         print(stderr, "--adapter %s was trained on %s, and this run uses it on %s\n", o.adapter.c_str(),
               in.adapter_is_of.c_str(), o.model.c_str());

@@ -30,6 +30,7 @@ struct Progress {
     std::set<int64_t> others = {};  // steps of another run's saves in the same folder
     std::string directory = {};     // the options' relative names count from here; empty in older saves
     std::optional<double> first_loss = {};  // the loss of the run's first step
+    std::optional<double> rate = {};        // the learning rate of the last step
     std::optional<int64_t> last_good = {};  // the step of the last good save (save_folder.h)
     std::optional<BestValidation> best = {};
     std::map<std::string, std::string> data = {};  // by option: data_facts() of its data (resume.h)
@@ -149,6 +150,8 @@ inline Progress read_progress(const std::string& folder) {
     const auto may_be_count = [&](const nlohmann::json& j) { return j.is_null() || is_count(j); };
     if (json.contains("first_loss") && !get("first_loss", is_number, "a number").is_null())
         p.first_loss = json["first_loss"].get<double>();
+    if (json.contains("rate") && !get("rate", is_number, "a number").is_null())
+        p.rate = json["rate"].get<double>();
     if (json.contains("last_good") && !get("last_good", may_be_count, "a count").is_null())
         p.last_good = json["last_good"].get<int64_t>();
     if (json.contains("best")) p.best = best_from_json(json["best"], file);

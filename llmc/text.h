@@ -9,6 +9,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
+#include <iterator>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -31,6 +33,15 @@ std::string joined(const List& list, const char* between, TextOf&& text_of) {
 }
 inline std::string joined(const std::vector<std::string>& list, const char* between) {
     return joined(list, between, [](const std::string& item) { return item; });
+}
+
+// The words of a list that has spaces between them, and whether it has one.
+inline std::vector<std::string> words_of(const std::string& list) {
+    std::istringstream words(list);
+    return {std::istream_iterator<std::string>(words), {}};
+}
+inline bool has_word(const std::string& list, const std::string& word) {
+    return (" " + list + " ").find(" " + word + " ") != std::string::npos;
 }
 
 // A text with small ASCII letters.

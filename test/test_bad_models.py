@@ -78,6 +78,16 @@ def test_config_that_is_no_json(train, work, text):
     refused(train, work, {}, "model/config.json")
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_json_that_nests_deep(train, work, name):
+    """Values are copied and written recursively, which could take all of the stack."""
+    path = work / "model" / name
+    values = json.loads(path.read_text()) | {"eos_token_id": "HERE"}
+    for value in ("[" * 200000 + "]" * 200000, '{"a":' * 200000 + "1" + "}" * 200000):
+        path.write_text(json.dumps(values).replace('"HERE"', value))
+        refused(train, work, {"--data": "text"}, f"model/{name}", "nests more than 200 deep")
+
+
 @pytest.mark.parametrize("kind", ["pipe", "device", "huge"])
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json",
                                   "shard.safetensors", "vocab.json", "merges.txt", "tokenizer.json"])

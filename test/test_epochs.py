@@ -77,6 +77,12 @@ def test_mistakes(train_fp32, work, options, said):
     assert said in error and error.count("\n") == 1
 
 
+def test_a_resume_with_fewer_steps_than_it_has_made(train_fp32, work, tmp_path):
+    run(train_fp32, work, "--steps", 4, "--out", tmp_path / "out")
+    text = train_fp32("--resume", tmp_path / "out", "--steps", 3).stdout.decode()
+    assert "; 4 steps read 16 sequences" in text and "is at step 4 of 3: nothing is left to train" in text
+
+
 def test_a_resume_lists_what_has_changed(train_fp32, work, tmp_path):
     """With the value that the save has, and the learning rate of the next step."""
     out = tmp_path / "out"
@@ -87,6 +93,8 @@ def test_a_resume_lists_what_has_changed(train_fp32, work, tmp_path):
     assert "other settings" not in unspoken, unspoken
     text = train_fp32("--resume", out, "--steps", 8, "--weight-decay", 0, "--clip", 1).stdout.decode()
     assert "\nother settings than those of the save: --steps 8 (was 4), --weight-decay 0 (was 0.1)\n" in text
-    rate = re.search(r"^the learning rate goes on as that of a run of 8 steps with these settings: (\S+) in step 5$", text, re.M)[1]
+    match = re.search(r"^the learning rate goes on as that of a run of 8 steps with these settings: (\S+) in step 5; it was (\S+) in the step before$", text, re.M)
+    rate, before = match[1], match[2]
+    assert float(before) == pytest.approx(1e-3 * (1 - 2 / 3), rel=1e-3)
     assert float(rate) == pytest.approx(1e-3 * (1 - 3 / 7), rel=1e-3)
     assert f"| lr {float(rate):.3e} |" in text

@@ -8,13 +8,17 @@
 #include <utility>
 #include <vector>
 
+#include <fcntl.h>
+#include <sys/inotify.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <gtest/gtest.h>
 
 #include "llmc/file.h"
 #include "llmc/matmul_algorithms.h"
 #include "llmc/safetensors.h"
+#include "llmc/temporary_file.h"
 #include "test/file_helpers.h"
 
 namespace {
@@ -199,10 +203,32 @@ TEST(FileWriter, ReplacesAFileWhole) {
     expect_user_error([&] { sync_directory(folder / "absent"); }, {folder / "absent"});
 }
 
+TEST(TemporaryFile, HasNoNameAtAnyMoment) {
+    const TempFolder folder;
+    const int any = open(folder.path().c_str(), O_TMPFILE | O_RDWR, 0600);
+    if (any < 0) GTEST_SKIP() << "this file system has no files without names";
+    close(any);
+    const int events = inotify_init1(IN_NONBLOCK);
+    ASSERT_GE(inotify_add_watch(events, folder.path().c_str(), IN_CREATE), 0);
+    const int fd = make_nameless_file(folder.path(), 0);
+    ASSERT_GE(fd, 0);
+    EXPECT_EQ(write(fd, "text", 4), 4);
+    char event[512];
+    EXPECT_EQ(read(events, event, sizeof event), -1) << "a name was there";
+    close(fd);
+    close(events);
+    EXPECT_LT(make_nameless_file(folder / "absent", 0), 0);
+    EXPECT_EQ(errno, ENOENT);
+    EXPECT_LT(make_nameless_file("/proc", 0), 0);  // has no such files, and no others
+}
+
 TEST(Printable, EscapesAndCuts) {
     EXPECT_EQ(printable("h.0.attn"), "h.0.attn");
     EXPECT_EQ(printable(std::string_view("a\n\"\0z", 5)), "a\\x0a\\x22\\x00z");
     EXPECT_EQ(printable(std::string(100, 'x')), std::string(80, 'x') + "...");
+    EXPECT_EQ(printable("a\xe2\x80\xae\tb"), "a\\xe2\\x80\\xae\\x09b");
+    EXPECT_EQ(printable(std::string(79, 'x') + "\xc3\xbc"),
+              std::string(79, 'x') + "...");  // no half a character
 }
 
 TEST(Safetensors, RoundTrip) {

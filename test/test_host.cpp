@@ -390,6 +390,45 @@ TEST(Terminal, ShowsCharactersAndEscapesTheRest) {
             EXPECT_EQ(shown(text, piece), expected) << "in pieces of " << piece;
 }
 
+TEST(Terminal, HidesAndTurnsNothingInMessages) {
+    const std::pair<std::string, std::string> known[] = {
+        {"\xc2\x9b"
+         "2J\n\t\r",
+         "\\xc2\\x9b2J\n\t\\x0d"},
+        {"a\xe2\x80\xae"
+         "b\xe2\x81\xa6",
+         "a\\xe2\\x80\\xaeb\\xe2\\x81\\xa6"},  // U+202E and U+2066 turn the line
+        {"\xe2\x80\x8b\xe2\x80\x8f\xef\xbb\xbf", "\\xe2\\x80\\x8b\\xe2\\x80\\x8f\\xef\\xbb\\xbf"},
+        {"\xf3\xa0\x81\x81 \xe2\x80\xa8 \xd8\x9c", "\\xf3\\xa0\\x81\\x81 \\xe2\\x80\\xa8 \\xd8\\x9c"},
+        // Joiners, soft hyphens and variation selectors are parts of words.
+        {"\xd9\x85\xe2\x80\x8c\xd8\xae \xe2\x80\x8d \xc2\xad \xef\xb8\x8f \xf3\xa0\x84\x80",
+         "\xd9\x85\xe2\x80\x8c\xd8\xae \xe2\x80\x8d \xc2\xad \xef\xb8\x8f \xf3\xa0\x84\x80"},
+        {"caf\xe9", "caf\\xe9"},
+    };
+    for (const auto& [text, expected] : known) {
+        EXPECT_EQ(safe_text(text), expected);
+        char* printed = nullptr;
+        size_t size = 0;
+        FILE* const to = open_memstream(&printed, &size);
+        print(to, "%s|%d\n", text.c_str(), 7);
+        fclose(to);
+        EXPECT_EQ(std::string(printed, size), expected + "|7\n");
+        free(printed);
+    }
+    // An error is one line.
+    char* printed = nullptr;
+    size_t size = 0;
+    FILE* const to = open_memstream(&printed, &size);
+    try {
+        fail("a\n%s", "\xe2\x80\xae");
+    } catch (...) {
+        EXPECT_EQ(report_error(to), 2);
+    }
+    fclose(to);
+    EXPECT_EQ(std::string(printed, size), "train: a \\xe2\\x80\\xae\n");
+    free(printed);
+}
+
 TEST(Terminal, HoldsBackNoMoreThanACharacter) {
     TerminalText terminal;
     EXPECT_EQ(terminal.add("a\xe2\x82"), "a");

@@ -63,6 +63,17 @@ def test_the_usual_places(train_fp32, work, tmp_path, variable):
     assert "validation loss" in ran(train_fp32, work, "--model", "a/b", *VALIDATE, **{variable: str(tmp_path)})
 
 
+def test_a_tilde_is_the_home_folder(train_fp32, work, tmp_path):
+    """As in huggingface_hub; and in options and configuration files, which no shell has expanded."""
+    home = {"HOME": str(work)}
+    for variable, folder in (("HF_HOME", "~/home"), ("HF_HUB_CACHE", "~/home/hub")):
+        assert "validation loss" in ran(train_fp32, work, "--model", "Some-Org/small_model-1.5B", *VALIDATE, **home, **{variable: folder})
+    (tmp_path / "run.toml").write_text('model = "~/model"\nval-data = ["~/text"]\nsteps = 0\nseq-len = 16\n')
+    wanted = ran(train_fp32, work, "--model", "model", *VALIDATE).splitlines()[-1]
+    assert ran(train_fp32, work, "--config", tmp_path / "run.toml", **home).splitlines()[-1] == wanted
+    assert ran(train_fp32, work, "--model=~/model", *VALIDATE, **home).splitlines()[-1] == wanted
+
+
 def test_main_is_taken_of_several_snapshots(train_fp32, work, tmp_path):
     cached(tmp_path, "a/b", [work / "text"], commit="f" * 40, main=False)
     cached(tmp_path, "a/b", sorted((work / "model").iterdir()))

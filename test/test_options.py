@@ -7,7 +7,7 @@ import re
 import shutil
 
 import pytest
-from trainer_runs import make, write_text
+from trainer_runs import ROOT, make, write_text
 
 USUALLY = "fp32"
 # The aim of the command line's design: it must not grow back.
@@ -48,6 +48,16 @@ def test_counts(train):
     assert len(memory) <= MOST_MEMORY_OPTIONS and {"--memory", "--plan", "--offload"} <= set(memory)
     usual = options_in(shown(train))
     assert 30 <= len(usual) <= 40 and set(usual) < set(options)
+    assert shown(train).count("\n") <= 75
+
+
+def test_the_usual_options_are_those_of_the_recipes(train):
+    """Of the README's commands and of scripts/, without those that profile."""
+    scripts = [path.read_text() for path in (ROOT / "scripts").iterdir() if "profile" not in path.name]
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    used = set(re.findall(r"(?<![\w-])(--[a-z][a-z0-9-]*)", re.sub("^#.*", "", "\n".join(scripts + blocks), flags=re.M)))
+    known = set(options_in(shown(train, "all")))
+    assert used & known <= set(options_in(shown(train)))
 
 
 @pytest.mark.parametrize("about", [(), ("all",), ("memory",)], ids=str)
@@ -92,6 +102,11 @@ def test_version(train):
     ("--ofload", "did you mean --offload?"), ("--lora_rnk", "did you mean --lora-rank?"),
     ("--beta2", "did you mean --optimizer beta2=...?"), ("--tf32", "did you mean --advanced tf32=...?"),
     ("--load_in_4bit", "write --base nf4-double"), ("--lora", "write --train lora"),
+    ("--gpus", "write --devices N"), ("--dpo", "no training by preferences"), ("--flash_attn", "always computed in tiles"),
+    ("--ctx", "write --seq-len N"), ("--quantize", "--base nf4-double"), ("--quantize", "--export FILE,type=q4_k_m"),
+    ("--fsdp", "--zero 3"), ("--outtype", "--export FILE"), ("--enable_activation_offloading", "--offload inputs=auto"),
+    ("--optimizer_in_bwd", "--update-in-backward"), ("--pad_to_sequence_len", "always packed"), ("--n_layer", "--model dN"),
+    ("--total_batch_size", "--grad-accum"), ("--saves-per-epoch", "--save-every"), ("--hf-repo", "nothing is downloaded"),
     ("--topp", "did you mean --top-p?"), ("--qemu", "there is no such option"),
     ("--something-else", "there is no such option; --help all lists them"), ("--offload.weights", "did you mean")], ids=str)
 def test_hints(train, wrong, hint):
@@ -102,6 +117,7 @@ def test_hints(train, wrong, hint):
 def test_aliases_and_underscores(train):
     names = {"--batch": ("--batch-size", "--per_device_train_batch_size"), "--steps": ("--max-steps", "--max_steps"),
              "--seq-len": ("--seq-length", "--max_seq_length", "--seq_len"), "--grad-accum": ("--gradient-accumulation-steps",)}
+    names["--seq-len"] += ("--sequence_len", "--cutoff-len", "--model-max-length")
     values = {"--batch": 3, "--steps": 7, "--seq-len": 24, "--grad-accum": 2}
     given = [word for name, value in values.items() for word in (name, value)]
     wanted = train("--model", "d1", *given, "--plan", "json").stdout
@@ -255,6 +271,16 @@ def test_mistakes_in_a_config(train, tmp_path, line, named):
     (tmp_path / "run.toml").write_text(f"# A run.\n\nseed = 3\n{line}\nwarmup = 0\n")
     error = refused(train, *SMALL, "--config", "run.toml", "--plan", cwd=tmp_path)
     assert named in error and (error.startswith("run.toml:4: ") or "host" in named)
+
+
+@pytest.mark.parametrize("text, said", [
+    ("[\u00e9]\n", "run.toml:1: no TOML: outside of quotes, names have only ASCII letters"),
+    ("seed = 1\n# \u00e9\n[offload]\n[\u65e5\u672c]\n", "run.toml:4: no TOML: outside of quotes"),
+    ("a" + ".a" * 9000 + " = 1\n", "run.toml:1: a.a.a is neither a text"), ("a = " + "[" * 5000, "run.toml:1: "),
+    ("a" + ".a" * 200000 + " = 1\n", "--config run.toml is larger than a configuration")], ids=lambda value: value[:12])
+def test_no_configuration_reaches_an_assertion(train, tmp_path, text, said):
+    (tmp_path / "run.toml").write_text(text)
+    assert refused(train, "--config", "run.toml", cwd=tmp_path).startswith(said)
 
 
 def test_lines_of_mistakes_in_a_config(train, tmp_path):

@@ -379,3 +379,42 @@ def test_a_gguf(train_fp32, gguf_work):
             "--base head=nf4", "GGUF")
     (work / "short.gguf").write_bytes((work / "model.gguf").read_bytes()[:-1000])
     refused(train_fp32, work, {"--model": "short.gguf", "--data": "data.bin", "--train": "lora"}, "short.gguf")
+
+
+@pytest.mark.parametrize("keys, found", [
+    ({"repo_url": "https://huggingface.co/Some-Org/Small-Llama-1M"}, True), ({"name": "Small Llama 1M", "organization": "Some Org"}, True),
+    ({"repo_url": "https://huggingface.co/Some-Org/Small-Llama-1M-Base"}, False),  # it was fine-tuned from this one
+    ({"repo_url": "https://elsewhere.org/Some-Org/Small-Llama-1M"}, False), ({}, False)], ids=str)
+def test_peft_opens_a_lora_of_a_gguf_that_names_its_model(train_fp32, tmp_path, monkeypatch, keys, found):
+    """AutoPeftModelForCausalLM finds the published model, in whose weights the GGUF is, and has this program's loss. Else a line
+    says on what the adapter is to be loaded. This program finds the file."""
+    config, arch = GGUF_MODELS["llama"]
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+
+    def add(writer):
+        writer.add_name("Small Llama 1M")
+        for key, value in keys.items():
+            writer.add_string(f"general.base_model.0.{key}", value)
+
+    write_gguf(tmp_path / "model.gguf", model, arch, add, types=("F32",))
+    write_shard(tmp_path / "data.bin", random_tokens(160, 3000))
+    said = train_fp32("--model", "model.gguf", *DATA[2:], "--train", "lora", "--steps", 3, "--lr", 1e-2, "--sample", "tokens=0",
+                      "--out", "out", cwd=tmp_path).stdout.decode()
+    base = json.loads((tmp_path / "out/adapter_config.json").read_text())["base_model_name_or_path"]
+    line = said.splitlines()[-1]
+    ours = validated(train_fp32, tmp_path, "--model", "out")
+    assert ours == validated(train_fp32, tmp_path, "--model", "model.gguf", "--adapter", "out")
+    if not found:
+        assert base == str(tmp_path / "model.gguf")
+        assert line == 'in Python, PeftModel.from_pretrained(MODEL, "out") loads it on the model of which model.gguf was made'
+        return
+    assert line == f'in Python, AutoPeftModelForCausalLM.from_pretrained("out") loads it on {base}'
+    assert base.lower().replace("-", "") == "someorg/smallllama1m"
+    model.save_pretrained(tmp_path / base)  # PEFT reads a folder of this name as it reads the hub's
+    monkeypatch.chdir(tmp_path)
+    windows = validated_windows(tmp_path)
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(
+            peft.AutoPeftModelForCausalLM.from_pretrained("out")(windows[:, :-1]).logits.flatten(0, 1), windows[:, 1:].flatten())
+    assert ours == pytest.approx(loss.item(), rel=0, abs=1e-5)

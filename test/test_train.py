@@ -395,6 +395,28 @@ def test_another_runs_saves_stay(train, work):
     assert saves() == ["step-00000005", *theirs]
 
 
+def test_a_new_run_in_a_used_folder_says_what_becomes_of_its_best_save(train_fp32, work):
+    options = (*DATA, "--schedule", "constant", "--steps", 2, "--out", "out")
+    train_fp32(*options, "--keep-best", "--eval-every", 1, cwd=work)
+    assert (work / "out/best").is_symlink()
+    assert b"and so will `best`\n" in train_fp32(*options, "--keep-best", "--eval-every", 1, cwd=work).stderr
+    assert b", and the link `best` will be removed\n" in train_fp32(*options, "--steps", 3, cwd=work).stderr
+    assert not (work / "out/best").is_symlink()
+
+
+def test_a_killed_check_leaves_nothing_for_ever(train_fp32, work):
+    """What a run leaves that is killed while it checks --out, the next one removes, and nothing else."""
+    probe = work / "out/.train-probe"
+    probe.parent.mkdir()
+    for make in (lambda: probe.symlink_to("nowhere"), lambda: None):
+        make()
+        train_fp32(*DATA, "--steps", 1, "--out", "out", cwd=work)
+        assert not probe.is_symlink() and not list(work.glob("out/.probe*"))
+    probe.write_text("mine")
+    train_fp32(*DATA, "--steps", 1, "--out", "out", cwd=work)
+    assert probe.read_text() == "mine"
+
+
 def test_kill_leaves_a_usable_save(train, work):
     """Killed at random moments of a run that saves all the time, and resumed from what is there."""
     options = (*DATA, "--schedule", "constant", "--save-every", 1, "--steps", 100000, "--out", "out")

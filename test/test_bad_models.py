@@ -82,7 +82,7 @@ def test_config_that_is_no_json(train, work, text):
 def test_json_that_nests_deep(train, work, name):
     """Values are copied and written recursively, which could take all of the stack."""
     path = work / "model" / name
-    values = json.loads(path.read_text()) | {"eos_token_id": "HERE"}
+    values = (json.loads(path.read_text()) if path.exists() else {}) | {"eos_token_id": "HERE"}
     for value in ("[" * 200000 + "]" * 200000, '{"a":' * 200000 + "1" + "}" * 200000):
         path.write_text(json.dumps(values).replace('"HERE"', value))
         refused(train, work, {"--data": "text"}, f"model/{name}", "nests more than 200 deep")

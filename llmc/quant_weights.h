@@ -237,7 +237,7 @@ class QuantizedWeights {
         load_each([&](Matrix& m, unsigned char* to) {
             if (floats_) {
                 const SafetensorsEntry& entry = find_floats(files, config, m, used);
-                const Slice own = own_bytes_of(m);
+                const Slice own = own_bytes_of(m, static_cast<int64_t>(entry.bytes));
                 const auto bytes = static_cast<size_t>(own.count);
                 entry.read(static_cast<uint64_t>(own.first), bytes, to + own.first);
                 return check_blocks_finite(*m.format, to + own.first, bytes, entry.name, files.folder());
@@ -327,9 +327,9 @@ class QuantizedWeights {
         used.insert(&entry);
         return entry;
     }
-    // The part of a matrix that this rank has: the bytes that are in its slice of the block.
-    Slice own_bytes_of(const Matrix& m) const {
-        const int64_t all = quantized_bytes(view(m, nullptr));
+    // The part of a matrix's first `all` bytes that this rank has: those in its slice of the block. In a file
+    // a matrix has fewer bytes than in memory, where it ends at a multiple of 16.
+    Slice own_bytes_of(const Matrix& m, int64_t all) const {
         if (!is_divided()) return {0, all};
         const DividedBytes block = divided_block(m.module.layer);
         const int64_t start = static_cast<int64_t>(m.offset - start_of(m.module.layer));
@@ -354,7 +354,7 @@ class QuantizedWeights {
             const auto size = static_cast<size_t>(quantized_bytes(view(m, nullptr)));
             bytes.assign(size + kQuantizedAlignment, 0);
             fill(m, align(bytes.data()));
-            const Slice own = own_bytes_of(m);
+            const Slice own = own_bytes_of(m, static_cast<int64_t>(size));
             if (host_)
                 memcpy(host_->data() + m.offset, align(bytes.data()), size);
             else if (own.count > 0)

@@ -141,6 +141,36 @@ def test_a_base_that_is_saved_in_nf4_is_divided(train_fp32, work, one_device, tm
         assert mine == pytest.approx(one, rel=1e-6)
 
 
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory):
+    """Models whose matrices' bytes are no multiples of 16 in their files, in each format of files."""
+    odd = tmp_path_factory.mktemp("odd")
+    sizes = ("--layers", 2, "--heads", 3, "--positions", 64, "--vocab", 251)
+    for family, dtype in (("llama", "fp32"), ("llama", "bf16"), ("gpt2", "fp16"), ("bloom", "bf16")):
+        own = ("--head-size", 10, "--mlp-width", 49) if family == "llama" else ()
+        make(odd / f"{family}-{dtype}", "--family", family, "--channels", 33, "--dtype", dtype, *sizes, *own)
+    make(odd / "base", "--family", "llama", "--channels", 42, "--mlp-width", 49, *sizes)
+    write_gguf(odd / "llama.gguf", transformers.AutoModelForCausalLM.from_pretrained(odd / "base"), "llama", types=("F16", "BF16", "F32"))
+    write_shard(odd / "data.bin", random_tokens(251, 2000))
+    return odd
+
+
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.more), pytest.param(4, marks=pytest.mark.more)])
+@pytest.mark.parametrize("model, base", [("llama-fp32", ""), ("llama-bf16", ""), ("llama.gguf", "")] + [
+    pytest.param(*of, marks=pytest.mark.more) for of in (
+        ("gpt2-fp16", ""), ("bloom-bf16", ""), ("llama-fp32", "nf4"), ("llama-fp32", "nf4-double,head=nf4"), ("llama-bf16", "bf16"),
+        ("llama-fp32", "fp32"), ("gpt2-fp16", "nf4"), ("bloom-bf16", "mlp=bf16,attention=nf4"))])
+def test_matrices_of_odd_sizes_are_divided(train_fp32, odd, tmp_path, model, base, ranks):
+    """A slice may end in the bytes that fill a matrix up in memory, and that its file does not have."""
+    folder = in_folder(odd, tmp_path / "run")
+    step = ("--model", model, "--data", "data.bin", "--train", "lora", "--batch", 1, "--seq-len", 20, "--steps", 2, "--warmup", 1,
+            "--lr", "1e-2", "--sample", "tokens=0", *(("--base", base) if base else ()))
+    for run, devices in (("one", ("--grad-accum", ranks, "--threads", 1)), ("all", ("--devices", ranks, "--zero", "3"))):
+        train_fp32(*step, *devices, "--log", f"{run}.log", "--merge", run, cwd=folder)
+    assert figures(folder / "one.log") == figures(folder / "all.log")
+    assert (folder / "one/model.safetensors").read_bytes() == (folder / "all/model.safetensors").read_bytes()
+
+
 @pytest.mark.parametrize("name", ["lora", "nf4", "gguf"])
 def test_a_divided_base_is_merged_and_exported(train_fp32, work, tmp_path, name):
     """The first rank writes, and needs the others' slices."""

@@ -793,10 +793,23 @@ void Trainer::prepare() {
                           {{"a digest of the weights", digest_of_weights(model_.trained())}});
     if (trains())
         metrics_.print_to(StepLines(stdout, first_step_, o_.steps, o_.print_every,
-                                    {batches_.tokens_of_step(), step_flops(), peak.flops * o_.devices}));
+                                    {batches_.tokens_of_step(), step_flops(), peak.flops * o_.devices,
+                                     [this](double reached) { return new_peak_flops(reached); }}));
     metrics_.log().open(o_.log, !o_.resume.empty());
     loss_by_position_.open(o_.loss_by_position, !o_.resume.empty());
     if (batches_.training() && trains()) print_data(o_, in_, batches_, first_step_);
+}
+
+// What MFU is relative to after a step that reached more FLOP/s than the reference: the square product
+// measured again, in the arena's memory, or the step if that was faster. The first product may have been
+// measured while other programs ran.
+double Trainer::new_peak_flops(double reached) {
+    const double product =
+        exchange_.is_alone() ? measured_matmul_flops<floatX>(stream_, arena_.bytes() / 2, &arena_) : 0;
+    printf("MFU is relative to %.0f GFLOP/s from here on, %s\n",
+           std::max(product, reached / o_.devices) / 1e9,
+           product > reached ? "the square product measured again" : "what this step has reached");
+    return std::max(product, reached);
 }
 
 // Makes products use the fastest algorithms, if there is a file of them.

@@ -298,6 +298,9 @@ class Arena : simt::Source {
     }
 
     bool rehearsing() const { return rehearsing_; }
+    bool has_room_for(const Plan& plan) const {
+        return plan.workspace <= workspace_bytes_ && workspace_bytes_ + plan.bytes <= memory_.bytes();
+    }
     size_t bytes() const { return memory_.bytes(); }
 
   private:

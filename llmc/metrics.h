@@ -50,9 +50,11 @@ inline std::optional<int> slow_rank(const std::vector<double>& waited) {
 // `every`-th step. Printed steps are counted from 1, up to `steps`.
 class StepLines {
   public:
-    // A step's tokens and FLOPs. Utilization is relative to peak_flops per second.
+    // A step's tokens and FLOPs. Utilization is relative to peak_flops per second; of a step that reached
+    // more, new_peak() returns and prints what it is relative to from then on.
     struct Amounts {
         double tokens, flops, peak_flops;
+        std::function<double(double reached)> new_peak = [](double reached) { return reached; };
     };
     StepLines(FILE* to, int64_t first_step, int64_t steps, int64_t every, Amounts a_step)
         : to_(to), first_step_(first_step), steps_(steps), every_(every), a_step_(a_step) {}
@@ -65,6 +67,8 @@ class StepLines {
         // estimated from the others.
         const bool early = f.step < first_step_ + kFirst;
         seconds_per_step_ = early ? f.seconds : 0.9 * seconds_per_step_ + 0.1 * f.seconds;
+        if (const double reached = a_step_.flops / f.seconds; reached > a_step_.peak_flops)
+            a_step_.peak_flops = a_step_.new_peak(reached);
         latest_ = f;
         now_ = now;
         if (early || (every_ > 0 ? (f.step + 1) % every_ == 0 : now >= printed_ + 1)) print_latest();

@@ -131,12 +131,14 @@ int64_t square_side(size_t space) {
     return ((std::clamp<int64_t>(fits / 16, 1, 75) - 1) | 1) * 16;
 }
 
-// Measures the FLOP/s of a square product now, the best of several, in no more than about `space` bytes.
+// Measures the FLOP/s of a square product now, the best of several, in no more than about `space` bytes: of
+// an arena of its own or, during a run, of the one that is allocated. 0 if that has no room for it.
 template <class T>
-double measured_matmul_flops(Stream stream, size_t space = SIZE_MAX) {
+double measured_matmul_flops(Stream stream, size_t space = SIZE_MAX, Arena* allocated = nullptr) {
     const int64_t n = square_side<T>(space);
     std::vector<T> random(static_cast<size_t>(n));
-    Arena arena;
+    Arena own;
+    Arena& arena = allocated ? *allocated : own;
     double best = 0;
     auto multiply = [&] {
         Tensor<T> a = arena.take<T>("a", {n, n}), b = arena.take<T>("b", {n, n}),
@@ -151,7 +153,8 @@ double measured_matmul_flops(Stream stream, size_t space = SIZE_MAX) {
         best = best_seconds(kFastCpu ? 12 : 4, stream, [&] { matmul(arena, stream, c, a, b); });
     };
     Plan plan = arena.rehearse(multiply);
-    arena.allocate({&plan});
+    if (!allocated) arena.allocate({&plan});
+    if (!arena.has_room_for(plan)) return 0;
     arena.run(plan, multiply);
     const double side = static_cast<double>(n);
     return 2 * side * side * side / best;

@@ -86,6 +86,7 @@ class Trainer {
     void connect_streams();
     void prepare();
     void choose_algorithms();
+    double new_peak_flops(double reached);
     void answer_as_many_as_fit();
     void take_memory();
     void load();

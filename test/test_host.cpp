@@ -354,6 +354,38 @@ TEST(StepLines, SayHowFarAndHowFast) {
     EXPECT_NE(text.find("| 2:30 left\n"), std::string::npos);
 }
 
+TEST(StepLines, AStepThatBeatsItsReferenceGivesANewOne) {
+    char* text = nullptr;
+    size_t size = 0;
+    FILE* to = open_memstream(&text, &size);
+    std::vector<double> beaten;
+    const auto new_peak = [&](double reached) { return beaten.push_back(reached), 2 * reached; };
+    StepLines lines(to, 0, 5, 1, {100, 2e9, 1e10, new_peak});
+    for (const auto& [step, seconds] : {std::pair{0, 0.4}, {1, 0.1}, {2, 0.06}, {3, 0.05}, {4, 0.02}})
+        lines.add({step, 2.5, 0.5, 1e-3, seconds}, step);
+    fclose(to);
+    const std::string printed = text;
+    free(text);
+    EXPECT_EQ(beaten.size(), 2);  // 5, 20, 33.3, 40 and 100 GFLOP/s
+    EXPECT_DOUBLE_EQ(beaten[0], 2e10);
+    EXPECT_DOUBLE_EQ(beaten[1], 1e11);
+    for (const char* share : {"MFU 50.0%", "MFU 50.0%", "MFU 83.3%", "MFU 100.0%", "MFU 50.0%"})
+        EXPECT_NE(printed.find(share), std::string::npos) << share;
+}
+
+TEST(MeasuredMatmul, UsesAnArenaThatIsAllocated) {
+    Arena arena;
+    Plan plan = arena.rehearse([&] {
+        arena.take<float>("activations", {1 << 16});
+        arena.workspace(1 << 20);
+    });
+    arena.allocate({&plan});
+    const size_t before = device_bytes_allocated;
+    EXPECT_EQ(measured_matmul_flops<float>({}, SIZE_MAX, &arena), 0) << "it has no room";
+    EXPECT_GT(measured_matmul_flops<float>({}, 1 << 16, &arena), 0);
+    EXPECT_EQ(device_bytes_allocated, before);
+}
+
 // What a terminal shows of a text that comes in pieces of `piece` bytes.
 std::string shown(std::string_view text, size_t piece) {
     TerminalText terminal;

@@ -365,11 +365,28 @@ Options with_longest_length(const Options& given, Choices& choices) {
     const std::string why = chosen.seq_len < most ? format("the most that fit %.1f MiB (%s)",
                                                            mebibytes(space.bytes), space.limit.c_str())
                                                   : limit.why;
-    choices.length =
-        format("%d tokens, %s; a step takes %.3g s by estimate", chosen.seq_len, why.c_str(), plan.seconds);
+    choices.length = format("%d tokens, %s; a step takes %s by estimate", chosen.seq_len, why.c_str(),
+                            seconds_text(plan.seconds).c_str());
+    choices.length_needs_offloading = std::ranges::any_of(
+        kPlacements, [&](const PlacementOption& p) { return p.value(*plan.options) != p.value(tried); });
     chosen.given["--seq-len"] = {std::to_string(chosen.seq_len)};
     chosen.given["--batch"] = {std::to_string(chosen.batch)};
     return chosen;
+}
+
+// What is the longest without offloading more than the options ask for, and how long a step then takes.
+template <class Trial>
+std::string longest_without_offloading(Options o) {
+    if (fills_planned_gpu(o)) o = filling_planned_gpu(std::move(o), false);
+    for (const PlacementOption& p : kPlacements)
+        if (!o.has(p.setting())) o.given[p.setting()] = {p.value(o)};  // so that --memory chooses none
+    Choices choices;
+    try {
+        with_longest_length<Trial>(o, choices);
+    } catch (const UserError&) {
+        return format("not even %d tokens fit without offloading", kLengthStep);
+    }
+    return "without offloading " + choices.length;
 }
 
 // Chooses the length of --seq-len auto; without that, returns the given options. With several devices it also
@@ -377,7 +394,6 @@ Options with_longest_length(const Options& given, Choices& choices) {
 template <class Trial>
 Options with_chosen_length(const Options& given, Choices& choices) {
     if (!given.auto_length) return given;
-    if (given.has("--memory")) return with_longest_length<Trial>(given, choices);
     const auto choose = [&](const Options& way) {
         Choices of_way = choices;
         Options chosen = with_longest_length<Trial>(way, of_way);
@@ -385,7 +401,11 @@ Options with_chosen_length(const Options& given, Choices& choices) {
         return std::pair(std::move(chosen), std::move(of_way));
     };
     auto [chosen, of_chosen] =
-        largest_of_ways(given, choose, [](const auto& answer) { return answer.first.seq_len; });
+        given.has("--memory")
+            ? choose(given)
+            : largest_of_ways(given, choose, [](const auto& answer) { return answer.first.seq_len; });
     choices = of_chosen;
+    if (given.plan && !given.json && choices.length_needs_offloading)
+        choices.length = longest_without_offloading<Trial>(given) + "\n  with offloading " + choices.length;
     return chosen;
 }

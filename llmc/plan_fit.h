@@ -43,6 +43,7 @@ struct Rehearsals {
 struct Choices {
     std::vector<MemoryChoice> memory;
     std::string batch, length;
+    bool length_needs_offloading = false;       // more than the options ask for
     std::optional<Options> smallest;            // if nothing fits --memory: the options that take the least
     std::shared_ptr<const Options> for_length;  // what --seq-len auto has chosen for the length already
 };
@@ -487,5 +488,6 @@ inline MemorySetting fit_batch(MemorySetting s, const FreeMemory& space, const B
     said += fits == most
                 ? cap.why
                 : format("the most that fit %.1f MiB (%s)", mebibytes(space.bytes), space.limit.c_str());
+    said += "; a step takes " + seconds_text(rehearsals.report(setting(fits)).seconds) + " by estimate";
     return setting(fits);
 }

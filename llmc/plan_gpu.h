@@ -117,11 +117,11 @@ inline std::string costs_of_fitting(const MemoryReport& r, int ranks_on_a_machin
                 ? format("a step takes %.1f%% longer than if the GPU could keep everything", 100 * slower)
                 : format("a step takes %.1f times as long as if the GPU could keep everything", 1 + slower));
     }
-    if (r.all_pinned() >= 1 << 20)
-        add(format("%.1f GiB of %s memory, pinned", gibibytes(r.pinned_on_a_machine()),
-                   ranks > 1 ? "each host's" : "the host's"));
-    if (r.in_files() > 0)
-        add(format("%.1f GiB of files%s", gibibytes(ranks * r.in_files()), ranks > 1 ? " on each host" : ""));
+    const auto add_gib = [&](size_t bytes, const char* of) {
+        if (const std::string n = format("%.1f", gibibytes(bytes)); n != "0.0") add(n + " GiB of " + of);
+    };
+    add_gib(r.pinned_on_a_machine(), ranks > 1 ? "each host's memory, pinned" : "the host's memory, pinned");
+    add_gib(ranks * r.in_files(), ranks > 1 ? "files on each host" : "files");
     if (const double link = moved(Route::FromHost) + moved(Route::ToHost); link > 0)
         add(gigabytes(link) + (ranks > 1 ? " over each GPU's link" : " over the link") +
             " to the host in each step");
@@ -156,9 +156,9 @@ inline void print_gpu_answer(FILE* to, const Options& o, const MemoryReport& r) 
         print(to, "; without --recompute, the plan chooses what to recompute and to offload");
     print(to, "\n");
     if (r.seconds > 0)
-        print(to, "about %.*f tokens/s, %s s for a step of %.0f tokens, by the GPU's nominal rates\n",
-              r.tokens() / r.seconds < 10 ? 2 : 0, r.tokens() / r.seconds,
-              format(r.seconds < 1000 ? "%.3g" : "%.0f", r.seconds).c_str(), r.tokens());
+        print(to, "about %.*f tokens/s, %s for a step of %.0f tokens, by the GPU's nominal rates\n",
+              r.tokens() / r.seconds < 10 ? 2 : 0, r.tokens() / r.seconds, seconds_text(r.seconds).c_str(),
+              r.tokens());
     if (const std::string costs = costs_of_fitting(r, o.devices / o.machines); !costs.empty())
         print(to, "cost of fitting: %s\n", costs.c_str());
     print(to, "\n");

@@ -315,8 +315,6 @@ inline bool is_worth_showing(const MemoryChoice& neighbour, const MemoryChoice& 
 
 // Prints what --memory chose, what that costs, and its neighbours.
 inline void print_choice(FILE* to, const MemoryReport& r) {
-    if (!r.length_choice.empty()) print(to, "--seq-len auto: %s\n", r.length_choice.c_str());
-    if (!r.batch_choice.empty()) print(to, "--batch auto: %s\n", r.batch_choice.c_str());
     for (size_t i = 0; i < r.choice.size(); i++) {
         const MemoryChoice &c = r.choice[i], &chosen = r.choice[0];
         const double mib = mebibytes(c.bytes), relative = c.seconds / chosen.seconds;

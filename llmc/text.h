@@ -99,6 +99,8 @@ constexpr double gibibytes(size_t bytes) { return static_cast<double>(bytes) / 1
 inline std::string gigabytes(double bytes) {
     return format(bytes < 100e9 ? "%.3g GB" : "%.0f GB", bytes / 1e9);
 }
+// A number of seconds: "0.0123 s", "2.28 s", "2279 s".
+inline std::string seconds_text(double s) { return format(s < 1000 ? "%.3g s" : "%.0f s", s); }
 // A number of bytes, in the largest of three units: "300 bytes", "12.5 KiB", "2048.0 MiB".
 inline std::string size_text(size_t bytes) {
     if (bytes < 1024) return format("%zu byte%s", bytes, bytes == 1 ? "" : "s");

@@ -321,6 +321,46 @@ def test_the_longest_context(program):
     assert longer.returncode == 2 and "--memory 17GiB: the least that this takes on the RTX 4090 is" in longer.stderr
 
 
+@pytest.mark.parametrize("options", ["--gpu 4090 --train lora", pytest.param("--gpu 3060 --train lora --base nf4", marks=pytest.mark.more),
+                                     pytest.param("--gpu 4090 --train lora --devices 2", marks=pytest.mark.more)])
+def test_the_longest_context_without_offloading_comes_first(program, options):
+    """Plans of that length, and of 64 tokens more, say the same."""
+    options = ["--model", "llama-3.1-8b", *options.split()]
+    without, longest, fits = answer(program, *options, "--seq-len", "auto")[:3]
+    tokens, step = re.search(r"^--seq-len auto: without offloading (\d+) tokens, the most that fit .*; a step takes (\S+) s by estimate$",
+                             without).groups()
+    assert re.fullmatch(r"  with offloading 131072 tokens, all of the model's positions; a step takes \d+ s by estimate", longest)
+    assert fits.startswith("fits ") and "x 131072 tokens" in fits
+    plan, more = (json.loads(run(program, "json", *options, "--batch", 1, "--seq-len", int(tokens) + n).stdout) for n in (0, 64))
+    assert float(step) == pytest.approx(plan["estimated_seconds"], rel=1e-2)
+    assert "--offload" not in plan["choice"][0]["placements"] and "--offload" in more["choice"][0]["placements"]
+    assert json.loads(run(program, "json", *options, "--seq-len", "auto").stdout)["seq_len"] == 131072
+
+
+def test_nothing_fits_without_offloading(program):
+    without, longest = answer(program, "--gpu", "3060", "--model", "llama-3.1-8b", "--train", "lora", "--seq-len", "auto")[:2]
+    assert without == "--seq-len auto: not even 64 tokens fit without offloading" and longest.startswith("  with offloading 131072 tokens")
+
+
+def test_a_length_that_needs_no_offloading_is_said_once(program):
+    first, fits = answer(program, "--gpu", "H100", "--model", "gpt2", "--seq-len", "auto")[:2]
+    assert first.startswith("--seq-len auto: 1024 tokens, all of the model's positions; a step takes ") and fits.startswith("fits the H100")
+
+
+def test_a_chosen_batch_and_its_time_come_first(program):
+    options = ["--gpu", "4090", "--model", "llama-3.1-8b", "--train", "lora", "--batch", "auto"]
+    first, fits = answer(program, *options)[:2]
+    plan = json.loads(run(program, "json", *options).stdout)
+    assert re.fullmatch(rf"--batch auto: {plan['batch']} sequences, .*; a step takes {plan['estimated_seconds']:.3g} s by estimate", first)
+    assert fits.startswith(f"fits the RTX 4090: LoRA with {plan['batch']} x 128 tokens")
+
+
+def test_what_rounds_to_nothing_is_no_cost(program):
+    options = ["--gpu", "4090", "--model", "llama-3.2-1b", "--train", "lora", "--batch", "4096", "--seq-len", "128", "--recompute", "block"]
+    assert 1 << 20 < json.loads(run(program, "json", *options).stdout)["host"]["pinned"] < 0.05 * 2**30
+    assert not any("cost of fitting" in line for line in answer(program, *options))
+
+
 def test_neighbours_that_differ_by_a_thousandth_are_not_shown(program):
     options = ["--gpu", "RTX 4090", "--model", "llama-3.1-8b", "--train", "lora", "--batch", "1", "--seq-len", "4096"]
     choice = json.loads(run(program, "json", *options).stdout)["choice"]
@@ -367,6 +407,7 @@ def test_answers_come_soon(program, options, seconds):
     """Of processor time, and four times the seconds of a quiet machine: where another test runs on the same core's other
     thread, this one takes twice as long."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert run(program, "json", *options.split()).returncode == 0
+    form = "table" if "auto" in options else "json"  # a table also says how long sequences fit without offloading
+    assert run(program, form, *options.split()).returncode == 0
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 4 * seconds

@@ -932,6 +932,7 @@ int run(int argc, char** argv, RankEngine* engine, FILE* errors) {
     RunOptions command(argc, argv);
     if (command.starts_ranks()) {
         check_gpus_for_ranks(command.options.devices);
+        check_room_for_ranks(command.options);
         command.resumed.reset();  // the ranks hold it themselves
         return launch_ranks(command.options.devices, argv);
     }

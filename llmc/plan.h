@@ -74,6 +74,27 @@ inline size_t mpi_bytes(const Options& o) {
     return is_plan ? size_t{81} << 18 : 0;
 }
 
+// Before ranks are started on this machine: fails if their processes alone need more memory than there is, or
+// if data or a model are not there. Says so if they are more than the threads that they share.
+inline void check_room_for_ranks(const Options& o) {
+    if (!kHostIsDevice) return;
+    const Rank rank{0, o.devices, o.devices};
+    const int cores = omp_get_num_procs();
+    omp_set_num_threads(o.threads > 0 ? o.threads : rank.own_cores(cores));
+    const size_t each = process_bytes(0) + mpi_bytes(o);
+    const FreeMemory free = memory_of_rank(rank);
+    if (each > free.bytes)
+        fail(
+            "--devices %d: a process needs %.1f MiB without a model, and each may have %.1f (%s): give fewer",
+            o.devices, mebibytes(each), mebibytes(free.bytes), free.limit.c_str());
+    expand_files(o.data, "--data"), expand_files(o.val_data, "--val-data");
+    if (!parse_new_model(o.model) && !RunInputs::is_gguf(o.model) && o.resume.empty())
+        read_model_config(o.model, "--model");
+    if (o.devices > cores && !o.json)
+        fprintf(o.notes(), "--devices %d: they share %d thread%s of this machine's CPU\n", o.devices, cores,
+                cores == 1 ? "" : "s");
+}
+
 // The buffers beside the arena: those of the model's state and the adapter's, the batch's if the run reads
 // data, and what a step's kernels and its metrics need.
 template <class T>

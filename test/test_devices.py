@@ -16,7 +16,7 @@ import pytest
 import transformers
 from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
-from trainer_runs import IS_MPICH, ROOT, make, random_tokens, write_shard, write_text
+from trainer_runs import IS_MPICH, ROOT, cpu_seconds, error_line, make, random_tokens, write_shard, write_text
 
 USUALLY = "fp32"
 BASE = ("--model", "model", "--data", "data.bin", "--val-data", "val.bin", "--batch", 2, "--seq-len", 24, "--steps", 4,
@@ -436,6 +436,30 @@ def test_ranks_whose_files_have_other_contents(train_fp32, work, tmp_path, what)
     said = {"data.bin": rb"what is in the files of --data is %s, and on rank 0 %s" % (hashed, hashed),
             "model": rb"a digest of the weights is \d+, and on rank 0 \d+"}[what]
     assert re.fullmatch(rb"train: rank 1 \(host \S+\): " + said, lines[0]), lines[0]
+
+
+def test_too_many_ranks_are_refused_before_they_start(train_fp32, work, tmp_path):
+    """Their processes alone do not fit: MPI's launcher would take minutes to find that. Missing files are found as soon."""
+    folder = in_folder(work, tmp_path / "run")
+    ranks = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 25
+    for options, said in ((("--devices", ranks), "MiB without a model, and each may have "),
+                          (("--devices", 40, "--model", "none"), "--model none is not a folder with config.json"),
+                          (("--devices", 40, "--data", "none"), '--data: no file matches "none"')):
+        if options[1] > 4096:
+            continue  # they would fit
+        errors = []
+        assert cpu_seconds(lambda: errors.append(error_line(train_fp32, *BASE, *options, cwd=folder))) < 1
+        assert said in errors[0]
+
+
+def test_more_ranks_than_threads_are_named(train_fp32, work, tmp_path):
+    folder = in_folder(work, tmp_path / "run")
+    one = min(os.sched_getaffinity(0))
+    with train_fp32.start(*BASE, "--steps", 1, "--devices", 2, cwd=folder, preexec_fn=lambda: os.sched_setaffinity(0, {one})) as run:
+        first = run.stdout.readline()
+        run.stdout.read()
+    assert first == b"--devices 2: they share 1 thread of this machine's CPU\n" and run.returncode == 0
+    assert b"they share" not in train_fp32(*BASE, "--steps", 1, "--devices", 2, "--out", "b", "--log", "b.log", cwd=folder).stdout or os.cpu_count() == 1
 
 
 def test_ranks_of_two_precisions(train_fp32, work, tmp_path):

@@ -806,7 +806,7 @@ void Trainer::prepare() {
 double Trainer::new_peak_flops(double reached) {
     const double product =
         exchange_.is_alone() ? measured_matmul_flops<floatX>(stream_, arena_.bytes() / 2, &arena_) : 0;
-    printf("MFU is relative to %.0f GFLOP/s from here on, %s\n",
+    print(stdout, "MFU is relative to %.0f GFLOP/s from here on, %s\n",
            std::max(product, reached / o_.devices) / 1e9,
            product > reached ? "the square product measured again" : "what this step has reached");
     return std::max(product, reached);
@@ -965,9 +965,10 @@ int run(int argc, char** argv, RankEngine* engine, FILE* errors) {
     try {
         trainer.rehearse();
         if (engine) trainer.connect(*engine);
-        if (options.plan)
+        if (options.plan) {
             trainer.print_plan();
-        else if (!options.bench.empty())
+            remark_what_a_run_needs(options, inputs);
+        } else if (!options.bench.empty())
             trainer.bench();
         else
             trainer.run();

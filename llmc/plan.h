@@ -331,8 +331,8 @@ inline void print_plan(const Options& o, const MemoryReport& report, const Plan&
         print(stderr, "%s is not here: the plan is for the shape of %s\n", o.model.c_str(), known->name);
     if (!o.timeline.empty()) write_timeline(o.timeline, report, update, rates);
     if (!o.json && !report.length_choice.empty())
-        printf("--seq-len auto: %s\n", report.length_choice.c_str());
-    if (!o.json && !report.batch_choice.empty()) printf("--batch auto: %s\n", report.batch_choice.c_str());
+        print(stdout, "--seq-len auto: %s\n", report.length_choice.c_str());
+    if (!o.json && !report.batch_choice.empty()) print(stdout, "--batch auto: %s\n", report.batch_choice.c_str());
     if (o.json) {
         OperationCosts operations;
         for (const Plan* plan : {report.train, report.update}) add_costs(operations, plan->work, rates);

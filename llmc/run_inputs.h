@@ -263,7 +263,6 @@ inline RunInputs::RunInputs(Options& o, std::optional<HeldSave> resumed_save)
       config(choose_config()),
       tokenizer(open_tokenizer()),
       adapter(choose_adapter()) {
-    check_has_data();
     check_base();
     check_placements();
     check_saved_base();
@@ -292,6 +291,7 @@ inline RunInputs::RunInputs(Options& o, std::optional<HeldSave> resumed_save)
     keep_merged();
     check_output_files();
     read_exported();
+    check_has_data();
 }
 
 // Chooses the length of sequences if none is given. Fails if a sequence is longer than the model's positions.
@@ -332,19 +332,8 @@ inline std::unique_ptr<Dataset> RunInputs::open_training_data() {
     if (o_.data.empty()) {
         if (o_.steps == 0 || !o_.bench.empty()) return nullptr;
         const NewModel made = parse_new_model(o_.model);
-        if (!made) return nullptr;  // check_has_data() reports this
-        const std::string text = first_text();
-        if (o_.plan && !(is_small(made) && !text.empty())) return nullptr;
-        if (!is_small(made))
-            fail(
-                "--data is missing: only new models of less than 12 layers are trained on %s without it; "
-                "--model %s is of GPT-2's size and up",
-                kFirstText, o_.model.c_str());
-        if (text.empty())
-            fail(
-                "--data is missing, and %s, which is trained on without it, is neither in this folder nor "
-                "beside the program",
-                kFirstText);
+        const std::string text = made && is_small(made) ? first_text() : "";
+        if (text.empty()) return nullptr;  // check_has_data() reports this
         o_.data = {text};
         o_.given["--data"] = o_.data;
     }

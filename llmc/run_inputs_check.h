@@ -39,9 +39,14 @@ inline void RunInputs::check_chunks() const {
              number(of_attention));
 }
 
-// Fails if an existing model is to be trained without data.
+// Fails if a run has no data to train on.
 inline void RunInputs::check_has_data() const {
     if (data || o_.plan || o_.steps == 0 || !o_.bench.empty()) return;
+    if (parse_new_model(o_.model))
+        fail(
+            "--data is missing: only new models of less than 12 layers are trained on %s without it, if that "
+            "is in this folder or beside the program",
+            kFirstText);
     fail(
         "--data is missing: what --model %s is to be trained on; --prompt generates without, and --steps 0 "
         "validates, merges or saves without training",

@@ -140,6 +140,15 @@ inline void remark_no_validation(const RunInputs& in, int seq_len) {
                                  : format("a tenth of the text is less than --seq-len %d", seq_len).c_str());
 }
 
+// Of a plan: says on stderr what its run needs and the plan does not.
+inline void remark_what_a_run_needs(const Options& o, const RunInputs& in) {
+    if (planned_gpu || known_shape(o.model)) return;
+    if (!in.data && o.steps > 0 && (!o.has("--prompt") || o.has("--steps")))
+        print(stderr, "a run needs --data, and this plan does not\n");
+    if (!parse_new_model(o.model) && !in.gguf && (in.resumed.empty() || in.adapter) && !has_weights(in.model))
+        print(stderr, "a run needs the weights of %s, and this plan does not\n", o.model.c_str());
+}
+
 // Prints which settings of a resumed run are not those of the save, and what becomes of the learning rate,
 // which was `rate_before` in the save's last step.
 inline void print_changes(const Options& o, int64_t first_step, std::optional<double> rate_before) {

@@ -501,7 +501,7 @@ class Evaluator {
             if (numbers.size() > kMost) fail("Range too big. The sandbox blocks ranges larger than 100000.");
             if (__builtin_add_overflow(i, step, &i)) break;
         }
-        return new_list(work_, std::move(numbers));
+        return new_list(work_, std::move(numbers), Kind::View);
     }
 
     Work work_;

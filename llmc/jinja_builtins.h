@@ -131,7 +131,7 @@ Value new_generator(Work& work, const char* filter, Make&& make) {
 // What a loop over a value goes through: items, a dict's keys, a string's characters.
 inline Values items_of(Work& work, const Value& v) {
     Values items;
-    if (v.is_list()) {
+    if (v.has_items()) {
         items = v.items();
     } else if (v.is(Kind::Dict)) {
         for (const DictEntry& e : v.entries()) items.push_back(e.key);
@@ -148,7 +148,7 @@ inline Values items_of(Work& work, const Value& v) {
 }
 
 inline int64_t length_of(const Value& v) {
-    if (v.is_list()) return static_cast<int64_t>(v.items().size());
+    if (v.has_items()) return static_cast<int64_t>(v.items().size());
     if (v.is(Kind::Dict)) return static_cast<int64_t>(v.entries().size());
     if (v.is_string()) return static_cast<int64_t>(count_characters(v.text()));
     if (v.is_undefined()) return 0;
@@ -369,6 +369,7 @@ inline bool is_hidden_method(const Value& v, std::string_view name) {
 }
 
 inline Value attribute_only(const Value& v, const std::string& name) {
+    if (v.is(Kind::View)) fail("parts of a %s are not supported: put | list after it", type_name(v));
     if (is_method(v, name)) return Value::object(Kind::Method, std::make_shared<MethodObject>(v, name));
     if (v.is(Kind::Loop)) return loop_attribute(v.as<LoopObject>(), name);
     if (v.is(Kind::Namespace))
@@ -409,7 +410,7 @@ inline Value item(Work& work, const Value& v, const Value& key) {
             return new_string(work, std::string(rest.substr(0, first_character(rest).length)));
         }
     }
-    if (key.is_string()) return attribute_only(v, key.text());
+    if (key.is_string() || v.is(Kind::View)) return attribute_only(v, key.is_string() ? key.text() : "");
     return Value::undefined(
         format("'%s object' has no element %s", type_name(v),
                key.is_number() || key.is(Kind::None) ? repr(work, key).c_str() : "of that kind"));
@@ -684,7 +685,7 @@ inline Value dict_method(Work& work, const Value& self, const std::string& name,
         items.push_back(name == "keys"     ? e.key
                         : name == "values" ? e.value
                                            : Value::list({e.key, e.value}, Kind::Tuple));
-    return new_list(work, std::move(items));
+    return new_list(work, std::move(items), Kind::View);
 }
 
 inline Value list_method(Work& work, const Value& self, const std::string& name, const Arguments& a) {
@@ -760,11 +761,12 @@ inline const std::map<std::string_view, Test>& tests() {
         {"false", [](W&, const V& v, const A&) { return v.is(Kind::Bool) && !v.integer(); }},
         {"iterable",
          [](W&, const V& v, const A&) {
-             return v.is_undefined() || v.is_list() || v.is_string() || v.is(Kind::Dict) ||
+             return v.is_undefined() || v.has_items() || v.is_string() || v.is(Kind::Dict) ||
                     v.is(Kind::Loop) || v.is(Kind::Generator);
          }},
         {"sequence",
          [](W&, const V& v, const A&) {
+             if (v.is(Kind::View)) fail("is not supported of a %s: put | list after it", type_name(v));
              return v.is_undefined() || v.is_list() || v.is_string() || v.is(Kind::Dict);
          }},
         {"callable", [](W&, const V& v, const A&) { return v.is(Kind::Function) || v.is(Kind::Method); }},

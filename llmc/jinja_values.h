@@ -61,6 +61,7 @@ enum class Kind {
     String,
     List,
     Tuple,
+    View,  // what keys(), values(), items() and range() give: its items are a list's, and it is no list
     Dict,
     Generator,  // what filters like map and select give: a list that can be gone through once
     Namespace,  // namespace(): the only value that a template can change
@@ -112,6 +113,7 @@ class Value {
     bool is_string() const { return kind_ == Kind::String; }
     bool is_undefined() const { return kind_ == Kind::Undefined; }
     bool is_list() const { return kind_ == Kind::List || kind_ == Kind::Tuple; }
+    bool has_items() const { return is_list() || kind_ == Kind::View; }
     // Python's True and False are the numbers 1 and 0 too.
     bool is_integer() const { return kind_ == Kind::Int || kind_ == Kind::Bool; }
     bool is_number() const { return is_integer() || kind_ == Kind::Float; }
@@ -120,7 +122,7 @@ class Value {
     double number() const { return kind_ == Kind::Float ? real_ : static_cast<double>(integer_); }
     const std::string& text() const;  // of a string
     const std::string& why() const;   // of an undefined value
-    const Values& items() const;      // of a list or tuple
+    const Values& items() const;      // of a list, tuple or view
     const Entries& entries() const;   // of a dict
     const Object* object() const { return object_.get(); }
     template <class T>
@@ -284,6 +286,7 @@ inline bool Value::truth() const {
             return !text().empty();
         case Kind::List:
         case Kind::Tuple:
+        case Kind::View:
             return !items().empty();
         case Kind::Dict:
             return !entries().empty();
@@ -320,6 +323,8 @@ inline bool equal(Work& work, const Value& a, const Value& b) {
                     return false;
             return true;
         }
+        case Kind::View:
+            fail("a view of keys(), items() or range() is not compared: put | list after it");
         default:
             return a.object() == b.object();
     }
@@ -373,6 +378,8 @@ inline const char* type_name(const Value& v) {
             return "list";
         case Kind::Tuple:
             return "tuple";
+        case Kind::View:
+            return "view of keys(), items() or range()";
         case Kind::Dict:
             return "dict";
         case Kind::Generator:

@@ -951,6 +951,7 @@ int run(int argc, char** argv, RankEngine* engine, FILE* errors) {
     options =
         chosen_by_first_rank(engine, options, [&] { return with_chosen_length<Trainer>(options, choices); });
     RunInputs inputs(options, std::move(command.resumed));
+    if (options.rank.is_first()) remark_inputs(options, inputs);
     if (options.show_example > 0) {
         if (options.rank.is_first()) print_example(options, inputs);
         return 0;

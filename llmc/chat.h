@@ -42,7 +42,9 @@ class ChatSession {
     // at its end.
     std::optional<std::vector<int>> begin_text(int) {
         while (std::optional<std::string> line = interrupted ? std::nullopt : lines_.read("> ")) {
-            if (line->starts_with('/') ? !obey(*line) : line->empty()) continue;
+            const bool is_long = line->size() > in_.longest_text();
+            if (is_long) fprintf(stderr, "that is too long: it has more than %zu bytes\n", line->size() - 1);
+            if (is_long || (line->starts_with('/') ? !obey(*line) : line->empty())) continue;
             if (line->starts_with('/')) break;
             messages_.push_back(said("user", *line));
             std::vector<int> tokens = tokens_of_conversation();
@@ -142,7 +144,7 @@ class ChatSession {
     const RunInputs& in_;
     const int window_;  // the most tokens of the conversation
     const std::function<void()> explain_;
-    LineReader lines_;
+    LineReader lines_{in_.longest_text()};
     std::string system_;
     std::vector<Message> messages_;
     std::optional<DrawnText> answer_;

@@ -175,32 +175,41 @@ struct ChatFormat {
     const char* source;
 };
 
-// The text of a content, which may be a list of texts.
-#define LLMC_TEXT                                                                       \
-    "{%- macro text(content) %}\n"                                                      \
-    "{{- content if content is string else content | map(attribute='text') | join }}\n" \
-    "{%- endmacro %}\n"
-// The beginning of a format whose conversations go user, assistant, user..., with the system's text put
-// before the first user's. `system` is that text, or empty.
-#define LLMC_TURNS(NAME)                                                                      \
-    LLMC_TEXT                                                                                 \
-    "{%- set system = text(messages[0].content) if messages[0].role == 'system' else '' %}\n" \
-    "{%- set first = 1 if messages[0].role == 'system' else 0 %}\n"                           \
-    "{%- for message in messages[first:] %}\n"                                                \
-    "{%- if message.role != ('user' if loop.index0 is even else 'assistant') %}\n"            \
-    "{{- raise_exception('message ' ~ (loop.index + first) ~ ': in the format " NAME          \
-    " users and assistants take turns, the user first') }}\n"                                 \
-    "{%- endif %}\n"
-// The beginning of a format that writes each message with its role.
-#define LLMC_ROLES(NAME)                                                                                \
+// Writes a content, which may be a list of texts.
+#define LLMC_TEXT                  \
+    "{%- macro text(content) %}\n" \
+    "{{- content if content is string else content | map(attribute='text') | join }}{%- endmacro %}\n"
+// A format whose conversations go user, assistant, user..., with the system's text put before the first
+// user's. USER and ANSWER are what it writes of a message's `content`.
+#define LLMC_TURNS(NAME, SYSTEM_BEGIN, SYSTEM_END, USER, ANSWER)                     \
+    LLMC_TEXT                                                                        \
+    "{%- set first = 1 if messages[0].role == 'system' else 0 %}\n"                  \
+    "{%- set system = text(messages[0].content) if first else '' %}\n"               \
+    "{%- for message in messages[first:] %}\n"                                       \
+    "{%- if message.role != ('user' if loop.index0 is even else 'assistant') %}\n"   \
+    "{{- raise_exception('message ' ~ (loop.index + first) ~ ': in the format " NAME \
+    " users and assistants take turns, the user first') }}{%- endif %}\n"            \
+    "{%- set content = text(message.content) %}\n"                                   \
+    "{%- if loop.first and system %}\n"                                              \
+    "{%- set content = '" SYSTEM_BEGIN "' + system + '" SYSTEM_END                   \
+    "' + content %}{% endif %}\n"                                                    \
+    "{%- if message.role == 'assistant' %}{{ " ANSWER " }}{% else %}{{ " USER        \
+    " }}{% endif %}\n"                                                               \
+    "{%- endfor %}\n"
+// A format that writes each message with its role, and asks for an answer with ASK.
+#define LLMC_ROLES(NAME, MESSAGE, ASK)                                                                  \
     LLMC_TEXT                                                                                           \
     "{%- for message in messages %}\n"                                                                  \
     "{%- if message.role not in ['system', 'user', 'assistant'] or (message.role == 'system' and not "  \
     "loop.first) %}\n"                                                                                  \
     "{{- raise_exception('message ' ~ loop.index ~ ': \"role\" is \"' ~ message.role ~ '\", where the " \
     "format " NAME                                                                                      \
-    " has a system first, users and assistants') }}\n"                                                  \
-    "{%- endif %}\n"
+    " has a system first, users and assistants') }}{%- endif %}\n"                                      \
+    "{%- set content = text(message.content) %}\n"                                                      \
+    "{{- " MESSAGE                                                                                      \
+    " }}\n"                                                                                             \
+    "{%- endfor %}\n"                                                                                   \
+    "{%- if add_generation_prompt %}{{ '" ASK "' }}{% endif %}\n"
 
 // If several formats have one name, the first whose special tokens the tokenizer has is used. "{bos}" and
 // "{eos}" stand for the tokenizer's.
@@ -210,52 +219,32 @@ inline const std::vector<ChatFormat>& chat_formats() {
          {"<|im_start|>", "<|im_end|>"},
          "{%- if usual_system is defined and messages[0].role != 'system' %}\n"
          "{{- '<|im_start|>system\\n' + usual_system + '<|im_end|>\\n' }}\n"
-         "{%- endif %}\n" LLMC_ROLES(
-             "chatml") "{{- '<|im_start|>' + message.role + '\\n' + text(message.content) + '<|im_end|>\\n' "
-                       "}}\n"
-                       "{%- endfor %}\n"
-                       "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}\n"},
+         "{%- endif %}\n" LLMC_ROLES("chatml",
+                                     "'<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n'",
+                                     "<|im_start|>assistant\\n")},
         {"llama3",
          {"{bos}", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"},
-         "{{- bos_token }}\n" LLMC_ROLES(
-             "llama3") "{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}\n"
-                       "{{- text(message.content) | trim }}{{ '<|eot_id|>' }}\n"
-                       "{%- endfor %}\n"
-                       "{%- if add_generation_prompt %}{{ "
-                       "'<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}"
-                       "{% endif %}\n"},
+         "{{- bos_token }}\n" LLMC_ROLES("llama3",
+                                         "'<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + "
+                                         "content | trim + '<|eot_id|>'",
+                                         "<|start_header_id|>assistant<|end_header_id|>\\n\\n")},
         {"mistral",  // since v0.3, where [INST] is a token
          {"{bos}", "{eos}", "[INST]", "[/INST]"},
-         "{{- bos_token }}\n" LLMC_TURNS(
-             "mistral") "{%- if message.role == 'assistant' %}{{ ' ' + text(message.content) + eos_token }}\n"
-                        "{%- else %}{{ '[INST] ' }}\n"
-                        "{%- if loop.first and system %}{{ system + '\\n\\n' }}{% endif %}\n"
-                        "{{- text(message.content) + '[/INST]' }}{% endif %}\n"
-                        "{%- endfor %}\n"},
+         "{{- bos_token }}\n" LLMC_TURNS("mistral", "", "\\n\\n", "'[INST] ' + content + '[/INST]'",
+                                         "' ' + content + eos_token")},
         {"mistral",  // v0.1 and v0.2
          {"{bos}", "{eos}"},
-         "{{- bos_token }}\n" LLMC_TURNS(
-             "mistral") "{%- if message.role == 'assistant' %}{{ ' ' + text(message.content) + eos_token }}\n"
-                        "{%- else %}{{ ' [INST] ' }}\n"
-                        "{%- if loop.first and system %}{{ system + '\\n\\n' }}{% endif %}\n"
-                        "{{- text(message.content) + ' [/INST]' }}{% endif %}\n"
-                        "{%- endfor %}\n"},
+         "{{- bos_token }}\n" LLMC_TURNS("mistral", "", "\\n\\n", "' [INST] ' + content + ' [/INST]'",
+                                         "' ' + content + eos_token")},
         {"llama2",
          {"{bos}", "{eos}"},
-         LLMC_TURNS("llama2") "{%- set content = text(message.content) %}\n"
-                              "{%- if loop.first and system %}\n"
-                              "{%- set content = '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' + content %}{% "
-                              "endif %}\n"
-                              "{%- if message.role == 'user' %}{{ bos_token + '[INST] ' + content | trim + ' "
-                              "[/INST]' }}\n"
-                              "{%- else %}{{ ' ' + content | trim + ' ' + eos_token }}{% endif %}\n"
-                              "{%- endfor %}\n"},
+         LLMC_TURNS("llama2", "<<SYS>>\\n", "\\n<</SYS>>\\n\\n",
+                    "bos_token + '[INST] ' + content | trim + ' [/INST]'",
+                    "' ' + content | trim + ' ' + eos_token")},
         {"zephyr",
          {"{eos}"},
-         LLMC_ROLES(
-             "zephyr") "{{- '<|' + message.role + '|>\\n' + text(message.content) + eos_token + '\\n' }}\n"
-                       "{%- endfor %}\n"
-                       "{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}\n"},
+         LLMC_ROLES("zephyr", "'<|' + message.role + '|>\\n' + content + eos_token + '\\n'",
+                    "<|assistant|>\\n")},
     };
     return formats;
 }
@@ -313,10 +302,9 @@ class MessageFinder {
   private:
     [[noreturn]] static void fail_ambiguous(size_t i) {
         fail(
-            "message %zu: the chat template writes it differently when messages follow, so the text to "
-            "learn "
-            "of it cannot be found: end the conversation with this message, or put {%% generation %%} "
-            "around answers in the template",
+            "message %zu: the chat template writes it differently when messages follow, so the text to learn "
+            "of it cannot be found: end the conversation with this message, or put {%% generation %%} around "
+            "answers in the template",
             i + 1);
     }
     static std::string without_line_ends(const std::string& text) {
@@ -461,15 +449,17 @@ class Chat {
     // The template of one of our formats, which a saved model needs; empty if the folder's own is used.
     const std::string& own_source() const { return own_source_; }
 
-    // The token that ends an assistant's answer; -1 if none does in a short conversation.
-    int end_of_answer() const {
+    // The token that ends an assistant's answer; -1 if none does in a short conversation. `behind`: the
+    // special token that the template writes behind what is learnt of an answer.
+    int end_of_answer(bool behind = false) const {
         const std::vector<Message> sample = {said("user", "a"), said("assistant", "b")};
         try {
-            std::string answer;
+            std::string answer, rest;
             for (const Piece& piece : render({sample, {}, 0}))
-                if (piece.learnt == Learnt::Always) answer = piece.text;
-            const std::vector<int> tokens = tokenizer_.encode(answer);
-            return !tokens.empty() && tokenizer_.is_special(tokens.back()) ? tokens.back() : -1;
+                (piece.learnt == Learnt::Always ? answer : rest) = piece.text;
+            const std::vector<int> tokens = tokenizer_.encode(behind ? jinja::strip(rest) : answer);
+            const int token = tokens.empty() ? -1 : behind ? tokens.front() : tokens.back();
+            return token >= 0 && tokenizer_.is_special(token) ? token : -1;
         } catch (const UserError&) {
             return -1;
         }
@@ -513,7 +503,7 @@ class Chat {
               variables(chat.templates_.special_tokens) {
             if (!chat.own_source_.empty()) chat.refuse_what_our_formats_lack(conversation);
             for (const Message& message : conversation.messages) {
-                bytes += message.bytes();
+                bytes += 64 + message.text().size();
                 messages.push_back(as_transformers(message.object));
             }
             bytes = std::max(bytes, conversation.bytes);
@@ -554,15 +544,11 @@ class Chat {
     void note_unwritten(const Conversation& conversation, const std::string& text) const {
         constexpr size_t kLong = 1 << 20;
         if (conversation.bytes > kLong) return;
-        const auto has = [](const nlohmann::ordered_json& object, const std::string& name) {
-            const auto found = object.find(name);
-            return found != object.end() && !found->empty() && *found != "";
-        };
         for (const char* const name :
              {"tools", "documents", "tool_calls", "reasoning_content", "thinking", "reasoning"}) {
-            const bool is_there = has(conversation.variables, name) ||
+            const bool is_there = has_field(conversation.variables, name) ||
                                   std::ranges::any_of(conversation.messages, [&](const Message& message) {
-                                      return has(message.object, name);
+                                      return has_field(message.object, name);
                                   });
             if (!is_there || !tried_.insert(name).second) continue;
             Conversation without = conversation;
@@ -580,8 +566,7 @@ class Chat {
     void refuse_what_our_formats_lack(const Conversation& conversation) const {
         const auto refuse = [&](const nlohmann::ordered_json& object, const char* name,
                                 const std::string& where) {
-            const auto found = object.find(name);
-            if (found != object.end() && !found->empty() && *found != "" && *found != false)
+            if (has_field(object, name) && object[name] != false)
                 fail(
                     "%s\"%s\" is not written by %s: leave the field out, or give a model with a chat "
                     "template",
@@ -639,9 +624,8 @@ class Chat {
         const std::vector<size_t> learnt = answers(conversation);
         if (learnt.size() < all.size() && whole.generated.size() != all.size())
             fail(
-                "the chat template encloses %zu texts in {%% generation %%} for %zu answers, so which of "
-                "them "
-                "not to learn cannot be told",
+                "the chat template encloses %zu texts in {%% generation %%} for %zu answers, so which "
+                "of them not to learn cannot be told",
                 whole.generated.size(), all.size());
         std::vector<std::pair<jinja::Span, Learnt>> spans;
         for (size_t k = 0; k < whole.generated.size(); k++) {

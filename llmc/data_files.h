@@ -194,8 +194,7 @@ inline DataKind data_kind(const std::string& path, std::string_view start) {
         if (first == '{' && !rest.starts_with('\n') && !rest.starts_with("\r\n")) return DataKind::JsonLines;
         fail(
             "%s is neither a JSON list of examples nor an example a line; a file that ends in .txt is read "
-            "as "
-            "text",
+            "as text",
             path.c_str());
     }
     if (first == '{') {

@@ -18,7 +18,7 @@
 #include "llmc/utf8.h"
 
 struct Message {
-    nlohmann::ordered_json object;  // as the line has it; the chat template reads its fields
+    OrderedJson object;  // as the line has it; the chat template reads its fields
     bool counts = true;  // false: none of it has a loss, because its "weight" is 0 or its "train" is false
 
     const std::string& role() const { return object["role"].get_ref<const std::string&>(); }
@@ -29,15 +29,8 @@ struct Message {
         if (content->is_string()) return content->get<std::string>();
         std::string all;
         if (content->is_array())
-            for (const nlohmann::ordered_json& part : *content) all += part.value("text", "");
+            for (const OrderedJson& part : *content) all += part.value("text", "");
         return all;
-    }
-    // About the size of its text.
-    size_t bytes() const {
-        const auto content = object.find("content");
-        return 64 + (content != object.end() && content->is_string()
-                         ? content->get_ref<const std::string&>().size()
-                         : 0);
     }
 };
 // A message that has only a role and a content.
@@ -52,7 +45,7 @@ inline Message said(const std::string& role, const std::string& content) {
 // chat_template_kwargs.
 struct Conversation {
     std::vector<Message> messages;
-    nlohmann::ordered_json variables = nlohmann::ordered_json::object();
+    OrderedJson variables = OrderedJson::object();
     size_t bytes = 0;  // of the line
 };
 
@@ -69,8 +62,7 @@ struct JsonExample {
 };
 
 // A string field that an object must have. Fails naming the line and the field.
-inline std::string text_field(const nlohmann::ordered_json& object, const char* name,
-                              const std::string& where) {
+inline std::string text_field(const OrderedJson& object, const char* name, const std::string& where) {
     const auto field = object.find(name);
     if (field == object.end()) fail("%s has no \"%s\"", where.c_str(), name);
     if (!field->is_string()) fail("%s: \"%s\" is not a text", where.c_str(), name);
@@ -79,41 +71,42 @@ inline std::string text_field(const nlohmann::ordered_json& object, const char* 
 
 // Fails if one of these fields is not empty: a chat template would write it into the conversation, which is
 // not supported.
-inline void refuse_fields(const nlohmann::ordered_json& object, std::initializer_list<const char*> names,
+inline void refuse_fields(const OrderedJson& object, std::initializer_list<const char*> names,
                           const std::string& where) {
-    for (const char* name : names) {
-        const auto field = object.find(name);
-        if (field == object.end() || field->empty() || *field == "") continue;  // null is empty too
-        fail("%s: \"%s\" is not supported: leave the field out, or the example", where.c_str(), name);
-    }
+    for (const char* name : names)
+        if (has_field(object, name))
+            fail("%s: \"%s\" is not supported: leave the field out, or the example", where.c_str(), name);
 }
 
-// False if the message's "weight" is 0 or its "train" is false: then none of it has a loss.
-inline bool message_counts(const nlohmann::ordered_json& message, const std::string& where) {
-    const nlohmann::ordered_json weight = message.value("weight", nlohmann::ordered_json());
-    const nlohmann::ordered_json train = message.value("train", nlohmann::ordered_json());
+// False if a message's "weight" is 0, or its "train" (or "training" or "loss", as other tools have it) is
+// false: then none of it has a loss.
+inline bool message_counts(const OrderedJson& message, const std::string& where) {
+    const OrderedJson weight = message.value("weight", OrderedJson());
     if (!weight.is_null() && !(weight.is_number() && (weight == 0 || weight == 1)))
         fail("%s: \"weight\" is %s, where 0 and 1 are supported", where.c_str(),
              weight.dump(-1, ' ', true).c_str());
-    if (!train.is_null() && !train.is_boolean())
-        fail("%s: \"train\" is %s, where true and false are supported", where.c_str(),
-             train.dump(-1, ' ', true).c_str());
-    return weight != 0 && train != false;
+    bool counts = weight != 0;
+    for (const char* name : {"train", "training", "loss"}) {
+        const OrderedJson value = message.value(name, OrderedJson());
+        if (!value.is_null() && !value.is_boolean())
+            fail("%s: \"%s\" is %s, where true and false are supported", where.c_str(), name,
+                 value.dump(-1, ' ', true).c_str());
+        counts = counts && value != false;
+    }
+    return counts;
 }
 
 // Fails unless a message's content is a text or a list of texts. A message that calls tools may have none.
-inline void check_content(const nlohmann::ordered_json& message, const std::string& place) {
+inline void check_content(const OrderedJson& message, const std::string& place) {
     const auto content = message.find("content");
     const auto calls = message.find("tool_calls");
     const bool calls_tools = calls != message.end() && calls->is_array() && !calls->empty();
     if (calls_tools && (content == message.end() || content->is_null())) return;
-    if (content == message.end() || !content->is_array()) {
-        text_field(message, "content", place);
-        return;
-    }
-    for (const nlohmann::ordered_json& part : *content) {
+    if (content == message.end() || !content->is_array())
+        return static_cast<void>(text_field(message, "content", place));
+    for (const OrderedJson& part : *content) {
         if (!part.is_object()) fail("%s: \"content\" has a part that is not a JSON object", place.c_str());
-        const nlohmann::ordered_json type = part.value("type", nlohmann::ordered_json());
+        const OrderedJson type = part.value("type", OrderedJson());
         if (type != "text")
             fail("%s: \"content\" has a part of the type %s, where \"text\" is supported", place.c_str(),
                  printable(type.dump(-1, ' ', true)).c_str());
@@ -122,16 +115,14 @@ inline void check_content(const nlohmann::ordered_json& message, const std::stri
 }
 
 // True if an assistant's message has something to learn.
-inline bool says_something(const nlohmann::ordered_json& message) {
-    for (const char* field : {"content", "tool_calls", "reasoning_content", "thinking", "reasoning"})
-        if (const auto found = message.find(field); found != message.end() && !found->empty() && *found != "")
-            return true;
-    return false;
+inline bool says_something(const OrderedJson& message) {
+    const auto fields = {"content", "tool_calls", "reasoning_content", "thinking", "reasoning"};
+    return std::ranges::any_of(fields, [&](const char* field) { return has_field(message, field); });
 }
 
-// Reads the messages of a conversation. `answered`: at least one must be the assistant's.
-inline std::vector<Message> read_messages(nlohmann::ordered_json list, const std::string& where,
-                                          bool answered = true) {
+// Reads the messages of a conversation. `answered`: at least one must be the assistant's; else the last one
+// must not be, because the model answers it.
+inline std::vector<Message> read_messages(OrderedJson list, const std::string& where, bool answered = true) {
     // Roles that chat templates know; another one is probably a misspelling.
     static constexpr const char* kRoles[] = {
         "system",  "developer",   "user",        "assistant", "tool",      "tools",        "function",
@@ -140,7 +131,7 @@ inline std::vector<Message> read_messages(nlohmann::ordered_json list, const std
     std::vector<Message> messages;
     messages.reserve(list.size());
     bool answers = false;
-    for (nlohmann::ordered_json& item : list) {
+    for (OrderedJson& item : list) {
         const std::string place = format("%s: message %zu", where.c_str(), messages.size() + 1);
         if (!item.is_object()) fail("%s is not a JSON object", place.c_str());
         refuse_fields(item, {"function_call"}, place);
@@ -149,8 +140,7 @@ inline std::vector<Message> read_messages(nlohmann::ordered_json list, const std
         if (std::ranges::find(kRoles, role) == std::end(kRoles))
             fail(
                 "%s: \"role\" is \"%s\", where \"system\", \"developer\", \"user\", \"assistant\" and "
-                "\"tool\" are "
-                "known",
+                "\"tool\" are known",
                 place.c_str(), printable(role).c_str());
         const bool assistant = role == "assistant";
         answers |= assistant;
@@ -160,78 +150,71 @@ inline std::vector<Message> read_messages(nlohmann::ordered_json list, const std
         messages.push_back({std::move(item), counts});
     }
     if (answered && !answers) fail("%s: none of the messages is the assistant's", where.c_str());
+    if (!answered && messages.back().role() == "assistant")
+        fail("%s: the last message is the assistant's, which is not continued", where.c_str());
     return messages;
 }
 
-// Reads what else the chat template reads. Empty lists are as if they were left out.
-inline nlohmann::ordered_json read_chat_variables(nlohmann::ordered_json object, const std::string& where) {
+// Takes what else the chat template reads out of an example. Empty lists are as if they were left out.
+inline OrderedJson take_chat_variables(OrderedJson& object, const std::string& where) {
     constexpr size_t kMostVariables = 1000;  // a template looks them up one by one
-    nlohmann::ordered_json variables = nlohmann::ordered_json::object();
-    const auto more = object.find("chat_template_kwargs");
-    const size_t count = more != object.end() && more->is_object() ? more->size() : 0;
-    if (count > kMostVariables)
-        fail("%s: \"chat_template_kwargs\" has %zu fields, and may have %zu", where.c_str(), count,
+    refuse_fields(object, {"functions", "continue_final_message"}, where);
+    OrderedJson variables = OrderedJson::object();
+    const OrderedJson more = take(object, "chat_template_kwargs");
+    if (!more.empty() && !more.is_object())
+        fail("%s: \"chat_template_kwargs\" is not a JSON object", where.c_str());
+    if (more.size() > kMostVariables)
+        fail("%s: \"chat_template_kwargs\" has %zu fields, and may have %zu", where.c_str(), more.size(),
              kMostVariables);
-    variables.get_ref<nlohmann::ordered_json::object_t&>().reserve(2 + count);
+    variables.get_ref<OrderedJson::object_t&>().reserve(2 + more.size());
     for (const char* name : {"tools", "documents"}) {
-        const auto found = object.find(name);
-        if (found == object.end() || found->empty()) continue;
-        const auto is_object = [](const nlohmann::ordered_json& one) { return one.is_object(); };
-        if (!found->is_array() || !std::ranges::all_of(*found, is_object))
+        OrderedJson list = take(object, name);
+        if (list.empty()) continue;
+        const auto is_object = [](const OrderedJson& one) { return one.is_object(); };
+        if (!list.is_array() || !std::ranges::all_of(list, is_object))
             fail("%s: \"%s\" is not a list of JSON objects", where.c_str(), name);
-        variables[name] = std::move(*found);
+        variables[name] = std::move(list);
     }
-    if (more == object.end() || more->empty()) return variables;
-    if (!more->is_object()) fail("%s: \"chat_template_kwargs\" is not a JSON object", where.c_str());
-    for (const auto& [name, value] : more->items()) {
-        if (name == "messages" || name == "add_generation_prompt")
+    for (const auto& [name, value] : more.items()) {
+        if (name == "messages" || name == "add_generation_prompt" || name == "continue_final_message")
             fail("%s: \"chat_template_kwargs\" cannot set \"%s\"", where.c_str(), name.c_str());
         variables[name] = value;
     }
     return variables;
 }
 
-// How many copies of a line's text, or of what a chat template writes of it, can be in memory beside the
-// line, for a conversation or a prompt with its completion: as messages, as the chat template's values and
-// what it writes, and as pieces of that.
-constexpr size_t kCopiesOfLine = 10;
-
 // Reads the example of a line: from "messages" if there are any or another format becomes such
-// (data_other_formats.h), else from "prompt" and "completion", else from "text". Fields that no chat template
-// reads are ignored. `where` names the line in messages. Fails if the line is no such example or has nothing
-// to learn. Overwrites the line; a long text stays in its buffer.
-inline JsonExample read_example(std::span<char> line, const std::string& where) {
-    const std::string_view bytes(line.data(), line.size());
-    if (const size_t valid = valid_utf8(bytes); valid < line.size())
-        fail("%s is not UTF-8 text: no character has the byte 0x%02x in column %zu", where.c_str(),
-             static_cast<unsigned char>(line[valid]), valid + 1);
+// (data_other_formats.h), else from "prompt" and "completion", else from "text". `where` names the line in
+// messages. Fails if the line is no such example or has nothing to learn. Overwrites the line; a long text
+// stays in its buffer. Adds the fields that were not read to `unread`.
+inline JsonExample read_example(std::span<char> line, const std::string& where,
+                                std::set<std::string>* unread = nullptr) {
     LineJson parsed(line, where);
-    nlohmann::ordered_json& object = parsed.json();
+    OrderedJson& object = parsed.json();
     if (!object.is_object()) fail("%s is not a JSON object", where.c_str());
     JsonExample example;
     example.bytes = parsed.bytes();
-    nlohmann::ordered_json messages;
+    OrderedJson messages;
     const bool is_text = object.contains("text") && !object.contains("messages") &&
                          !object.contains("conversations") && !object.contains("completion") &&
                          !pair_of(object);
     if (!is_text) {
-        example.bytes += kCopiesOfLine * line.size() + parsed.counts().of_template();
+        example.bytes = parsed.bytes_as_chat();
         require_memory_for(example.bytes, where);
         for (const char* field : kExampleFields)
             if (const auto found = object.find(field); found != object.end()) parsed.restore(*found);
         messages = take_messages(object, where);
+        refuse_bad_answer(object, where);
     }
     if (!messages.is_null()) {
-        refuse_fields(object, {"functions"}, where);
-        if (parsed.has_long_number())
-            fail("%s has a number of 19 or more digits, which is not supported in chats: write it as a text",
-                 where.c_str());
+        parsed.refuse_long_numbers();
         example.conversation.messages = read_messages(std::move(messages), where);
-        example.conversation.variables = read_chat_variables(std::move(object), where);
+        example.conversation.variables = take_chat_variables(object, where);
         example.conversation.bytes = line.size();
     } else if (object.contains("completion")) {
-        example.prompt = text_field(object, "prompt", where);
-        example.completion = text_field(object, "completion", where);
+        text_field(object, "prompt", where);
+        example.prompt = take_text(object, "prompt", where);
+        example.completion = take_text(object, "completion", where);
         if (example.completion.empty()) fail("%s: \"completion\" is empty", where.c_str());
     } else if (object.contains("text")) {
         example.is_text = true;
@@ -241,6 +224,7 @@ inline JsonExample read_example(std::span<char> line, const std::string& where) 
     } else {
         fail_unknown_format(object, where);
     }
+    if (unread) add_unread(object, kExampleFields, *unread);
     return example;
 }
 

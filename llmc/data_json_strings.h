@@ -18,6 +18,7 @@
 #include "llmc/error.h"
 #include "llmc/file.h"
 #include "llmc/free_memory.h"
+#include "llmc/utf8.h"
 
 // Fails if reading a line takes more memory than is free. Short lines are not checked.
 inline void require_memory_for(size_t bytes, const std::string& where) {
@@ -132,11 +133,18 @@ class OrderedJsonMaker {
     std::vector<std::set<std::string>> keys_;  // the keys so far of each object among them
 };
 
+// How many copies of a line's text, or of what a chat template writes of it, can be in memory beside the
+// line: as messages, as the chat template's values and what it writes, and as pieces of that.
+constexpr size_t kCopiesOfLine = 10;
+
 class LineJson {
   public:
-    // `line` is valid UTF-8; it is overwritten. Fails naming the line and the column of an error, and if
-    // parsing it takes more memory than is free.
+    // `line` is overwritten. Fails naming the line and the column of an error, also of a byte that is not
+    // UTF-8, and if parsing it takes more memory than is free.
     LineJson(std::span<char> line, const std::string& where) : line_(line), where_(where) {
+        if (const size_t valid = valid_utf8({line.data(), line.size()}); valid < line.size())
+            fail("%s is not UTF-8 text: no character has the byte 0x%02x in column %zu", where.c_str(),
+                 static_cast<unsigned char>(line[valid]), valid + 1);
         take_strings();
         counts_ = JsonCounts(rest_);
         require_memory_for(bytes(), where);
@@ -165,15 +173,16 @@ class LineJson {
         else if (value.is_structured())
             for (nlohmann::ordered_json& part : value) restore(part);
     }
-    // True if it has a whole number of 19 or more digits. The parser reads such numbers as floats, if they do
-    // not fit 64 bits, and their digits are lost.
-    bool has_long_number() const {
+    // Fails if it has a whole number of 19 or more digits. The parser reads such numbers as floats, if they
+    // do not fit 64 bits, and their digits are lost.
+    void refuse_long_numbers() const {
         size_t digits = 0;
         bool in_string = false;
         for (size_t at = 0; at < rest_.size(); at++) {
             const char c = rest_[at];
             const bool is_digit = !in_string && c >= '0' && c <= '9';
-            if (digits >= 19 && !is_digit && c != '.' && c != 'e' && c != 'E') return true;
+            if (digits >= 19 && !is_digit && c != '.' && c != 'e' && c != 'E')
+                fail("%s has a number of 19 or more digits: in a chat, write it as a text", where_.c_str());
             digits = is_digit ? digits + 1 : 0;
             if (!in_string && (c == '.' || c == 'e' || c == 'E'))  // the rest of the number is no whole one
                 while (at + 1 < rest_.size() &&
@@ -184,11 +193,10 @@ class LineJson {
             else if (c == '"')
                 in_string = !in_string;
         }
-        return false;
     }
-    // At most so much memory does the object take beside the line.
+    // The most memory that the object takes beside the line, and that a conversation or a prompt takes.
     size_t bytes() const { return counts_.parsed() + strings_.capacity() * kBytesOfTaken; }
-    const JsonCounts& counts() const { return counts_; }
+    size_t bytes_as_chat() const { return bytes() + kCopiesOfLine * line_.size() + counts_.of_template(); }
 
   private:
     static constexpr size_t kShort = 256;                                   // longer strings are taken out

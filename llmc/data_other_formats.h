@@ -3,6 +3,8 @@
 #pragma once
 
 #include <algorithm>
+#include <set>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -10,6 +12,9 @@
 #include <nlohmann/json.hpp>
 
 #include "llmc/error.h"
+#include "llmc/text.h"
+
+using OrderedJson = nlohmann::ordered_json;  // whose objects keep the order of their keys
 
 // What is asked and what is answered, by the names of fields. The first pair that an example has counts.
 struct AskedAndAnswered {
@@ -28,41 +33,61 @@ inline constexpr std::pair<const char*, const char*> kShareGptRoles[] = {
     {"system", "system"},  {"tool", "tool"},      {"observation", "tool"}, {"function_response", "tool"},
 };
 
-// The fields that may belong to an example.
-inline constexpr const char* kExampleFields[] = {"messages", "conversations", "chat_template_kwargs",
-                                                 "tools",    "documents",     "system",
-                                                 "history",  "instruction",   "input",
-                                                 "context",  "output",        "response",
-                                                 "question", "answer",        "query",
-                                                 "prompt",   "completion"};
+// The fields that mean something in some format; the first ones ask, and the others are answers or say how
+// good those are. If an example has one that its own format does not read, the run says so.
+inline constexpr const char* kExampleFields[] = {
+    "messages", "conversations", "chat_template_kwargs", "tools", "documents", "functions", "system",
+    "history", "instruction", "input", "context", "question", "query", "prompt",
+    // answers:
+    "output", "response", "answer", "completion", "chosen", "rejected", "rejected_response",
+    "rejected_messages", "label", "kto_tag", "score", "scores", "reward", "rewards", "rating", "weight",
+    "train"};
+inline constexpr size_t kAskingFields = 14;
 
-// The text of a field; "" if the example lacks it or it is null.
-inline std::string text_or_none(const nlohmann::ordered_json& object, const char* name,
-                                const std::string& where) {
+// True if a field is there and neither null nor empty.
+inline bool has_field(const OrderedJson& object, const std::string& name) {
     const auto found = object.find(name);
-    if (found == object.end() || found->is_null()) return "";
-    if (!found->is_string()) fail("%s: \"%s\" is not a text", where.c_str(), name);
-    return found->get<std::string>();
+    return found != object.end() && !found->empty() && *found != "";
 }
 
-inline nlohmann::ordered_json chat_message(const char* role, const std::string& content) {
+// Takes a field out of an example, and leaves null there: what is not null in the end was not read.
+inline OrderedJson take(OrderedJson& object, const char* name) {
+    const auto found = object.find(name);
+    return found == object.end() ? OrderedJson() : std::exchange(*found, nullptr);
+}
+// A field that is a text; "" if the example lacks it or it is null.
+inline std::string take_text(OrderedJson& object, const char* name, const std::string& where) {
+    OrderedJson value = take(object, name);
+    if (value.is_null()) return "";
+    if (!value.is_string()) fail("%s: \"%s\" is not a text", where.c_str(), name);
+    return std::move(value.get_ref<std::string&>());
+}
+
+// Adds to `unread` the fields among `names` that an example has and that were not read.
+inline void add_unread(const OrderedJson& object, std::span<const char* const> names,
+                       std::set<std::string>& unread) {
+    for (const char* name : names)
+        if (has_field(object, name)) unread.insert(name);
+}
+
+inline OrderedJson chat_message(const char* role, const std::string& content) {
     return {{"role", role}, {"content", content}};
 }
 
 // A message of ShareGPT's, {"from": ..., "value": ...}, as templates read it; others as they are. Other
 // fields of the message stay.
-inline nlohmann::ordered_json of_sharegpt(nlohmann::ordered_json message, const std::string& place) {
+inline OrderedJson of_sharegpt(OrderedJson message, const std::string& place) {
     if (!message.is_object() || !message.contains("from") || message.contains("role")) return message;
-    const std::string from = text_or_none(message, "from", place);
+    const std::string from = take_text(message, "from", place);
     const auto known = std::ranges::find(kShareGptRoles, from, [](const auto& pair) { return pair.first; });
     if (known == std::end(kShareGptRoles))
         fail("%s: \"from\" is \"%s\", where \"system\", \"human\", \"gpt\" and \"tool\" are known",
              place.c_str(), printable(from).c_str());
-    nlohmann::ordered_json written = nlohmann::ordered_json::object();
-    auto& entries = written.get_ref<nlohmann::ordered_json::object_t&>();
+    OrderedJson written = OrderedJson::object();
+    auto& entries = written.get_ref<OrderedJson::object_t&>();
     entries.reserve(message.size());
     entries.emplace_back("role", known->second);
-    for (auto& [name, value] : message.get_ref<nlohmann::ordered_json::object_t&>()) {
+    for (auto& [name, value] : message.get_ref<OrderedJson::object_t&>()) {
         if (name == "value" || name == "content")
             written["content"] = std::move(value);
         else if (name != "from")
@@ -71,37 +96,40 @@ inline nlohmann::ordered_json of_sharegpt(nlohmann::ordered_json message, const 
     return written;
 }
 
-// The messages of {"instruction": ..., "output": ...} and the like: the system message if there is one,
-// earlier questions and answers, the question with what it is about on a line of its own, and the answer.
-inline nlohmann::ordered_json messages_of_pair(const nlohmann::ordered_json& object,
-                                               const AskedAndAnswered& pair, const std::string& where) {
-    nlohmann::ordered_json messages = nlohmann::ordered_json::array();
-    if (const std::string system = text_or_none(object, "system", where); !system.empty())
-        messages.push_back(chat_message("system", system));
-    if (const auto history = object.find("history"); history != object.end() && !history->empty()) {
-        const auto is_turn = [](const nlohmann::ordered_json& turn) {
+inline bool has_role(const OrderedJson& message, const char* role) {
+    return message.is_object() && message.contains("role") && message["role"] == role;
+}
+
+// The messages of {"instruction": ..., "output": ...} and the like: earlier questions and answers, the
+// question with what it is about on a line of its own, and the answer, unless its name is null.
+inline OrderedJson messages_of_pair(OrderedJson& object, const AskedAndAnswered& pair,
+                                    const std::string& where) {
+    OrderedJson messages = OrderedJson::array();
+    if (const OrderedJson history = take(object, "history"); !history.empty()) {
+        const auto is_turn = [](const OrderedJson& turn) {
             return turn.is_array() && turn.size() == 2 && turn[0].is_string() && turn[1].is_string();
         };
-        if (!history->is_array() || !std::ranges::all_of(*history, is_turn))
+        if (!history.is_array() || !std::ranges::all_of(history, is_turn))
             fail("%s: \"history\" is not a list of questions with their answers", where.c_str());
-        for (const nlohmann::ordered_json& turn : *history) {
+        for (const OrderedJson& turn : history) {
             messages.push_back(chat_message("user", turn[0].get<std::string>()));
             messages.push_back(chat_message("assistant", turn[1].get<std::string>()));
         }
     }
-    std::string asked = text_or_none(object, pair.asked, where);
+    std::string asked = take_text(object, pair.asked, where);
     for (const char* more : {"input", "context"})
-        if (const std::string text = text_or_none(object, more, where); !text.empty())
+        if (const std::string text = take_text(object, more, where); !text.empty())
             asked += (asked.empty() ? "" : "\n") + text;
     messages.push_back(chat_message("user", asked));
-    const std::string answer = text_or_none(object, pair.answered, where);
+    if (!pair.answered) return messages;
+    const std::string answer = take_text(object, pair.answered, where);
     if (answer.empty()) fail("%s: \"%s\" is empty", where.c_str(), pair.answered);
     messages.push_back(chat_message("assistant", answer));
     return messages;
 }
 
 // The pair whose fields an example has; null if there is none.
-inline const AskedAndAnswered* pair_of(const nlohmann::ordered_json& object) {
+inline const AskedAndAnswered* pair_of(const OrderedJson& object) {
     const auto found = std::ranges::find_if(kAskedAndAnswered, [&](const AskedAndAnswered& pair) {
         return object.contains(pair.asked) && object.contains(pair.answered);
     });
@@ -110,49 +138,60 @@ inline const AskedAndAnswered* pair_of(const nlohmann::ordered_json& object) {
 
 // Takes the messages out of an example, also of one in another tool's format. Returns null for one of a
 // "prompt" with its "completion", or of "text". A prompt and a completion that are lists of messages, as TRL
-// has them, become one conversation, and only the completion is learnt.
-inline nlohmann::ordered_json take_messages(nlohmann::ordered_json& object, const std::string& where) {
-    nlohmann::ordered_json messages;
+// has them, become one conversation, and only the completion is learnt. `asks`: the example is a prompt to be
+// answered; then a "prompt" is a text or a list of messages, and nothing is an answer.
+inline OrderedJson take_messages(OrderedJson& object, const std::string& where, bool asks = false) {
+    const auto is_list = [&](const char* name) { return object.contains(name) && object[name].is_array(); };
+    OrderedJson messages;
+    size_t not_learnt = 0;  // of the messages
+    const AskedAndAnswered prompt = {"prompt", nullptr}, *const pair = asks ? &prompt : pair_of(object);
     const char* const name = object.contains("messages") ? "messages" : "conversations";
-    if (const auto list = object.find(name); list != object.end()) {
-        if (!list->is_array()) fail("%s: \"%s\" is not a list of messages", where.c_str(), name);
-        messages = nlohmann::ordered_json::array();
-        messages.get_ref<nlohmann::ordered_json::array_t&>().reserve(list->size() + 1);
-        if (const std::string system = text_or_none(object, "system", where);
-            !system.empty() && !object.contains("messages"))
-            messages.push_back(chat_message("system", system));
-        for (nlohmann::ordered_json& message : *list)
-            messages.push_back(of_sharegpt(std::move(message),
-                                           format("%s: message %zu", where.c_str(), messages.size() + 1)));
-    } else if (object.contains("completion")) {
-        if (!object.contains("prompt") || !object["prompt"].is_array() || !object["completion"].is_array())
-            return nullptr;
-        messages = std::move(object["prompt"]);
-        for (nlohmann::ordered_json& message : messages)
-            if (message.is_object() && message.contains("role") && message["role"] == "assistant")
-                message["train"] = false;
-        for (nlohmann::ordered_json& message : object["completion"]) messages.push_back(std::move(message));
-    } else if (const AskedAndAnswered* pair = pair_of(object)) {
+    if (object.contains(name)) {
+        if (!is_list(name)) fail("%s: \"%s\" is not a list of messages", where.c_str(), name);
+        messages = take(object, name);
+    } else if (is_list("prompt") && (asks || is_list("completion"))) {
+        messages = take(object, "prompt");
+        not_learnt = messages.size();
+        if (!asks)
+            for (OrderedJson& message : take(object, "completion")) messages.push_back(std::move(message));
+    } else if (pair && object.contains(pair->asked) && (asks || !object.contains("completion"))) {
         messages = messages_of_pair(object, *pair, where);
+    } else {
+        return nullptr;
+    }
+    for (size_t i = 0; i < messages.size(); i++) {
+        messages[i] = of_sharegpt(std::move(messages[i]), format("%s: message %zu", where.c_str(), i + 1));
+        if (i < not_learnt && has_role(messages[i], "assistant")) messages[i]["train"] = false;
+    }
+    if (const std::string system = take_text(object, "system", where); !system.empty()) {
+        if (!messages.empty() && has_role(messages[0], "system"))
+            fail("%s has \"system\" and a message of the system's: leave one of them out", where.c_str());
+        messages.insert(messages.begin(), chat_message("system", system));
     }
     return messages;
 }
 
+// Fails if an example's label says that its answer is not to be imitated, as in KTO's data.
+inline void refuse_bad_answer(const OrderedJson& object, const std::string& where) {
+    for (const char* name : {"label", "kto_tag"})
+        if (const auto label = object.find(name);
+            label != object.end() && (*label == false || (label->is_number() && *label <= 0)))
+            fail(
+                "%s: \"%s\" is %s: in KTO's data that marks a bad answer, and these are not trained on; "
+                "leave such examples out, or the field if it means something else",
+                where.c_str(), name, label->dump().c_str());
+}
+
 // Fails because an example has no fields that are read, and names those that it has.
-[[noreturn]] inline void fail_unknown_format(const nlohmann::ordered_json& object, const std::string& where) {
+[[noreturn]] inline void fail_unknown_format(const OrderedJson& object, const std::string& where) {
     if (object.contains("chosen") && object.contains("rejected"))
         fail(
             R"(%s is preference data ("chosen" and "rejected"), which is not trained on; to train on the )"
             R"(chosen answers alone, rename a list "chosen" to "messages", and a text "chosen" to "completion")",
             where.c_str());
-    std::string names;
-    for (const auto& [name, value] : object.items()) {
-        if (names.size() > 100) {
-            names += ", ...";
-            break;
-        }
-        names += (names.empty() ? "\"" : ", \"") + printable(name) + "\"";
-    }
+    std::string names =
+        joined(object.items(), ", ", [](const auto& field) { return "\"" + printable(field.key()) + "\""; });
+    if (names.size() > 100) names = names.substr(0, 100) + "...";
     fail(R"(%s has %s, where one of these is read: "messages"; "conversations"; "prompt" and "completion"; )"
          R"("instruction" and "output"; "prompt" and "response"; "question" and "answer"; "text")",
          where.c_str(), names.empty() ? "no fields" : names.c_str());

@@ -10,6 +10,7 @@
 #include <filesystem>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -360,8 +361,8 @@ class ExampleEncoder {
 };
 
 // Turns the examples in the files into tokens, at most seq_len + 1 for each (Dataset::tokenize_examples), and
-// reports progress on stderr if it takes a while. Fails naming the line if it is not an example. Returns what
-// wrote conversations, if there were any.
+// adds to `unread` the fields that were not read (add_unread()). Reports progress on stderr if it takes a
+// while. Fails naming the line if it is not an example. Returns what wrote conversations, if there were any.
 struct ChatUsed {
     std::string description;  // empty if there were no conversations
     std::string own_source;   // Chat::own_source()
@@ -371,15 +372,16 @@ struct ChatUsed {
     std::vector<Message> question;       // the first one up to its first answer, for samples
 };
 inline ChatUsed tokenize_examples(Dataset& lines, const Tokenizer& tokenizer, const ExampleOptions& options,
-                                  int seq_len) {
+                                  int seq_len, int most_len = kMostPositions,
+                                  std::set<std::string>* unread = nullptr) {
     TokenizingLines progress(stderr, lines);
     ExampleEncoder encoder(tokenizer, options);
     size_t most_bytes = 0;
-    lines.tokenize_examples(seq_len, [&](const FileReader& file, const auto& put) {
+    lines.tokenize_examples(seq_len, most_len, [&](const FileReader& file, const auto& put) {
         const bool is_list = data_kind(file) == DataKind::JsonList;
         const size_t copies = is_list ? 2 : 1;  // an element of a list is copied when its buffer grows
         const auto use = [&](std::span<char> line, size_t bytes, const std::string& where) {
-            const JsonExample example = read_example(line, where);
+            const JsonExample example = read_example(line, where, unread);
             // Texts are encoded whole. Of others one token more than is kept is encoded, which shows that the
             // example is cut.
             encoder.encode(example, where, static_cast<size_t>(seq_len) + 2,

@@ -113,12 +113,17 @@ class Dataset {
         index_->examples.drop_pages();
     }
     // How many texts were longer than a sequence and continue in further examples, and how many other
-    // examples were cut because they were longer; and how many tokens the longest of those others had.
+    // examples were cut because they were longer.
     uint64_t texts_parted() const { return parted_; }
     uint64_t examples_cut() const { return cut_; }
-    // The tokens of the longest example that is no text; 0 if some that were cut were not counted to their
-    // ends.
-    size_t longest_example() const { return knows_longest_ ? longest_ : 0; }
+    // For a line about examples that were cut: which --seq-len would cut none, if that is known, or that the
+    // model, which can learn from sequences of `most`, has too few positions for that.
+    std::string longer_length(int seq_len, int most) const {
+        if (knows_longest_ && longest_ <= static_cast<size_t>(most) + 1)
+            return format("; --seq-len %zu cuts none", longest_ - 1);
+        return seq_len < most ? format("; --seq-len %d, all that the model has, cuts fewer", most)
+                              : "; the model has no longer ones";
+    }
     // True if each token is a byte of the text.
     bool is_bytes() const { return is_text() && !text_tokens_; }
     const std::string& option() const { return option_; }
@@ -209,7 +214,7 @@ class Dataset {
     // last token of the one before. Fails as tokenize() does, and if there is no example or no token has a
     // loss.
     template <class Encode>
-    void tokenize_examples(int seq_len, Encode&& encode) {
+    void tokenize_examples(int seq_len, int most_len, Encode&& encode) {
         assert(is_examples() && !index_);
         const size_t most = static_cast<size_t>(seq_len) + 1;
         uint64_t begin = 0, with_loss = 0;
@@ -264,9 +269,7 @@ class Dataset {
             fail("%s: %s: no token of %llu examples is to be learnt in sequences of %d%s", option_.c_str(),
                  stream_name(0).c_str(), static_cast<unsigned long long>(example_count()), seq_len,
                  cut_ == 0 ? ""
-                 : longest_example() > 0
-                     ? format(": what comes later is cut off; --seq-len %zu cuts none", longest_ - 1).c_str()
-                     : ": what comes later is cut off; give a larger --seq-len");
+                           : (": what comes later is cut off" + longer_length(seq_len, most_len)).c_str());
     }
 
     // Gives each example a sequence of its own, instead of packing several into one.

@@ -104,6 +104,8 @@ class EditedLine {
 
 class LineReader {
   public:
+    // Of a line of more than `longest` bytes, the rest is dropped.
+    explicit LineReader(size_t longest) : longest_(longest) {}
     bool is_terminal() const { return terminal_; }
     // The next line without its end; nothing at the end of the input, or when a signal asks to stop.
     std::optional<std::string> read(const char* prompt) {
@@ -137,8 +139,10 @@ class LineReader {
     std::optional<std::string> read_plain(const char* prompt) {
         if (terminal_) fputs(prompt, stderr);
         std::string line;
-        for (int byte; (byte = read_byte()) != '\n'; line += static_cast<char>(byte))
+        for (int byte; (byte = read_byte()) != '\n';) {
             if (byte == kEndOfInput) return line.empty() || interrupted ? std::nullopt : std::optional(line);
+            if (line.size() <= longest_) line += static_cast<char>(byte);
+        }
         if (line.ends_with('\r')) line.pop_back();  // as files of Windows have
         return line;
     }
@@ -216,7 +220,7 @@ class LineReader {
                 pastes = key == kPaste;
             } else if (key == '\r' || key == '\n') {
                 if (!pastes) return line.text();
-                line.insert("\n");
+                if (line.text().size() <= longest_) line.insert("\n");
             } else if (key == control('C')) {
                 interrupted = SIGINT;
                 return std::nullopt;
@@ -228,7 +232,7 @@ class LineReader {
                 show(shown + 1);
             } else if (key == control('L')) {
                 fputs("\033[H\033[2J", stdout);
-            } else if (!obey(line, key) && key < 256) {
+            } else if (!obey(line, key) && key < 256 && line.text().size() <= longest_) {
                 line.insert(read_character(key));
             }
         }
@@ -280,6 +284,7 @@ class LineReader {
         return kind && *kind && std::string_view(kind) != "dumb" && isatty(STDOUT_FILENO) == 1;
     }
     const bool terminal_ = isatty(STDIN_FILENO) == 1;
+    const size_t longest_;
     const bool edits_ = terminal_ && terminal_can_edit();
     std::string held_;  // what was read
     size_t next_ = 0;   // the first byte of it that is not used

@@ -123,11 +123,11 @@ inline int unscaled_positions(const ModelConfig& c) {
     return named ? c.rope.original_max_position_embeddings : c.positions;
 }
 
-// The smallest power of two that, as the factor of --rope-scaling, gives the model `positions` positions.
+// The factor of --rope-scaling, a power of two unless that is too much, that gives a model `positions`.
 inline int64_t factor_for(const ModelConfig& c, int64_t positions) {
     int64_t factor = 2;
     while (factor * unscaled_positions(c) < positions) factor *= 2;
-    return factor;
+    return std::min<int64_t>(factor, kMostPositions / unscaled_positions(c));
 }
 
 // Parses --rope-scaling, as in "yarn:4". Everything except type and factor has its default. Fails if it is

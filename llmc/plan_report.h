@@ -369,7 +369,7 @@ inline void print_summary(FILE* to, const MemoryReport& r, const char* verb, con
     line(r.workspace(), "workspace");
     const std::string of_it = format("; %.2f of it the tokenizer", mebibytes(r.tokenizer));
     line(r.process, "the process itself (about)" + (r.tokenizer >= 1 << 20 ? of_it : "") +
-                        (r.data > 0 ? format("; %.2f the list of the data's files", mebibytes(r.data)) : "") +
+                        (r.data > 0 ? format("; %.2f of the data or the prompts", mebibytes(r.data)) : "") +
                         (r.nccl > 0 ? format("; %.2f NCCL's buffers", mebibytes(r.nccl)) : ""));
     line(r.reading, "taken for reading the data before that, and given back");
     line(r.total(), free.known() ? format("in all; %.0f are free", mebibytes(free.bytes)) : "in all");

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <utility>
@@ -48,7 +49,7 @@ inline std::unique_ptr<Dataset> open_data(const std::vector<std::string>& files,
 
 // A line of --prompts: the object, which the answer is added to, and the tokens of the prompt.
 struct FilePrompt {
-    nlohmann::ordered_json line;
+    OrderedJson line;
     std::vector<int> tokens;
 };
 
@@ -95,13 +96,16 @@ class RunInputs {
     std::vector<int> conversation_tokens(const std::vector<Message>& messages) const {
         return conversation_tokens(Conversation{.messages = messages});
     }
-    std::vector<int> conversation_tokens(const Conversation& conversation) const {
-        return naming("the conversation", [&] {
-            std::vector<int> tokens = tokenizer->encode(chat->prompt(conversation));
+    std::vector<int> conversation_tokens(const Conversation& conversation,
+                                         const std::string& name = "the conversation") const {
+        return naming(name, [&] {
+            std::vector<int> tokens = encoded(chat->prompt(conversation));
             if (tokens.empty()) fail("%s writes no token of it", chat->description().c_str());
             return tokens;
         });
     }
+    // The most bytes of a prompt: more than the model's positions have in any language.
+    size_t longest_text() const { return (64 << 10) + 32 * static_cast<size_t>(config.longest()); }
     // The number of positions that a sample uses: as many as it has tokens. During training no more than the
     // trained length, but at least one after the prompt.
     int sample_window() const;
@@ -116,7 +120,7 @@ class RunInputs {
     InputBytes bytes() const;
     // The longest sequences, in tokens, that the model can be trained on.
     int most_tokens() const {
-        return is_dynamic() && (samples() || packs()) ? sample_positions() : token_positions();
+        return is_dynamic() && (packs() || samples()) ? sample_positions() : token_positions();
     }
     // Says which of the folders of saves that the run reads show an older save, because the newer ones were
     // not good. Only while the saves are held.
@@ -179,7 +183,8 @@ class RunInputs {
     ModelConfig config;
     std::string tokenizer_folder;  // where the tokenizer was found, for saves; may be empty
     std::optional<Tokenizer> tokenizer;
-    ChatUsed chat_used;  // what wrote the conversations of the data, if there are any
+    ChatUsed chat_used;            // what wrote the conversations of the data, if there are any
+    std::set<std::string> unread;  // fields of examples, or of prompts, that were not read
     // The format in which prompts are written and samples are drawn: that of the conversations that are
     // trained on; without training the model's own. Absent if texts are continued as they are.
     std::optional<Chat> chat;
@@ -231,7 +236,19 @@ class RunInputs {
     void tokenize_lines(Dataset& lines);
     TokenizerSource tokenizer_source() const;
     void stop_at(int token);
+    // The tokens of a prompt. Fails if it is far too long, before it takes memory.
+    std::vector<int> encoded(const std::string& text, Ends ends = Ends::None) const {
+        if (text.size() > longest_text())
+            fail("%zu bytes are too many for the model's %d positions", text.size(), config.longest());
+        return tokenizer->encode(text, ends);
+    }
     std::vector<int> prompt_tokens(const std::string& text, const std::string& name) const;
+    // Fails if a prompt leaves no position for an answer.
+    void check_room(const std::string& name, const std::vector<int>& tokens) const {
+        if (static_cast<int>(tokens.size()) >= sample_positions())
+            fail("%s has %zu tokens, which leaves no room in the model's %d positions", name.c_str(),
+                 tokens.size(), sample_positions());
+    }
     void open_prompts();
     // What the tokenizer and the chat template are of.
     const std::string& model_of_tokenizer() const {
@@ -240,10 +257,10 @@ class RunInputs {
     void open_chat(const ExampleOptions& options);
     void open_own_chat();
     void choose_sampling();
-    int end_of_answer_ = -1;  // in the chat
+    int end_of_answer_ = -1;   // in the chat
+    size_t prompts_held_ = 0;  // bytes that the prompts of a file take
     void open_validation();
     void check_example_options() const;
-    void check_prompt_leaves_room() const;
     void check_data() const;
     void check_resumed_data();
     void check_output_files() const;
@@ -277,7 +294,7 @@ inline RunInputs::RunInputs(Options& o, std::optional<HeldSave> resumed_save)
     check_chunks();
     check_example_options();
     tokenize_texts();
-    check_prompt_leaves_room();
+    if (!o.prompt.empty() && o.sample_tokens > 0) check_room("--prompt", first_tokens());
     if (data && uses_training_batches() && o.bench.empty()) open_validation();
     if (!o.loss_by_position.empty() && !val_data)
         fail("--loss-by-position %s: there is nothing to validate on; give --val-data",
@@ -511,7 +528,8 @@ inline void RunInputs::tokenize_texts() {
 
 inline InputBytes RunInputs::bytes() const {
     constexpr size_t kLittleHeld = 256 << 10, kLittleRead = 4 << 20;
-    InputBytes bytes{tokenizer ? tokenizer->held_bytes() : 0, 0, 0};
+    InputBytes bytes{tokenizer ? tokenizer->held_bytes() : 0, prompts_held_, 0};
+    if (o_.chat) bytes.data += kCopiesOfLine * longest_text();
     if (gguf) bytes.tokenizer += gguf->file().held_bytes();  // most of it is the vocabulary
     if (!o_.export_file.empty())
         bytes.tokenizer += exported_tokenizer.bytes().size() + export_buffers(config);
@@ -538,9 +556,9 @@ inline void RunInputs::tokenize_lines(Dataset& lines) {
         options.chat.date = o_.chat_date = today;
         o_.given["--chat-date"] = {today};
     }
-    const ChatUsed used = tokenize_examples(lines, *tokenizer, options, o_.seq_len);
+    const ChatUsed used = tokenize_examples(lines, *tokenizer, options, o_.seq_len, most_tokens(), &unread);
     if (used.description.empty()) return;
-    chat_used = used;
+    if (chat_used.description.empty()) chat_used = used;  // of --data if it has chats, else of --val-data
     if (used.end_of_answer >= 0) stop_at(used.end_of_answer);
     if (&lines != data.get() || o_.steps == 0 || o_.raw_prompt) return;
     question = o_.prompt.empty() ? used.question : std::vector<Message>{said("user", o_.prompt)};
@@ -691,7 +709,7 @@ inline std::vector<int> RunInputs::prompt_tokens(const std::string& text, const 
             "%s: no tokenizer.json, vocab.json with merges.txt, or tokenizer.model in the model's folder or "
             "beside the data to read it with",
             name.c_str());
-    std::vector<int> tokens = naming(name, [&] { return tokenizer->encode(text, Ends::Add); });
+    std::vector<int> tokens = naming(name, [&] { return encoded(text, Ends::Add); });
     if (tokens.empty())
         fail("%s: its tokenizer has no token for any of \"%s\"", name.c_str(), printable(text).c_str());
     return tokens;
@@ -701,26 +719,30 @@ inline std::vector<int> RunInputs::prompt_tokens(const std::string& text, const 
 inline void RunInputs::open_prompts() {
     for_each_line(FileReader(o_.prompts), [&](std::span<char> line, size_t, const std::string& place) {
         const std::string where = "--prompts " + place;
-        FilePrompt p;
         LineJson parsed(line, where);
-        p.line = parsed.json();
-        parsed.restore(p.line);
-        if (!p.line.is_object())
+        require_memory_for(parsed.bytes_as_chat(), where);
+        OrderedJson& object = parsed.json();
+        parsed.restore(object);
+        if (!object.is_object())
             fail("%s is no JSON object, such as {\"prompt\": \"Who are you?\"}", where.c_str());
-        if (p.line.contains("messages")) {
-            if (!chat)
-                fail("%s has messages, and %s: --chat-format NAME gives one", where.c_str(),
-                     o_.raw_prompt ? "--raw-prompt leaves out the chat format"
-                                   : "the model has no chat format");
-            p.tokens = conversation_tokens(Conversation{read_messages(p.line["messages"], where, false),
-                                                        read_chat_variables(p.line, where)});
+        FilePrompt p{object, {}};
+        if (chat) {
+            OrderedJson messages = take_messages(object, where, true);
+            if (messages.is_null()) text_field(object, "prompt", where);  // says that there is none
+            parsed.refuse_long_numbers();
+            p.tokens = conversation_tokens({read_messages(std::move(messages), where, false),
+                                            take_chat_variables(object, where), line.size()},
+                                           where);
+        } else if (object.contains("messages")) {
+            fail("%s has messages, and %s: --chat-format NAME gives one", where.c_str(),
+                 o_.raw_prompt ? "--raw-prompt leaves out the chat format" : "the model has no chat format");
         } else {
-            const std::string text = text_field(p.line, "prompt", where);
-            p.tokens = chat ? conversation_tokens({said("user", text)}) : prompt_tokens(text, where);
+            text_field(object, "prompt", where);
+            p.tokens = prompt_tokens(take_text(object, "prompt", where), where);
         }
-        if (static_cast<int>(p.tokens.size()) >= sample_positions())
-            fail("%s has %zu tokens, which leaves no room in the model's %d positions", where.c_str(),
-                 p.tokens.size(), sample_positions());
+        check_room(where, p.tokens);
+        add_unread(object, {kExampleFields, kAskingFields}, unread);
+        prompts_held_ += parsed.bytes() + 4 * line.size() + p.tokens.size() * sizeof(int);
         prompts.push_back(std::move(p));
     });
     if (prompts.empty()) fail("--prompts %s has no prompt", o_.prompts.c_str());
@@ -758,12 +780,6 @@ inline bool RunInputs::samples() const {
     if (o_.only_answers()) return true;
     if (o_.sample_tokens == 0 || (o_.steps == 0 && o_.prompt.empty())) return false;
     return static_cast<int>(first_tokens().size()) < sample_positions();
-}
-
-inline void RunInputs::check_prompt_leaves_room() const {
-    if (o_.prompt.empty() || o_.sample_tokens == 0 || samples()) return;
-    fail("--prompt has %zu tokens, which leaves no room in the model's %d positions", first_tokens().size(),
-         sample_positions());
 }
 
 inline int RunInputs::sample_window() const {

@@ -234,14 +234,12 @@ inline void RunInputs::check_placements() const {
     if (o_.weights == "disk" && !o_.store.empty())
         fail(
             "--offload weights=disk: --base %s is of matrices in memory; those of files are streamed as they "
-            "are: "
-            "--base nf4 --save-base DIR writes files that have them in NF4",
+            "are: --base nf4 --save-base DIR writes files that have them in NF4",
             o_.store[0].c_str());
     if (o_.weights == "disk" && !o_.base.empty())
         fail(
             "--offload weights=disk: --base %s would be quantized anew each time; save it once with "
-            "--save-base DIR, "
-            "and give --model DIR",
+            "--save-base DIR, and give --model DIR",
             o_.base.c_str());
 }
 
@@ -377,8 +375,7 @@ void check_attention(const Options& o, const ModelConfig& config) {
     if (!kHopperAttention<T>)
         fail(
             "--advanced attention=hopper: this build has no such kernels; make DEVICE=cuda PRECISION=bf16 "
-            "with 90a in "
-            "CUDA_ARCH does, and attention=common is in each");
+            "with 90a in CUDA_ARCH does, and attention=common is in each");
     if (!hopper_attention_supports(config.head_size))
         fail(
             "--advanced attention=hopper does heads of 64 and 128 channels, and the model's have %d: use "

@@ -25,14 +25,35 @@ inline void count_epochs(Options& o, const RunInputs& in, const Batches& batches
     if (!o.has("--warmup")) o.warmup = std::min(o.warmup, (o.steps + 9) / 10);
 }
 
-// For the line about examples that were cut: which --seq-len would cut none, if that is known, or that the
-// model has too few positions for that. `tokens`: of the longest example, or 0.
-inline std::string longer_length(const Options& o, const RunInputs& in, size_t tokens) {
-    const auto most = static_cast<size_t>(in.most_tokens());
-    const size_t longest = tokens > 0 ? tokens - 1 : most + 1;
-    if (longest <= most) return format("; --seq-len %zu cuts none", longest);
-    if (static_cast<size_t>(o.seq_len) >= most) return "";
-    return format("; --seq-len %zu, all that the model has, cuts fewer", most);
+// Says on stderr what of the inputs is not read, not followed or not learnt: fields of examples or prompts;
+// settings of generation_config.json that change answers; what ends answers.
+inline void remark_inputs(const Options& o, const RunInputs& in) {
+    const auto same = [](const std::string& text) { return text; };
+    if (!in.unread.empty())
+        fprintf(stderr, "fields that are not read: %s\n", joined(in.unread, ", ", same).c_str());
+    if (o.steps > 0 && in.chat && o.loss_on != "all" && in.chat->end_of_answer() < 0)
+        if (const int end = in.chat->end_of_answer(true); end >= 0)
+            fprintf(stderr,
+                    "the chat template writes %s behind answers, outside of {%% generation %%}: the model "
+                    "does not learn to end them\n",
+                    in.tokenizer->decode(end).c_str());
+    // Settings that 0 turns off, and settings that 1 does.
+    constexpr std::string_view kOffAt0 =
+        " max_length max_new_tokens min_length min_new_tokens max_time no_repeat_ngram_size bad_words_ids "
+        "encoder_no_repeat_ngram_size sequence_bias suppress_tokens begin_suppress_tokens top_h "
+        "epsilon_cutoff eta_cutoff forced_bos_token_id forced_eos_token_id watermarking_config "
+        "exponential_decay_length_penalty token_healing ";
+    constexpr std::string_view kOffAt1 =
+        " typical_p num_beams num_return_sequences guidance_scale encoder_repetition_penalty ";
+    std::string settings;
+    for (const auto& [key, value] : in.config.generation.items()) {
+        const auto among = [&](std::string_view names) { return names.find(" " + key + " ") != names.npos; };
+        if (!value.empty() && value != false &&
+            ((among(kOffAt0) && value != 0) || (among(kOffAt1) && value != 1)))
+            settings += (settings.empty() ? "" : ", ") + key + " " + printable(value.dump());
+    }
+    if (!settings.empty() && o.steps == 0 && (o.only_answers() || !o.prompt.empty()))
+        fprintf(stderr, "generation_config.json: not followed: %s\n", settings.c_str());
 }
 
 // Prints the size of the data, and how much of them is read until the last step, or by one validation.
@@ -80,7 +101,7 @@ inline void print_data(const Options& o, const RunInputs& in, const Batches& bat
             print(stdout,
                   "%s: %llu examples are longer than --seq-len %d: their ends are cut off and not learnt%s\n",
                   d->stream_name(0).c_str(), number(d->examples_cut()), o.seq_len,
-                  longer_length(o, in, d->longest_example()).c_str());
+                  d->longer_length(o.seq_len, in.most_tokens()).c_str());
     }
 }
 

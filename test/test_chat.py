@@ -3,6 +3,7 @@ settings of generation_config.json, and the choice of tokens as in transformers.
 
 import json
 import os
+import pathlib
 import pty
 import re
 import select
@@ -219,6 +220,20 @@ def test_settings_of_generation_config(train_fp32, tmp_path, tokenizer):
         assert f"generation_config.json: '{key}' is" in error_line(train_fp32, "--model", "model", "--prompt", "x", cwd=tmp_path)
 
 
+def test_settings_that_are_not_followed_are_named(train_fp32, tmp_path, tokenizer):
+    """Each setting with which transformers generates something else, unless its value turns it off."""
+    folder = make_chat(tmp_path / "model", tokenizer, *LLAMA)
+    set_generation(folder, eos_token_id=1, max_new_tokens=7, no_repeat_ngram_size=1, num_beams=2, suppress_tokens=[3, 4], max_length=None, min_length=0,
+                   typical_p=1.0, guidance_scale=1, bad_words_ids=[], token_healing=False, use_cache=True, pad_token_id=0, transformers_version="5")
+    named = b"generation_config.json: not followed: max_new_tokens 7, no_repeat_ngram_size 1, num_beams 2, suppress_tokens [3,4]\n"
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    for options in (("--prompt", "x"), ("--prompts", "prompts.jsonl")):
+        said = train_fp32("--model", "model", *options, "--sample", "tokens=2", cwd=tmp_path).stderr
+        assert named in said and said.count(b"not followed") == 1, said
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "completion": " b"}\n' * 4)
+    assert b"not followed" not in train_fp32("--model", "model", "--data", "data.jsonl", "--batch", 1, "--seq-len", 16, "--steps", 1, cwd=tmp_path).stderr
+
+
 # ---- prompts of a file
 
 QUESTIONS = [{"prompt": " ".join(WORDS[i:i + 3 + 5 * (i % 4)])} for i in range(10)] + [
@@ -271,6 +286,57 @@ def test_tools_of_a_prompt(train_fp32, tmp_path, tokenizer):
     assert out[0]["answer"] != out[1]["answer"]
 
 
+def test_fields_of_a_prompt(train_fp32, tmp_path, tokenizer):
+    """They are read as those of examples; what is not read is named."""
+    make_chat(tmp_path / "model", tokenizer, *LLAMA)
+    system, user = says("system", "Speak."), says("user", "Who?")
+    told, earlier = [system, user], [user, says("assistant", "I."), says("user", "Thou?\nart")]
+    lines = [({"system": "Speak.", "prompt": "Who?"}, told), ({"system": "Speak.", "messages": [user]}, told), ({"prompt": told}, told),
+             ({"system": "Speak.", "conversations": [{"from": "human", "value": "Who?"}]}, told), ({"prompt": "Who?"}, [user]),
+             ({"prompt": "Thou?", "history": [["Who?", "I."]], "input": "art", "answer": "b", "label": False, "id": 3}, earlier)]
+    common = ("--model", "model", *GREEDY, "--sample", "tokens=12")
+    out = answers(train_fp32, tmp_path, [line for line, _ in lines], *common)
+    assert [list(line) for line in out] == [list(dict.fromkeys([*line, "answer", "tokens"])) for line, _ in lines]
+    for line, (_, messages) in zip(out, lines, strict=True):
+        assert line["answer"].encode() == answer(train_fp32, tmp_path, written(*messages), 12, raw=True)
+    for line, options, named in (({"messages": [user], "history": [["a", "b"]], "input": "c"}, (), "history, input"), (lines[0][0], ("--raw-prompt",), "system"),
+                                 (lines[-1][0], (), None)):
+        (tmp_path / "prompts.jsonl").write_text(json.dumps(line))
+        said = train_fp32(*common, "--prompts", "prompts.jsonl", *options, cwd=tmp_path).stderr.decode()
+        assert re.findall("^fields that are not read: (.*)$", said, re.MULTILINE) == [named] * bool(named)
+
+
+def most_memory_of(run):
+    """The peak memory, in bytes, of a run until it ends or writes something."""
+    most = 0
+    while run.poll() is None and not select.select([run.stdout, run.stderr], [], [], 0)[0]:
+        found = re.search(r"VmHWM:\s+(\d+) kB", pathlib.Path(f"/proc/{run.pid}/status").read_text())
+        most = max(most, 1024 * int(found[1]) if found else 0)
+        time.sleep(0.002)
+    return most
+
+
+@pytest.mark.on_a_cpu("a GPU's plan counts the memory of the GPU, and this measures that of the process")
+@pytest.mark.parametrize("kind", ["prompts", "a field", "chat"])
+def test_long_texts_stay_in_the_plan(train_fp32, work, kind):
+    """A prompt of 50 MB is refused, or a line that is too long for a chat; a long field that is not read is in the plan."""
+    options = ["--model", work / "model", "--threads", 2, "--sample", "tokens=2"]
+    long = {"id": "x " * 5_000_000, "prompt": "Who?"} if kind == "a field" else {"prompt": "x " * 25_000_000}
+    (work / "long.jsonl").write_text(json.dumps(long) + "\n")
+    options += ["--chat"] if kind == "chat" else ["--prompts", work / "long.jsonl"]
+    total = None if kind == "prompts" else train_fp32.plan(*options)["totals"]["total"]
+    with train_fp32.start(*options, stdin=-1, stderr=-1) as run:
+        run.stdin.write(b"x " * 15_000_000 + b"\n" if kind == "chat" else b"")
+        run.stdin.flush()
+        used = most_memory_of(run)
+        out, notes = (text.decode() for text in run.communicate(timeout=100))
+    if kind == "prompts":
+        assert run.returncode == 2 and re.search(r"line 1: 50\d+ bytes are too many for the model's 512 positions$", notes), notes
+    else:
+        assert run.returncode == 0 and used < total, (used, total, notes)
+        assert "that is too long: it has more than" in notes if kind == "chat" else json.loads(out)["tokens"] == 2
+
+
 @pytest.mark.parametrize("kind", ["lora", "prompt", "8bit", "nf4"])
 def test_several_at_a_time_with_adapters_and_quantized(train_fp32, work, tmp_path, kind):
     options = ["--model", work / "model"]
@@ -318,9 +384,13 @@ def test_several_at_a_time_on_quantized_matrices(train_bf16, tmp_path, tokenizer
 @pytest.mark.parametrize("line, named", [
     ("nonsense", "line 2: broken JSON"), ("[1]", "line 2 is no JSON object"), ('{"text": "a"}', 'line 2 has no "prompt"'),
     ('{"prompt": 3}', 'line 2: "prompt" is not a text'), ('{"messages": []}', "line 2"), ('{"messages": [{"role": "user"}]}', "message 1"),
-    (json.dumps({"prompt": "x " * 600}), "leaves no room in the model's 512 positions")], ids=str)
+    (json.dumps({"prompt": "x " * 600}), "leaves no room in the model's 512 positions"),
+    (json.dumps({"prompt": "x " * 45_000}), "line 2: 90050 bytes are too many for the model's 512 positions"),
+    (json.dumps({"messages": [says("user", "a"), says("assistant", "b")]}), "line 2: the last message is the assistant's, which is not continued"),
+    ('{"prompt": "a", "continue_final_message": true}', '"continue_final_message" is not supported'), (b'{"prompt": "\xff"}', "line 2 is not UTF-8"),
+    ('{"prompt": "a", "functions": [{}]}', '"functions" is not supported'), ('{"prompt": "a", "tools": [{"b": %d}]}' % 10**30, "19 or more digits")], ids=str)
 def test_bad_prompts(train_fp32, work, line, named):
-    (work / "bad.jsonl").write_text('{"prompt": "a"}\n' + line + "\n")
+    (work / "bad.jsonl").write_bytes(b'{"prompt": "a"}\n' + (line if isinstance(line, bytes) else line.encode()) + b"\n")
     assert named in error_line(train_fp32, "--model", "model", "--prompts", "bad.jsonl", cwd=work)
 
 

@@ -69,6 +69,7 @@ CONSTRUCTS = r"""
 {% set block %} a {{ number }} {% endset %}[{{ block }}] {% set block | trim | upper %} b {% endset %}[{{ block }}] {% filter upper %}abc{{ text }}{% endfilter %} {% set x = namespace() %}{% set x.a = 'b' %}{{ x.a }}
 {% macro m(a, b=2, c=a) %}{{ a }}-{{ b }}-{{ c }}-{{ d }};{% endmacro %}{% set d = 9 %}{{ m(1) }}{{ m(1, 3) }}{{ m(b=5, a=4) }}{{ m() }}{{ m(*[7, 8]) }}{{ m(**{'a': 6}) }}{{ m(1) | length }} {% macro r(n) %}{{ n }}{% if n > 0 %}{{ r(n - 1) }}{% endif %}{% endmacro %}{{ r(3) }}
 {{ 'a' if yes else 'b' }} {{ 'a' if no else 'b' }} {{ 'a' if no }}| {{ 'x' if no else 'y' if no else 'z' }} {% if no %}1{% elif yes %}2{% else %}3{% endif %} {{ range(3) | list }} {{ range(1, 6, 2) | list }} {{ range(3, 0, -1) | list }} {{ dict(a=1, b=2) }} {{ dict({'z': 1}, y=2) }}
+{% set k, v, i, r = nested.keys(), nested.values(), nested.items(), range(3) %}{{ k | list }} {{ i | length }} {{ r | sum }} {{ 2 in r }} {{ ('a', 1) in i }} {{ k | first }} {{ i | last }} {{ r | reverse | list }} {{ k | join('/') }} {{ k | sort }} {{ r | map('string') | list }} {{ not range(0) }} {{ 1 if {}.keys() else 2 }}{% if k %}k{% endif %} {{ r is iterable }} {{ k is mapping }} {{ k is string }} {{ k == [] }} {% for x in r %}{{ loop.length }}{{ x }}{% endfor %} {% for a, b in i %}{{ a }}{% endfor %} {% set a, b = range(2) %}{{ b }} {{ ', '.join(k) }} {{ r | max }} {{ v | list | tojson }}
 {{ strftime_now('%d %B %Y, %A %j %H:%M %%') }} {{ strftime_now('%Y-%m-%d') }} {# comment {{ x }} #}|{#- c -#} a {% raw %}{{ x }} {% if %}{% endraw %} {{ '{{' }} {{ "a" 'b' "c" }} {{ {'a': {'b': 1}}['a']['b'] }} {{ {'a': 1}.a }} {{ [[1], [2]][1][0] }}
 {%- if yes -%} a {%- endif -%} b {{- number -}} c {% if no %}{{ 1 | nofilter }}{{ 1 is notest }}{% endif %} {%+ if yes %} d {% endif +%} e
   {% if yes %}
@@ -298,6 +299,10 @@ REFUSED = {
     "{{ none[1:] }}": "'NoneType' object cannot be sliced", "{{ 5[:2] }}": "'int' object cannot be sliced", "{{ {}[1:] }}": "'dict' object cannot be sliced",
     "{{ ([1] | select)[1:] }}": "'generator' object cannot be sliced", "{{ [1] | map('string') | length }}": "object of type 'generator' has no len()",
     "{{ [1] | map('string') | last }}": "is not reversible", "{{ [1] | map('string') }}": "a generator, as filters like map and select give, cannot be printed",
+    "{{ {}.keys() }}": "cannot be printed", "{{ {'a': 1}.items() ~ '' }}": "cannot be printed", "{{ range(3) | string }}": "cannot be printed",
+    "{{ {'a': 1}.keys() | tojson }}": "not JSON serializable", "{{ range(2) | tojson }}": "not JSON serializable", "{{ {'a': 1}.keys()[0] }}": "put | list after it",
+    "{{ range(3)[0] }}": "put | list after it", "{{ range(3)[1:] }}": "cannot be sliced", "{{ range(3) + [1] }}": "unsupported operand", "{{ {}.values() * 2 }}": "unsupported operand",
+    "{{ range(2) == range(2) }}": "is not compared: put | list after it", "{{ range(2) is sequence }}": "put | list after it", "{{ range(3).start }}": "put | list after it",
     "{{ [1] | map('string') | tojson }}": "not JSON serializable", "{{ ([1] | map('string')) + [1] }}": "unsupported operand", "{{ [1, 'x'] | map('abs') | list }}": "needs a number",
     "{% set g = [1, 2] | select %}{% for x in g %}{% break %}{% endfor %}{{ g | list }}": "is used again after a loop over it was left",
     "{% for x in [] %}{% else %}{% break %}{% endfor %}": "outside of a loop",
@@ -513,6 +518,16 @@ def test_a_run_says_what_writes_chats(train_fp32, work):
     assert error == "train: --show-example 99: the data have 30 examples\n"
     error = train_fp32(*RUN, "--data", "data.jsonl", "--chat-date", "2024-02-30", cwd=work, code=2).stderr.decode()
     assert "'2024-02-30' is no date like 2025-01-31" in error and error.count("\n") == 1
+
+
+def test_an_end_outside_of_generation_is_named(train_fp32, work):
+    """It has no loss, so the model does not learn to write it; with --loss-on all it has one."""
+    outside = GENERATION.replace("{{ m.content + '<|im_end|>' }}{% endgeneration %}", "{{ m.content }}{% endgeneration %}{{ '<|im_end|>' }}")
+    says_so = b"the chat template writes <|im_end|> behind answers, outside of {% generation %}: the model does not learn to end them\n"
+    for template, options, named in ((outside, (), True), (GENERATION, (), False), (outside, ("--loss-on", "all"), False), (PLAIN_CHATML, (), False)):
+        (work / "model/chat_template.jinja").write_text(template)
+        ran = train_fp32(*RUN, "--data", "data.jsonl", "--show-example", 1, *options, cwd=work)
+        assert (says_so in ran.stderr) == named and bool(re.search("\u27e6[^\u27e7]*b 0<.im_end.>", ran.stdout.decode())) != named, ran
 
 
 def test_a_run_says_which_length_cuts_no_chat(train_fp32, work):

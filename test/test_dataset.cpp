@@ -523,7 +523,7 @@ std::unique_ptr<Dataset> examples_of(const TempFolder& folder, int count, int se
     EXPECT_TRUE(data->is_examples());
     int32_t token = 3;  // no token is 0, as padding is
     int file = 0;
-    data->tokenize_examples(seq_len, [&](const FileReader&, const auto& put) {
+    data->tokenize_examples(seq_len, seq_len, [&](const FileReader&, const auto& put) {
         Examples& all = files[file++];
         for (int i = (file - 1) * count / 2; i < file * count / 2; i++) {
             std::vector<int32_t> tokens;
@@ -622,7 +622,7 @@ TEST(SequenceLoader, HoldsNoListOfExamples) {
     const size_t before = allocated();
     Dataset data({folder.write("a.jsonl", "x")}, "--data");
     constexpr int kCount = 300000;
-    data.tokenize_examples(64, [&](const FileReader&, const auto& put) {
+    data.tokenize_examples(64, 64, [&](const FileReader&, const auto& put) {
         for (int i = 0; i < kCount; i++) {
             const auto count = 2 + random_bits(4, static_cast<uint64_t>(i)) % 30;
             put(std::vector<int32_t>(count, i), false);
@@ -662,7 +662,7 @@ TEST(Dataset, TakesATextInParts) {
         for (const size_t part : {size_t{1}, size_t{7}, count}) {
             const TempFolder folder;
             Dataset data({folder.write("a.jsonl", "x")}, "--data");
-            data.tokenize_examples(8, [&](const FileReader&, const auto& put) {
+            data.tokenize_examples(8, 8, [&](const FileReader&, const auto& put) {
                 for (size_t at = 0; at < count; at += part)
                     put(std::span(tokens).subspan(at, std::min(part, count - at)), true, at + part >= count);
             });

@@ -219,6 +219,14 @@ OTHER_FORMATS = {
     "prompt and response": ({"prompt": "Who wrote Hamlet?", "response": "Shakespeare did."}, ASKED),
     "question and answer": ({"question": "Who wrote Hamlet?", "answer": "Shakespeare did."}, ASKED),
     "query and response": ({"query": "Who wrote Hamlet?", "response": "Shakespeare did.", "type": "x"}, ASKED),
+    "a system text beside messages": ({"system": "Be brief.", "messages": ASKED}, SYSTEM + ASKED),
+    "a system text beside lists": ({"system": "Be brief.", "prompt": ASKED[:1], "completion": ASKED[1:]}, SYSTEM + ASKED),
+    "lists of ShareGPT's messages": ({"prompt": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "human", "value": "c"}],
+                                      "completion": [{"from": "gpt", "value": "d"}]},
+                                     [says("user", "a"), says("assistant", "b") | {"train": False}, says("user", "c"), says("assistant", "d")]),
+    "other names of train": ({"messages": [ASKED[0], ASKED[1] | {"loss": False}, *ABOUT, ABOUT[0], ABOUT[1] | {"training": False}]},
+                             [ASKED[0], ASKED[1] | {"train": False}, *ABOUT, ABOUT[0], ABOUT[1] | {"train": False}]),
+    "a good answer": ({"messages": ASKED, "label": True, "score": 0}, ASKED),
     "prompt and completion of messages": ({"prompt": [*ABOUT, ASKED[0]], "completion": [ASKED[1]]},
                                           [ABOUT[0], ABOUT[1] | {"train": False}] + ASKED),
     "long": ({"question": "Who? " * 20_000, "answer": "He " * 20_000}, [says("user", "Who? " * 20_000), says("assistant", "He " * 20_000)]),
@@ -766,6 +774,13 @@ BAD_LINES = {
     "answer": ('{"question": "a", "answer": 4}', 'line 3: "answer" is not a text'),
     "preferences": (json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}),
                     'line 3 is preference data ("chosen" and "rejected"), which is not trained on; to train on the chosen answers alone, '),
+    "a bad answer": (json.dumps({"prompt": "a", "completion": "b", "label": False}),
+                     'line 3: "label" is false: in KTO\'s data that marks a bad answer, and these are not trained on; leave such examples out'),
+    "a bad chat": (json.dumps({"messages": CONVERSATIONS[0], "kto_tag": False}), 'line 3: "kto_tag" is false: in KTO'),
+    "a wrong answer": (json.dumps({"question": "a", "answer": "b", "label": 0}), 'line 3: "label" is 0: in KTO'),
+    "two system texts": (json.dumps({"messages": CONVERSATIONS[1], "system": "a"}), 'line 3 has "system" and a message of the system\'s'),
+    "continued": (json.dumps({"messages": CONVERSATIONS[0], "chat_template_kwargs": {"continue_final_message": True}}),
+                  'line 3: "chat_template_kwargs" cannot set "continue_final_message"'),
     "half": ('{"prompt": "a"}', 'line 3 has "prompt", where one of these is read: '),
     "other half": ('{"completion": "a"}', 'line 3 has no "prompt"'),
     "number": ('{"text": 3}', 'line 3: "text" is not a text'),
@@ -801,6 +816,30 @@ BAD_LINES = {
     "train": (json.dumps({"messages": [says("user", "a") | {"train": "no"}]}),
               'line 3: message 1: "train" is "no", where true and false are supported'),
 }
+
+
+def test_fields_that_are_not_read_are_named(train_fp32, work):
+    """Those that mean something in another format, or say how good an answer is; not those that are read, empty or unknown."""
+    for examples, named in (([{"text": "a b", "label": 0, "system": "c"}, {"messages": ASKED, "history": [["a", "b"]], "score": 3}], "history, label, score, system"),
+                            ([{"prompt": "a", "completion": "b", "tools": [{"name": "f"}], "input": ""}], "tools"),
+                            ([{"instruction": "a", "output": "b", "input": "c", "history": [], "text": "d", "id": 3, "chosen": None}], None)):
+        (work / "fields.jsonl").write_text("\n".join(lines_of(examples * 3)))
+        said = train_fp32(*RUN, "--data", "fields.jsonl", "--show-example", 1, cwd=work).stderr.decode()
+        assert said == (f"fields that are not read: {named}\n" if named else "")
+
+
+def test_a_length_that_is_suggested_is_accepted(train_fp32, work):
+    """Where no token is learnt, and where some are; of a model with few positions, its positions are suggested."""
+    for words_before, suggested in ((50, None), (300, "64")):
+        (work / "long.jsonl").write_text("\n".join(lines_of([{"prompt": "a " * words_before, "completion": "b"}] * 20)))
+        error = error_line(train_fp32, *RUN, "--data", "long.jsonl", "--seq-len", 16, cwd=work)
+        length = re.search(r"to be learnt in sequences of 16: what comes later is cut off; --seq-len (\d+)(?: cuts none|, all that the model has, cuts fewer)$", error)[1]
+        assert suggested in (None, length)
+        if suggested:
+            error = error_line(train_fp32, *RUN, "--data", "long.jsonl", "--seq-len", length, cwd=work)
+            assert error.endswith("in sequences of 64: what comes later is cut off; the model has no longer ones\n")
+        else:
+            train_fp32(*RUN, "--data", "long.jsonl", "--seq-len", length, "--steps", 1, cwd=work)
 
 
 @pytest.mark.parametrize("wrong", BAD_LINES)

@@ -807,8 +807,8 @@ double Trainer::new_peak_flops(double reached) {
     const double product =
         exchange_.is_alone() ? measured_matmul_flops<floatX>(stream_, arena_.bytes() / 2, &arena_) : 0;
     print(stdout, "MFU is relative to %.0f GFLOP/s from here on, %s\n",
-           std::max(product, reached / o_.devices) / 1e9,
-           product > reached ? "the square product measured again" : "what this step has reached");
+          std::max(product, reached / o_.devices) / 1e9,
+          product > reached ? "the square product measured again" : "what this step has reached");
     return std::max(product, reached);
 }
 

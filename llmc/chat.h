@@ -43,7 +43,7 @@ class ChatSession {
     std::optional<std::vector<int>> begin_text(int) {
         while (std::optional<std::string> line = interrupted ? std::nullopt : lines_.read("> ")) {
             const bool is_long = line->size() > in_.longest_text();
-            if (is_long) fprintf(stderr, "that is too long: it has more than %zu bytes\n", line->size() - 1);
+            if (is_long) print(stderr, "that is too long: it has more than %zu bytes\n", line->size() - 1);
             if (is_long || (line->starts_with('/') ? !obey(*line) : line->empty())) continue;
             if (line->starts_with('/')) break;
             messages_.push_back(said("user", *line));

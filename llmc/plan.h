@@ -332,7 +332,8 @@ inline void print_plan(const Options& o, const MemoryReport& report, const Plan&
     if (!o.timeline.empty()) write_timeline(o.timeline, report, update, rates);
     if (!o.json && !report.length_choice.empty())
         print(stdout, "--seq-len auto: %s\n", report.length_choice.c_str());
-    if (!o.json && !report.batch_choice.empty()) print(stdout, "--batch auto: %s\n", report.batch_choice.c_str());
+    if (!o.json && !report.batch_choice.empty())
+        print(stdout, "--batch auto: %s\n", report.batch_choice.c_str());
     if (o.json) {
         OperationCosts operations;
         for (const Plan* plan : {report.train, report.update}) add_costs(operations, plan->work, rates);

@@ -30,13 +30,13 @@ inline void count_epochs(Options& o, const RunInputs& in, const Batches& batches
 inline void remark_inputs(const Options& o, const RunInputs& in) {
     const auto same = [](const std::string& text) { return text; };
     if (!in.unread.empty())
-        fprintf(stderr, "fields that are not read: %s\n", joined(in.unread, ", ", same).c_str());
+        print(stderr, "fields that are not read: %s\n", joined(in.unread, ", ", same).c_str());
     if (o.steps > 0 && in.chat && o.loss_on != "all" && in.chat->end_of_answer() < 0)
         if (const int end = in.chat->end_of_answer(true); end >= 0)
-            fprintf(stderr,
-                    "the chat template writes %s behind answers, outside of {%% generation %%}: the model "
-                    "does not learn to end them\n",
-                    in.tokenizer->decode(end).c_str());
+            print(stderr,
+                  "the chat template writes %s behind answers, outside of {%% generation %%}: the model "
+                  "does not learn to end them\n",
+                  in.tokenizer->decode(end).c_str());
     // Settings that 0 turns off, and settings that 1 does.
     constexpr std::string_view kOffAt0 =
         " max_length max_new_tokens min_length min_new_tokens max_time no_repeat_ngram_size bad_words_ids "
@@ -53,7 +53,7 @@ inline void remark_inputs(const Options& o, const RunInputs& in) {
             settings += (settings.empty() ? "" : ", ") + key + " " + printable(value.dump());
     }
     if (!settings.empty() && o.steps == 0 && (o.only_answers() || !o.prompt.empty()))
-        fprintf(stderr, "generation_config.json: not followed: %s\n", settings.c_str());
+        print(stderr, "generation_config.json: not followed: %s\n", settings.c_str());
 }
 
 // Prints the size of the data, and how much of them is read until the last step, or by one validation.

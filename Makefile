@@ -79,13 +79,14 @@ build/ranks_mpi.o build/mpich/ranks_mpi.o: llmc/ranks_mpi.cpp Makefile
 	@mkdir -p $(@D)
 	$(CXX) -std=c++20 $(WARNINGS) -O2 -I. -MMD -MP $(if $(MPI_FLAGS),-DLLMC_MPI $(MPI_FLAGS:-I%=-isystem %)) -MF $@.d -MT $@ -c $< -o $@
 
-# What all builds share, because it has no kernels: chat templates, tokenizers and TOML files.
-TEXT := build/jinja.o build/tokenizer.o build/config_toml.o
+# What all builds share, because it has no kernels: chat templates, tokenizers, TOML files and the page of --report.
+TEXT := build/jinja.o build/tokenizer.o build/config_toml.o build/report.o
 INSTALLER := deps
 $(TEXT): build/%.o: llmc/%.cpp Makefile
 	$(call need_headers,$(HEADERS),$(INSTALLER))
 	@mkdir -p $(@D)
 	$(CXX) $(CXX_COMMON) -O2 -MF $@.d -MT $@ -c $< -o $@
+build/report.o build/test/asan/report.o build/test/fuzz/report.o: llmc/report_page.html
 
 build/cpu-fp32/train.o: DEFINES :=
 build/cpu-bf16/train.o: DEFINES := -DLLMC_BF16

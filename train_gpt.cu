@@ -60,10 +60,9 @@ void Trainer::run() {
         throw;
     }
     finish_steps();
-    if (agree_to_stop())
-        stop();
-    else
-        finish();
+    const bool stops = agree_to_stop();
+    stops ? stop() : finish();
+    metrics_.records().report.end(stops ? "interrupted" : "done");
     check_logs();
 }
 
@@ -609,7 +608,8 @@ void Trainer::sample() {
     const auto agree = [this](int token) {
         return o_.slices_weights() ? exchange_.gather(std::vector{token})[0] : token;
     };
-    sampler_.sample(plans_.sample, plans_.slide, step_, stops, explain, agree);
+    const std::string text = sampler_.sample(plans_.sample, plans_.slide, step_, stops, explain, agree);
+    metrics_.records().report.add_sample(step_, text);
 }
 
 // Saves the last complete step if a signal has asked for it. Before this run has completed a step, the
@@ -623,10 +623,7 @@ void Trainer::save_if_asked() {
 }
 
 // Fails if a log could not be written.
-void Trainer::check_logs() const {
-    metrics_.log().check();
-    loss_by_position_.check();
-}
+void Trainer::check_logs() const { metrics_.records().check(); }
 
 // The end of a run that was not interrupted: it has made all of its steps, or --early-stopping has ended it.
 void Trainer::finish() {
@@ -792,12 +789,30 @@ void Trainer::prepare() {
         check_ranks_agree(exchange_, o_.rank,
                           {{"a digest of the weights", digest_of_weights(model_.trained())}});
     if (trains())
-        metrics_.print_to(StepLines(stdout, first_step_, o_.steps, o_.print_every,
-                                    {batches_.tokens_of_step(), step_flops(), peak.flops * o_.devices,
-                                     [this](double reached) { return new_peak_flops(reached); }}));
-    metrics_.log().open(o_.log, !o_.resume.empty());
-    loss_by_position_.open(o_.loss_by_position, !o_.resume.empty());
+        metrics_.print_to(
+            StepLines(first_step_, o_.steps, o_.print_every,
+                      {batches_.tokens_of_step(), step_flops(), peak.flops * o_.devices, report_.total(),
+                       [this](double reached) { return new_peak_flops(reached); }}));
+    open_records();
+}
+
+// Opens the files of what steps and validations give. A resumed run goes on with those that are there.
+void Trainer::open_records() {
+    std::optional<int64_t> done;
+    if (!o_.resume.empty()) done = o_.steps > 0 ? first_step_ : INT64_MAX;
+    RunRecords& records = metrics_.records();
+    records.log.open(o_.log, done);
+    loss_by_position_.open(o_.loss_by_position, done);
+    records.board.open(o_.tensorboard, first_step_);
     if (batches_.training() && trains()) print_data(o_, in_, batches_, first_step_);
+    if (o_.report.empty()) return;
+    Record page = report_page_of(o_, report_, plans_.update, rates_);
+    const auto epoch = static_cast<double>(batches_.training()->sequences_per_epoch());
+    page["data"] = format("%llu tokens in %.0f sequences; %lld steps read %.2f epochs",
+                          static_cast<unsigned long long>(in_.data->token_count()), epoch,
+                          static_cast<long long>(o_.steps),
+                          static_cast<double>(batches_.sequences_after(o_.steps)) / epoch);
+    records.report.open(o_.report, page, reported_runs(o_, done));
 }
 
 // What MFU is relative to after a step that reached more FLOP/s than the reference: the square product
@@ -921,6 +936,8 @@ void Trainer::bench() {
 // Reports the error that is being handled, ends all ranks if there are several, and returns the exit code.
 int end_with_error(FILE* errors, const Rank& rank, RankEngine* engine, const std::string& where = "") {
     if (!rank.is_first()) usleep(300000);  // if the first rank has the same error, it prints it
+    if (rank.is_first()) errors = stderr;  // which StepLines may have replaced
+    TerminalLine::erase(errors);
     const int code = report_error(errors, rank.is_first() ? "train" : "train: " + rank.text(),
                                   where.empty() ? "" : ", " + where);
     tell_starter_exit_code(code);

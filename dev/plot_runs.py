@@ -43,7 +43,7 @@ class Run:
 
     def summary(self):
         """A summary in one line: how many steps were done, and which losses were reached."""
-        steps = 1 + max(self.points.get("loss", ((-1,),))[0])
+        steps = max(self.points.get("loss", ((0,),))[0])
         parts = [f"{steps} steps"]
         if "loss" in self.points:
             last = self.points["loss"][1][-max(1, steps // 100):]

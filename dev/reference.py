@@ -516,7 +516,7 @@ class Trainer:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         tokens = options.grad_accum * options.batch * options.seq_len
-        return {"step": step, "loss": loss, "grad_norm": norm, "lr": lr, "ms": 1000 * seconds,
+        return {"step": step + 1, "loss": loss, "grad_norm": norm, "lr": lr, "ms": 1000 * seconds,
                 "tokens_per_second": tokens / seconds}
 
     def train(self):

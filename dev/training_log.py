@@ -9,12 +9,13 @@ class BrokenLog(Exception):
 
 
 def read_log(path, keys):
-    """{step: {key: number}} for these keys. A null, which JSON has for NaN, becomes NaN.
+    """{step: {key: number}} for these keys. A null, which JSON has for NaN, becomes NaN. Steps count from 1, also
+    in the log of a version that counted them from 0.
 
     If a step was logged twice (in a resumed run), the last line counts. A log without any of the keys is
     broken.
     """
-    steps = {}
+    steps, from_0 = {}, 0
     try:
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
@@ -30,7 +31,8 @@ def read_log(path, keys):
                 if not 0 <= step < 1 << 63:
                     raise BrokenLog(f"{path}, line {number}: not a line of a training log")
                 if "step" in record:
-                    steps.setdefault(step, {}).update(values)
+                    from_0 |= step == 0 and "loss" in record
+                    steps.setdefault(step + (from_0 if "loss" in record else 0), {}).update(values)
     except OSError as error:
         raise BrokenLog(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -52,7 +52,7 @@ class ChatSession {
             const int room = window_ - static_cast<int>(tokens.size());
             const int most = o_.has("--sample.tokens") ? std::min(o_.sample_tokens, room) : room;
             answer_.emplace(o_, in_, tokens, turn_++, most, false, explain_);
-            output_.emplace(stdout);
+            output_.emplace();
             said_.clear();
             began_ = std::chrono::steady_clock::now();
             stop_answer = 0;

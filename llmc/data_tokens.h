@@ -40,7 +40,7 @@ class TokenizingLines {
         : to_(to),
           name_(data.stream_name(0)),
           of_all_(data.has_compressed_examples() ? "" : format(" of %.1f", megabytes(data.file_bytes()))),
-          terminal_(isatty(fileno(to)) == 1),
+          terminal_(isatty(to == stdout ? STDOUT_FILENO : STDERR_FILENO) == 1),
           due_(data.file_bytes() >= 10'000'000 ? 0 : kPatience) {}
 
     void add(uint64_t bytes) {

@@ -68,28 +68,29 @@ class StoppedText {
 // Writes a model's text. On a terminal, control characters are escaped, because the terminal would obey them;
 // pipes and files get the bytes unchanged.
 
-// Writes text to a file piece by piece, without delay.
+// Writes text to stdout piece by piece, without delay.
 class TextOutput {
   public:
-    explicit TextOutput(FILE* to) : to_(to), terminal_(isatty(fileno(to)) == 1) {}
     void write(std::string_view bytes) {
+        written_ += bytes;
         if (terminal_)
             put(text_.add(bytes));
         else
             put(bytes);
     }
+    const std::string& written() const { return written_; }
     // Ends the text and writes what follows it.
     void finish(std::string_view ending) { put(text_.finish()), put(ending); }
 
   private:
     void put(std::string_view bytes) {
-        fwrite(bytes.data(), 1, bytes.size(), to_);
-        fflush(to_);
+        fwrite(bytes.data(), 1, bytes.size(), stdout);
+        fflush(stdout);
     }
 
-    FILE* to_;
-    bool terminal_;
+    const bool terminal_ = isatty(STDOUT_FILENO) == 1;
     TerminalText text_;
+    std::string written_;
 };
 
 // ---- drawing it

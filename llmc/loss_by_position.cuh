@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -11,7 +12,7 @@
 #include <nlohmann/json.hpp>
 
 #include "llmc/device.h"
-#include "llmc/metrics.h"
+#include "llmc/run_records.h"
 #include "llmc/rows.h"
 #include "llmc/tensor.h"
 #include "llmc/work.h"
@@ -105,10 +106,10 @@ class LossByPosition {
         const size_t bytes = static_cast<size_t>(seq_len_) * sizeof(float);
         if (bytes > 0) memory_ = DeviceBuffer(bytes, "the losses by position");
     }
-    void open(const std::string& path, bool append) { file_.open(path, append, "--loss-by-position"); }
-
-    // Fails if a line could not be written.
-    void check() const { file_.check(); }
+    // `done` as for LogFile.
+    void open(const std::string& path, std::optional<int64_t> done) {
+        file_.open(path, done, "--loss-by-position");
+    }
 
     // begin() starts a validation, count() counts the tokens with a loss in each of its batches, and end()
     // writes the line; `loss` is the validation's mean loss.

@@ -22,7 +22,10 @@
 #include "llmc/file.h"
 #include "llmc/graph.h"
 #include "llmc/rates_device.h"
+#include "llmc/run_records.h"
 #include "llmc/tensor.h"
+#include "llmc/terminal_line.h"
+#include "llmc/text.h"
 #include "llmc/work.h"
 
 // ---- the line of a step
@@ -47,17 +50,22 @@ inline std::optional<int> slow_rank(const std::vector<double>& waited) {
 }
 
 // Prints a line for each of the first steps, then one line per second or, if `every` is not 0, one for every
-// `every`-th step. Printed steps are counted from 1, up to `steps`.
+// `every`-th step. A terminal instead shows one short line that is drawn anew with each step; lines that
+// `every` asks for, and that of the last step, stay there. Printed steps are counted from 1, up to `steps`.
 class StepLines {
   public:
     // A step's tokens and FLOPs. Utilization is relative to peak_flops per second; of a step that reached
-    // more, new_peak() returns and prints what it is relative to from then on.
+    // more, new_peak() returns and prints what it is relative to from then on. `memory`: what the run takes,
+    // in bytes.
     struct Amounts {
         double tokens, flops, peak_flops;
+        size_t memory;
         std::function<double(double reached)> new_peak = [](double reached) { return reached; };
     };
-    StepLines(FILE* to, int64_t first_step, int64_t steps, int64_t every, Amounts a_step)
-        : to_(to), first_step_(first_step), steps_(steps), every_(every), a_step_(a_step) {}
+    StepLines(int64_t first_step, int64_t steps, int64_t every, Amounts a_step)
+        : first_step_(first_step), steps_(steps), every_(every), a_step_(a_step) {
+        if (is_terminal_) TerminalLine::begin();
+    }
 
     // Tokens of a step.
     double tokens() const { return a_step_.tokens; }
@@ -65,27 +73,32 @@ class StepLines {
     void add(const StepFigures& f, double now) {
         // The first steps are slower, because products are compiled and graphs recorded. The time left is
         // estimated from the others.
-        const bool early = f.step < first_step_ + kFirst;
+        const bool early = f.step - first_step_ < kFirst;
+        const bool asked = every_ > 0 && (f.step + 1) % every_ == 0;
         seconds_per_step_ = early ? f.seconds : 0.9 * seconds_per_step_ + 0.1 * f.seconds;
         if (const double reached = a_step_.flops / f.seconds; reached > a_step_.peak_flops)
             a_step_.peak_flops = a_step_.new_peak(reached);
+        smoothed_.add(f.loss);
         latest_ = f;
         now_ = now;
-        if (early || (every_ > 0 ? (f.step + 1) % every_ == 0 : now >= printed_ + 1)) print_latest();
+        if (is_terminal_)
+            show_latest(asked || f.step + 1 == steps_);
+        else if (early || (every_ > 0 ? asked : now >= printed_ + 1))
+            print_latest();
     }
 
     // Prints the line of the latest step if it was not printed: before other output, and at the end.
     void print_latest() {
-        if (!latest_) return;
+        if (!latest_ || is_terminal_) return;
         const StepFigures f = *std::exchange(latest_, std::nullopt);
         const int64_t done = f.step + 1;
-        const auto left = static_cast<int64_t>(seconds_per_step_ * static_cast<double>(steps_ - done));
+        const int64_t left = seconds_left(f);
         // The device's clock measures the waiting, the host's the step; in very short steps the first may be
         // longer.
         std::string waited =
             f.waited < 0 ? "" : format(" | waited %.1f%%", 100 * std::min(f.waited / f.seconds, 1.0));
         if (f.slow_rank) waited += format(" | rank %d is slow", *f.slow_rank);
-        print(to_,
+        print(stdout,
               "step %5lld/%lld %5.1f%% | loss %.6f | norm %.4f | lr %.3e | %8.2f ms | %8.0f tok/s | MFU "
               "%4.1f%%%s | %lld:%02lld left\n",
               static_cast<long long>(done), static_cast<long long>(steps_),
@@ -93,55 +106,50 @@ class StepLines {
               f.seconds * 1e3, a_step_.tokens / f.seconds,
               100.0 * a_step_.flops / f.seconds / a_step_.peak_flops, waited.c_str(),
               static_cast<long long>(left / 60), static_cast<long long>(left % 60));
-        fflush(to_);
+        fflush(stdout);
         printed_ = now_;
     }
 
   private:
     static constexpr int64_t kFirst = 3;
 
-    FILE* to_;
+    int64_t seconds_left(const StepFigures& f) const {
+        return static_cast<int64_t>(seconds_per_step_ * static_cast<double>(steps_ - f.step - 1));
+    }
+    // The latest step's line on a terminal, at most ten times a second unless it stays.
+    void show_latest(bool stays) {
+        if (!stays && now_ < printed_ + 0.1) return;
+        const StepFigures& f = *latest_;
+        const auto left = static_cast<long long>(seconds_left(f));
+        const double speed = a_step_.tokens / seconds_per_step_;
+        const size_t memory = a_step_.memory;
+        const std::vector<std::string> parts = {
+            format("step %lld/%lld", static_cast<long long>(f.step + 1), static_cast<long long>(steps_)),
+            format("  loss %.4f", f.loss),
+            format("  smoothed %.4f", smoothed_.value),
+            speed < 1e5 ? format("  %.0f tokens/s", speed) : format("  %.0fk tokens/s", speed / 1e3),
+            left < 3600 ? format("  %lld:%02lld left", left / 60, left % 60)
+                        : format("  %lldh%02lldm left", left / 3600, left / 60 % 60),
+            f.slow_rank ? format("  rank %d is slow", *f.slow_rank) : "",
+            memory < 1 << 30 ? format("  %.0f MiB", mebibytes(memory))
+                             : format("  %.1f GiB", gibibytes(memory))};
+        if (stays)
+            print(stdout, "%s\n", TerminalLine::fitting(parts).c_str());
+        else
+            TerminalLine::draw(parts);
+        printed_ = now_;
+    }
+
+    bool is_terminal_ = TerminalLine::is_terminal(STDOUT_FILENO);
     int64_t first_step_, steps_, every_;
     Amounts a_step_;
     double seconds_per_step_ = 0;
+    SmoothedLoss smoothed_;
     std::optional<StepFigures> latest_;  // the latest step, if its line was not printed
     double now_ = 0, printed_ = 0;       // when the latest step was done, and the one printed last
 };
 
 // ---- the results of a step
-
-// A file of JSON lines, such as that of --log. Without a name, nothing is written.
-class LogFile {
-  public:
-    // `option` is the option that named the file.
-    void open(const std::string& path, bool append, const char* option = "--log") {
-        if (path.empty()) return;
-        path_ = path, option_ = option;
-        try {
-            file_.reset(fdopen(open_output(path, append ? O_APPEND : O_TRUNC), append ? "a" : "w"));
-        } catch (const UserError& error) {
-            fail("%s %s", option, error.what());
-        }
-        if (!file_) fail("%s %s: %s", option, path.c_str(), strerror(errno));
-    }
-    // After a line that cannot be written, no more are written. check() reports the error at a point where
-    // the training can be saved.
-    void write(const nlohmann::ordered_json& line) {
-        if (!file_) return;
-        if (fprintf(file_.get(), "%s\n", line.dump().c_str()) >= 0 && fflush(file_.get()) == 0) return;
-        error_ = format("%s %s: %s", option_, path_.c_str(), write_error(errno).c_str());
-        file_.reset();
-    }
-    // Fails if a line could not be written.
-    void check() const {
-        if (!error_.empty()) throw RecoverableError(error_);
-    }
-
-  private:
-    std::string path_, error_;
-    const char* option_ = "--log";
-    std::unique_ptr<FILE, int (*)(FILE*)> file_{nullptr, fclose};
-};
 
 // The lowest loss of a run's validations.
 struct BestValidation {
@@ -176,8 +184,8 @@ class Metrics {
 
     // From here on, steps are printed and logged.
     void print_to(const StepLines& lines) { lines_ = lines; }
-    LogFile& log() { return log_; }
-    const LogFile& log() const { return log_; }
+    RunRecords& records() { return records_; }
+    const RunRecords& records() const { return records_; }
     // From here on, the lines say how long steps wait for data that is streamed from host or disk, and for
     // other ranks.
     void count_waiting(Stream stream) {
@@ -291,11 +299,14 @@ class Metrics {
     }
     void record(const StepFigures& f) {
         lines_->add(f, clock_.seconds());
-        nlohmann::ordered_json line = {
-            {"step", f.step}, {"loss", f.loss},        {"grad_norm", f.norm},
-            {"lr", f.rate},   {"ms", f.seconds * 1e3}, {"tokens_per_second", lines_->tokens() / f.seconds}};
+        nlohmann::ordered_json line = {{"step", f.step + 1},
+                                       {"loss", f.loss},
+                                       {"grad_norm", f.norm},
+                                       {"lr", f.rate},
+                                       {"ms", f.seconds * 1e3}};
+        line["tokens_per_second"] = lines_->tokens() / f.seconds;
         if (f.waited >= 0) line["waited_ms"] = f.waited * 1e3;
-        log_.write(line);
+        records_.write(line);
     }
 
     struct Pending {
@@ -314,5 +325,5 @@ class Metrics {
     double waited_for_ranks_ = 0;
     std::optional<int> slow_rank_;
     std::optional<StepLines> lines_;
-    LogFile log_;
+    RunRecords records_;
 };

@@ -93,7 +93,7 @@ struct Options {
     bool profile_ops = false;
     std::string timeline;
     std::string rates, calibrate;
-    std::string log, loss_by_position;
+    std::string log, loss_by_position, tensorboard, report, report_with;
     int64_t print_every = 0, eval_every = 0;
     int eval_batches = 8;
     int64_t sample_every = 0;

@@ -31,9 +31,10 @@ inline void check_best(const Options& o) {
 inline void check_bench_options(const Options& o) {
     if (o.bench.empty()) return;
     for (const char* name :
-         {"--plan", "--timeline", "--resume", "--out", "--save-base", "--save-every", "--log",
-          "--loss-by-position", "--val-data", "--merge", "--export", "--print-every", "--eval-every",
-          "--sample.every", "--prompt", "--epochs", "--keep-best", "--early-stopping"})
+         {"--plan",       "--timeline",    "--resume",           "--out",          "--save-base",
+          "--save-every", "--log",         "--loss-by-position", "--val-data",     "--merge",
+          "--export",     "--print-every", "--eval-every",       "--sample.every", "--prompt",
+          "--epochs",     "--keep-best",   "--early-stopping",   "--report",       "--tensorboard"})
         if (o.has(name)) fail("%s: a bench only measures; leave it out, or --bench", o.spelled(name).c_str());
     for (const char* name : {"--steps", "--warmup"})
         if (o.has(name) && strtod(o.first(name), nullptr) > 1e6)
@@ -74,9 +75,10 @@ inline void check_answers(const Options& o) {
     const std::string self = o.chat ? "--chat" : "--prompts " + o.prompts;
     if (o.chat && o.raw_prompt) fail("--raw-prompt: --chat writes a conversation in the model's chat format");
     if (o.chat && !o.prompts.empty()) fail("--chat: answers you, and --prompts %s a file", o.prompts.c_str());
-    for (const char* name : {"--data", "--val-data", "--prompt", "--sample.every", "--out", "--save-every",
-                             "--merge", "--export", "--epochs", "--save-base", "--log", "--loss-by-position",
-                             "--eval-every", "--timeline", "--bench", "--memory"})
+    for (const char* name :
+         {"--data", "--val-data", "--prompt", "--sample.every", "--out", "--save-every", "--merge",
+          "--export", "--epochs", "--save-base", "--log", "--loss-by-position", "--eval-every", "--timeline",
+          "--bench", "--memory", "--report", "--tensorboard"})
         if (o.has(name) && !o.saved.contains(name))
             fail("%s only answers: leave %s out", self.c_str(), o.spelled(name).c_str());
     if (o.steps > 0) fail("%s trains nothing: leave --steps %s out", self.c_str(), o.first("--steps"));
@@ -276,9 +278,10 @@ inline void check_update_in_backward(const Options& o) {
 }
 
 inline void check_names(const Options& o) {
-    for (const char* name : {"--out", "--resume", "--log", "--timeline", "--advanced.algorithms", "--adapter",
-                             "--merge", "--export", "--save-base", "--rope-scaling", "--loss-by-position",
-                             "--rates", "--calibrate", "--prompts"})
+    for (const char* name :
+         {"--out", "--resume", "--log", "--timeline", "--advanced.algorithms", "--adapter", "--merge",
+          "--export", "--save-base", "--rope-scaling", "--loss-by-position", "--rates", "--calibrate",
+          "--prompts", "--report", "--report.with", "--tensorboard"})
         if (o.has(name) && !*o.first(name))
             fail("%s is empty where the name of a file or folder is needed", setting_name(name).c_str());
 }
@@ -295,8 +298,11 @@ inline void check_options(const Options& o) {
     check_calibration(o);
     check_chunk_rows(o);
     check_build(o);
-    if (!o.timeline.empty() && o.steps == 0)
-        fail("--timeline %s is of a training step, and --steps 0 has none", o.timeline.c_str());
+    for (const char* name : {"--timeline", "--report"})
+        if (o.has(name) && o.steps == 0)
+            fail("%s %s is of a training step, and --steps 0 has none", name, o.first(name));
+    if (o.has("--report.with") && o.report.empty())
+        fail("--report-with %s: add --report FILE, the page that shows it", o.report_with.c_str());
     if (o.min_lr > o.lr) fail("--min-lr %g is above --lr %g", o.min_lr, o.lr);
     if (o.save_every > 0 && o.out.empty())
         fail("--save-every %lld needs --out DIR", static_cast<long long>(o.save_every));

@@ -63,11 +63,11 @@ inline void answer_questions(const CLI::App& app, const Settings& settings) {
 inline std::map<std::string, std::string> changed_settings(const CLI::App& app, const Options& o,
                                                            const SavedOptions& before, bool automatic) {
     static const std::set<std::string> kOfTheRun = {
-        "--resume",      "--out",     "--log",       "--timeline",   "--loss-by-position",
-        "--print-every", "--plan",    "--threads",   "--devices",    "--zero",
-        "--machines",    "--network", "--rates",     "--save-every", "--keep",
-        "--prompt",      "--merge",   "--save-base", "--model",      "--adapter",
-        "--raw-prompt",  "--memory"};
+        "--resume",      "--out",     "--log",       "--timeline",    "--loss-by-position",
+        "--print-every", "--plan",    "--threads",   "--devices",     "--zero",
+        "--machines",    "--network", "--rates",     "--save-every",  "--keep",
+        "--prompt",      "--merge",   "--save-base", "--model",       "--adapter",
+        "--raw-prompt",  "--memory",  "--report",    "--report.with", "--tensorboard"};
     std::map<std::string, std::string> all;
     for (const auto& [name, words] : o.given) {
         if (kOfTheRun.contains(name) || name.starts_with("--sample.") || name.starts_with("--advanced.") ||
@@ -317,8 +317,8 @@ class RunOptions {
     void complete_rank(const RankEngine* engine) {
         if (engine) options.rank = engine->rank();
         if (options.rank.is_first()) return;
-        for (std::string* path :
-             {&options.log, &options.loss_by_position, &options.save_base, &options.timeline})
+        for (std::string* path : {&options.log, &options.loss_by_position, &options.save_base,
+                                  &options.timeline, &options.report, &options.tensorboard})
             path->clear();
     }
 

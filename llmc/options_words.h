@@ -36,6 +36,7 @@ inline const KeyedOption kKeyedOptions[] = {
     {"--offload", {}},
     {"--sample", {}},
     {"--export", {"--export"}},
+    {"--report", {"--report"}},
     {"--advanced", {}},
 };
 
@@ -81,6 +82,7 @@ inline constexpr Alias kAliases[] = {
     {"--early-stopping", "--early-stopping-patience"},
     {"--resume", "--resume-from-checkpoint"},
     {"--print-every", "--logging-steps --log-interval --log-every"},
+    {"--report.with", "--report-with"},
     {"--eval-every", "--eval-steps --eval-interval --val-loss-every --val-every"},
     {"--threads", "--num-threads"},
     {"--eval-batches", "--eval-iters"},
@@ -120,7 +122,8 @@ inline constexpr Hint kHints[] = {
     {"attention is always computed in tiles, as FlashAttention does",
      "--flash-attention --attn-implementation --use-flash-attn --flash-attn --flash-attn-2 "
      "--flash-attention-2 --sdp-attention --xformers-attention"},
-    {"write --log FILE",
+    {"write --tensorboard DIR for TensorBoard; --log FILE for W&B or trackio, to which "
+     "scripts/log_to_wandb.py and scripts/log_to_trackio.py send it; --report FILE for a page",
      "--wandb-project --report-to --logging-dir --wandb --wandb-log --wandb-run-name --run-name"},
     {"write --seq-len N", "--ctx-size --ctx --n-ctx --context-length --context-size --num-ctx"},
     {"write --offload, or --memory SIZE, which chooses",

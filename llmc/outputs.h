@@ -71,6 +71,7 @@ struct Output {
     enum Kind {
         Written,   // line by line or at once; may be a FIFO or a device
         Replaced,  // by renaming another file to it
+        InFolder,  // whose folder is made if it is missing
         Folder     // a folder that must not exist yet
     } kind = Written;
 };
@@ -128,12 +129,14 @@ inline bool can_make_file_in(const std::string& folder) {
 inline void check_output_file(const Output& o) {
     struct stat info;
     const char* path = o.path.c_str();
-    const std::string above = folder_above(resolved(o.path));
+    std::string above = folder_above(resolved(o.path));
     const auto check = [&](bool good) {
         if (!good) fail("%s %s: %s", o.option, path, std::strerror(errno));
     };
     if (stat(path, &info) != 0) {
         check(errno == ENOENT);
+        while (o.kind == Output::InFolder && !file_exists(above) && above != folder_above(above))
+            above = folder_above(above);
         check(access(above.c_str(), W_OK | X_OK) == 0);
         return check(can_make_file_in(above));
     }

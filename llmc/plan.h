@@ -28,6 +28,7 @@
 #include "llmc/plan_gpu.h"
 #include "llmc/plan_report.h"
 #include "llmc/plan_timeline.h"
+#include "llmc/run_records.h"
 #include "llmc/quant_weights.h"
 #include "llmc/random.h"
 #include "llmc/ranks_transfers.h"
@@ -324,8 +325,40 @@ inline MemoryReport report_of_run(const Options& o, const RunInputs& in, const P
     return report;
 }
 
+// What the page of --report says of a run, or of its plan, beside the data and the curves.
+inline nlohmann::ordered_json report_page_of(const Options& o, const MemoryReport& report, const Plan& update,
+                                             const Rates& rates) {
+    nlohmann::ordered_json page = timeline_head(report);
+    page["state"] = o.plan ? "plan" : "running";
+    page["steps"] = o.steps;
+    char* text = nullptr;
+    size_t bytes = 0;
+    FILE* const to = open_memstream(&text, &bytes);
+    if (planned_gpu) print_gpu_answer(to, o, report);
+    print_summary(to, report, "takes");
+    print_phases(to, report);
+    print_ranks(to, report.ranks);
+    fclose(to);
+    page["plan"] = text;
+    free(text);
+    page["memory"] = timeline_page(report, update, rates);
+    for (const auto& [name, values] : o.given) page["options"][setting_name(name)] = joined(values, " ");
+    return page;
+}
+
+// The runs that the page shows: this one, after `done` steps that --log has, and that of --report-with.
+inline std::vector<ReportedRun> reported_runs(const Options& o, std::optional<int64_t> done) {
+    std::vector<ReportedRun> runs = {{.name = "this run"}};
+    const auto add = [&](const Record& record, size_t, size_t) { return runs.back().add(record), true; };
+    if (done && std::filesystem::is_regular_file(o.log)) read_log(o.log, add);
+    if (o.report_with.empty()) return runs;
+    runs.push_back({.name = o.report_with});
+    read_log(o.report_with, add);
+    return runs;
+}
+
 // Prints the report as the options ask: for --plan in full or as JSON, otherwise in short before the run
-// allocates. Also writes --timeline.
+// allocates. Also writes --timeline and, for --plan, --report.
 inline void print_plan(const Options& o, const MemoryReport& report, const Plan& update, const Rates& rates) {
     if (const KnownModel* known = o.plan ? known_shape(o.model) : nullptr; known && o.model != known->name)
         print(stderr, "%s is not here: the plan is for the shape of %s\n", o.model.c_str(), known->name);
@@ -334,6 +367,12 @@ inline void print_plan(const Options& o, const MemoryReport& report, const Plan&
         print(stdout, "--seq-len auto: %s\n", report.length_choice.c_str());
     if (!o.json && !report.batch_choice.empty())
         print(stdout, "--batch auto: %s\n", report.batch_choice.c_str());
+    if (o.plan && !o.report.empty()) {
+        Report page;
+        page.open(o.report, report_page_of(o, report, update, rates), reported_runs(o, {}));
+        page.end("plan");
+        if (!page.error.empty()) throw UserError(page.error);
+    }
     if (o.json) {
         OperationCosts operations;
         for (const Plan* plan : {report.train, report.update}) add_costs(operations, plan->work, rates);

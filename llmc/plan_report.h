@@ -299,10 +299,29 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r, const Operation
 
 // One line of the table for all takes of a name: they differ only in the layer.
 struct TableLine {
-    std::string shape, dtype, kind, born, dies;
+    std::string name, shape, dtype, kind, born, dies;
     size_t bytes = 0;
     int count = 0;
 };
+
+// The table of every buffer, in the order in which they are first taken.
+inline std::vector<TableLine> table_of(const MemoryReport& r) {
+    std::vector<TableLine> table;
+    std::map<std::string, size_t> places;
+    for (const auto& b : r.buffers)
+        table.push_back({b.name, b.shape_text, b.dtype, b.kind, "start", "end", b.bytes, 1});
+    for (const Take& t : r.train->takes) {
+        const auto [place, is_new] = places.try_emplace(t.name, table.size());
+        if (is_new)
+            table.push_back({t.name, t.shape.text(), t.dtype, t.kind, std::string(t.born_at), "", 0, 0});
+        TableLine& line = table[place->second];
+        if (line.shape != t.shape.text()) line.shape = "several shapes";
+        line.dies = t.dies_at;
+        line.bytes += t.bytes;
+        line.count++;
+    }
+    return table;
+}
 
 // True if a neighbour of what --memory chose is worth a line: if it is faster, or smaller, by a tenth of a
 // percent.
@@ -432,30 +451,11 @@ inline void print_report(FILE* to, const MemoryReport& r) {
     print_summary(to, r, "takes");
     print_phases(to, r);
     print_ranks(to, r.ranks);
-    std::vector<std::string> order;
-    std::map<std::string, TableLine> table;
-    for (const auto& b : r.buffers) {
-        order.push_back(b.name);
-        table[b.name] = {b.shape_text, b.dtype, b.kind, "start", "end", b.bytes, 1};
-    }
-    for (const Take& t : r.train->takes) {
-        TableLine& line = table[t.name];
-        if (line.count == 0) {
-            order.push_back(t.name);
-            line.shape = t.shape.text(), line.dtype = t.dtype, line.kind = t.kind, line.born = t.born_at;
-        }
-        if (line.shape != t.shape.text()) line.shape = "several shapes";
-        line.dies = t.dies_at;
-        line.bytes += t.bytes;
-        line.count++;
-    }
     print(to, "\n%-22s %-12s %-22s %-5s %10s %6s  %-28s %s\n", "buffer", "kind", "shape", "dtype", "MiB",
           "count", "born (first)", "dies (last)");
-    for (const std::string& name : order) {
-        const TableLine& t = table[name];
-        print(to, "%-22s %-12s %-22s %-5s %10.2f %6d  %-28s %s\n", name.c_str(), t.kind.c_str(),
+    for (const TableLine& t : table_of(r))
+        print(to, "%-22s %-12s %-22s %-5s %10.2f %6d  %-28s %s\n", t.name.c_str(), t.kind.c_str(),
               t.shape.c_str(), t.dtype.c_str(), mebibytes(t.bytes), t.count, t.born.c_str(), t.dies.c_str());
-    }
     if (!r.others.empty()) print(to, "\n");
     for (const auto& [name, plan] : r.others)
         print(to, "%s uses %.2f MiB of the same arena\n", name, mebibytes(plan->bytes));

@@ -51,9 +51,9 @@ inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& val
     for (const PlacementOption& p : kPlacements)
         if (name == p.setting() && p.of_training_only && o.steps == 0) return o.trains_adapter();
     // A run that only generates needs no data, and must not touch the training's outputs.
-    if (among({"--data", "--val-data", "--loss-on", "--log", "--loss-by-position", "--out", "--save-every",
-               "--keep-best", "--early-stopping", "--eval-every", "--merge", "--export", "--export.type",
-               "--export.part"}))
+    if (among({"--data", "--val-data", "--loss-on", "--log", "--loss-by-position", "--report",
+               "--report.with", "--tensorboard", "--out", "--save-every", "--keep-best", "--early-stopping",
+               "--eval-every", "--merge", "--export", "--export.type", "--export.part"}))
         return o.steps > 0;
     if (among({"--prompt", "--raw-prompt", "--sample.every"}) && o.only_answers()) return false;
     // A prompt asks for a sample.
@@ -143,7 +143,7 @@ inline std::string name_from(const std::string& folder, const std::string& name)
 // The options whose values are names of files or folders.
 constexpr const char* kNameOptions =
     "--data --val-data --model --log --out --advanced.algorithms --adapter --merge --export --save-base "
-    "--loss-by-position --rates";
+    "--loss-by-position --rates --report --report.with --tensorboard";
 
 inline bool is_list_of_texts(const nlohmann::json& options, const std::string& name) {
     const auto it = options.find(name);

@@ -264,6 +264,7 @@ class RunInputs {
     void check_data() const;
     void check_resumed_data();
     void check_output_files() const;
+    void check_other_log() const;
     void keep_merged();
     void read_exported();
 };

@@ -11,6 +11,7 @@
 #include "llmc/outputs.h"
 #include "llmc/run_inputs.h"
 #include "llmc/resume.h"
+#include "llmc/run_records.h"
 
 // Fails if chunks of rows were given that are larger than all rows (unless the length is still to be chosen),
 // or if no block would use them.
@@ -311,14 +312,30 @@ inline void RunInputs::keep_merged() {
     o_.merge.clear();
 }
 
+// Fails unless --report-with is a log that this run does not write.
+inline void RunInputs::check_other_log() const {
+    const char* const path = o_.report_with.c_str();
+    if (!o_.log.empty() && same_file(o_.log, path))
+        fail("--report-with %s: this run writes it (--log)", path);
+    bool has_records = false;
+    naming("--report-with", [&] { read_log(path, [&](auto&&...) { return has_records = true, false; }); });
+    if (!has_records) fail("--report-with %s has no line that --log wrote", path);
+}
+
 // Fails if an output cannot be written, or would overwrite an input. Only the first of several ranks writes.
 inline void RunInputs::check_output_files() const {
     if (!o_.rank.is_first()) return;
     std::vector<Output> files = {{"--timeline", o_.timeline, "{\"model\":"},
-                                 {"--log", o_.log, "{\"step\":"},
+                                 {"--log", o_.log, is_csv(o_.log) ? "step,loss" : "{\"step\":"},
+                                 {"--report", o_.report, kReportBegins, Output::Replaced},
                                  {"--loss-by-position", o_.loss_by_position, "{\"step\":"},
                                  {"--advanced algorithms", o_.matmul_algorithms, "", Output::Replaced},
                                  {"--merge", o_.merge, "", Output::Folder}};
+    if (!o_.report.empty())
+        files.push_back({"--report", o_.report + ".tmp", kReportBegins, Output::Replaced});
+    if (!o_.report_with.empty()) check_other_log();
+    if (!o_.tensorboard.empty())
+        files.push_back({"--tensorboard", o_.tensorboard + "/events.out.tfevents", "", Output::InFolder});
     if (!o_.export_file.empty()) {
         if (gguf && same_file(o_.export_file, o_.model))
             fail("--export %s is the file of --model", o_.export_file.c_str());

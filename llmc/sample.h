@@ -54,21 +54,23 @@ class Sample {
     // The prompt and the tokens drawn so far.
     const std::vector<int>& tokens() const { return text_.tokens(); }
 
-    void finish() {
+    // Ends the sample and returns its text.
+    std::string finish() {
         output_.write(text_.take_all());
         output_.finish(o_.steps > 0 ? "\n---\n" : "\n");
-        if (text_.has_text() || o_.steps > 0 || !ended()) return;
+        if (text_.has_text() || o_.steps > 0 || !ended()) return output_.written();
         print(stderr, "the model ended its %s\n",
               in_.chat ? "answer at once"
                        : "text at once; a model of chats needs its chat format: --chat-format NAME, and no "
                          "--raw-prompt (dev/guide/data.md)");
+        return output_.written();
     }
 
   private:
     const Options& o_;
     const RunInputs& in_;
     DrawnText text_;
-    TextOutput output_{stdout};
+    TextOutput output_;
 };
 
 // ---- a prompt's continuation
@@ -149,11 +151,14 @@ class Sampler {
             slide = arena_.rehearse([&] { fill_window(std::vector<int>(half_window()), any); });
     }
     // Prints the prompt and its continuation by the model after `step` steps. It ends early when stops()
-    // returns true. explain() and agree() as for DrawnText.
+    // returns true. explain() and agree() as for DrawnText. Returns the text of a single sample.
     template <class Stops>
-    void sample(Plan& sample, Plan& slide, int64_t step, Stops&& stops, std::function<void()> explain,
-                std::function<int(int)> agree) {
-        const auto decode = [&](auto&& texts) { arena_.run(sample, [&] { decoding().run(texts); }); };
+    std::string sample(Plan& sample, Plan& slide, int64_t step, Stops&& stops, std::function<void()> explain,
+                       std::function<int(int)> agree) {
+        const auto decode = [&](auto&& texts) {
+            arena_.run(sample, [&] { decoding().run(texts); });
+            return "";
+        };
         if (o_.chat) return decode(ChatSession(o_, in_, explain));
         if (!o_.prompts.empty()) return decode(AnsweredPrompts(o_, in_, explain));
         Sample text(o_, in_, step, std::move(explain), std::move(agree));
@@ -167,7 +172,7 @@ class Sampler {
             const std::vector<int> latest(text.tokens().end() - half_window(), text.tokens().end());
             arena_.run(slide, [&] { fill_window(latest, choose); });
         }
-        text.finish();
+        return text.finish();
     }
 
   private:

@@ -69,6 +69,7 @@ class Trainer {
     void save() {
         updates_.wait_for_all_weights();
         saves_.save(step_, batches_.sequences_after(step_), evaluated_, validated_step_ == step_);
+        metrics_.records().report.save();
     }
     // Processes the results of all steps, and waits until this rank has all updated weights. Call it before
     // anything but a step uses the weights.
@@ -85,6 +86,7 @@ class Trainer {
     void open_device();
     void connect_streams();
     void prepare();
+    void open_records();
     void choose_algorithms();
     double new_peak_flops(double reached);
     void answer_as_many_as_fit();

@@ -187,4 +187,4 @@ def test_a_loss_that_is_no_number(train, work):
     assert error.startswith("train: step ") and error.endswith("; the last good save: none"), error
     assert (work / "out" / "step-00000001" / "model.safetensors").exists()
     step = int(error.split()[2].rstrip(":")) - 1
-    assert [line["step"] for line in read_log(work / "log")] == list(range(step))
+    assert [line["step"] for line in read_log(work / "log")] == list(range(1, step + 1))

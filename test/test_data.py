@@ -101,7 +101,7 @@ def test_a_text_that_is_shortened(train, work, options):
     error, step = until_changed(train, work, "--data", "text", *options,
                                 change=lambda: (work / "text").write_bytes(b"short"))
     assert "text was written to or replaced since the run began, and had 4000 bytes" in error
-    assert step >= 20 and [line["step"] for line in read_log(work / "log")] == list(range(step))
+    assert step >= 20 and [line["step"] for line in read_log(work / "log")] == list(range(1, step + 1))
     shutil.copy2(work / "before", work / "text")
     train("--model", "model", "--data", "text", *RUN, *options, "--steps", step + 3, "--schedule", "constant",
           "--out", "unbroken", cwd=work)
@@ -116,7 +116,7 @@ def test_a_text_that_goes_while_validating(train, work):
     error, step = until_changed(train, work, "--data", "text", "--val-data", "a", "b", "--eval-every", 10,
                                 change=(work / "a").unlink)
     assert "a: cannot open: No such file" in error and step % 10 == 0
-    assert [line["step"] for line in read_log(work / "log") if "loss" in line] == list(range(step))
+    assert [line["step"] for line in read_log(work / "log") if "loss" in line] == list(range(1, step + 1))
 
 
 def test_shards_that_change(train, work):

@@ -103,13 +103,12 @@ def test_is_in_the_plan(train, work):
     assert not (work / "x").exists()
 
 
-def test_a_resume_appends(train_fp32, work):
+def test_a_resume_goes_on(train_fp32, work):
     options = ("--model", "model", "--data", "data.bin", *RUN, "--sample", "tokens=0", "--loss-by-position", "losses")
     train_fp32(*options, "--steps", 4, "--save-every", 2, "--eval-every", 2, "--keep", 0, "--out", "out", cwd=work)
     first = read_log(work / "losses")
     train_fp32("--resume", "out/step-00000002", "--out", "again", cwd=work)
-    lines = read_log(work / "losses")
-    assert lines[:2] == first and lines[-1] == first[-1] and len(lines) in (3, 4)
+    assert read_log(work / "losses") == first
 
 
 @pytest.mark.parametrize("options, named", [

@@ -158,7 +158,7 @@ def test_the_last_good_save_stays(train, work):
     assert [path.name for path in sorted((work / "out").glob("step-*"))] == ["step-00000003"]
     first = json.loads((work / "out" / "trainer_state.json").read_text())["first_loss"]
     result = train("--resume", "out", "--lr", 30, "--steps", 6, "--log", "log", cwd=work)
-    losses = {line["step"] + 1: line["loss"] for line in read_log(work / "log") if "loss" in line}
+    losses = {line["step"]: line["loss"] for line in read_log(work / "log") if "loss" in line}
     bad = [step for step, loss in losses.items() if loss > first + max(1, first)]
     last_good = max(step for step in {3, *losses} - set(bad) if step + 1 not in bad)
     assert bad and max(bad) == 6 > last_good

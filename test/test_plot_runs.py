@@ -13,7 +13,7 @@ USUALLY = "fp32"  # see conftest.py
 
 
 def lines_of(steps, start=4.0, **changes):
-    lines = [{"step": i, "loss": start - 0.01 * i, "grad_norm": 1.0, "lr": 1e-3, "ms": 5.0, "tokens_per_second": 1e4 + i}
+    lines = [{"step": i + 1, "loss": start - 0.01 * i, "grad_norm": 1.0, "lr": 1e-3, "ms": 5.0, "tokens_per_second": 1e4 + i}
              for i in range(steps)]
     return [line | changes for line in lines] + [{"step": i, "val_loss": start - 0.009 * i} for i in (steps // 2, steps)]
 
@@ -60,7 +60,7 @@ def test_what_is_drawn(logs, monkeypatch):
     named = [(x, y, style["label"]) for x, y, style in drawn if "label" in style]
     assert [label for _, _, label in named] == 4 * ["a.jsonl", "b.jsonl"]
     losses, validations, rates = named[0:2], named[2:4], named[4:6]
-    assert losses[1][:2] == (list(range(60)), [5.0 - 0.01 * i for i in range(60)])
+    assert losses[1][:2] == (list(range(1, 61)), [5.0 - 0.01 * i for i in range(60)])
     assert validations[0][:2] == ([150, 300], pytest.approx([4.0 - 0.009 * 150, 4.0 - 0.009 * 300]))
     assert rates[0][1] == 300 * [1e-3]
     [pale] = [y for _, y, style in drawn if "label" not in style and y[0] == 4.0]
@@ -105,12 +105,12 @@ def test_says_how_runs_ended(logs, capsys):
 
 
 def test_a_resumed_log_and_what_is_no_number(tmp_path):
-    """The last line of a step counts; NaN, null and infinity are not drawn."""
+    """The last line of a step counts; NaN, null and infinity are not drawn. Steps from 0 are those of an older version."""
     lines = ['{"step": 0, "loss": 9}', '{"step": 1, "loss": null}', '{"step": 2, "loss": NaN}', '{"step": 3, "loss": 1e999}',
              "", '{"step": 0, "loss": 4}', '{"step": 4, "loss": 3}', '{"kind": "something else"}']
     (tmp_path / "log").write_text("\n".join(lines))
     run = plot_runs.Run(str(tmp_path / "log"))
-    assert run.points == {"loss": ((0, 4), (4.0, 3.0))} and math.isfinite(run.points["loss"][1][0])
+    assert run.points == {"loss": ((1, 5), (4.0, 3.0))} and math.isfinite(run.points["loss"][1][0])
 
 
 def test_of_a_real_run(train, tmp_path, capsys):

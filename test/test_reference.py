@@ -80,7 +80,7 @@ def test_steps(tmp_path, clip):
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     log = [line for line in lines if "loss" in line]
     validations = {line["step"]: line["val_loss"] for line in lines if "val_loss" in line}
-    assert [line["step"] for line in log] == list(range(steps)) and list(validations) == [2, 4, 5]
+    assert [line["step"] for line in log] == list(range(1, steps + 1)) and list(validations) == [2, 4, 5]
 
     model = transformers_model(folder)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -102,7 +102,7 @@ def test_order_of_shards(train, tmp_path):
     train(*options, "--log", tmp_path / "log", "--sample", "tokens=0")
     got, expected = by_key(read_log(tmp_path / "log"), "loss"), by_key(run_reference(*options), "loss")
     assert got == pytest.approx(expected, rel=0, abs=LOSS_BOUND[train.precision])
-    ordered = sorted(expected[step] for step in range(1 + 5 + 14))  # those of the first epoch
+    ordered = sorted(expected[step] for step in range(1, 1 + 5 + 14 + 1))  # those of the first epoch
     assert np.median(np.diff(ordered)) > 2 * LOSS_BOUND[train.precision]
 
 
@@ -288,7 +288,7 @@ def test_resume_is_the_unbroken_run(train, work, through):
     text = train("--resume", through, cwd=work).stdout.decode()
     assert f"resuming {through} at step 5\n" in text
     assert figures(read_log(work / "log")) == whole[-len(read_log(work / "log")):]
-    assert list(by_key(read_log(work / "log"), "loss")) == list(range(5, 12))
+    assert list(by_key(read_log(work / "log"), "loss")) == list(range(6, 13))
     assert saved_bytes(work / "out" / "step-00000012") == saved_bytes(work / "out") == files
     state = json.loads((work / "out" / "trainer_state.json").read_text())
     assert (state["step"], state["sequences"], state["precision"]) == (12, 12 * 2 * 2, train.precision)
@@ -298,7 +298,7 @@ def test_options_given_to_a_resume_hold(train, work):
     train(*DATA, "--steps", 4, "--schedule", "constant", "--lr", 1e-3, "--warmup", 10, "--out", "out", cwd=work)
     train("--resume", "out", "--steps", 6, "--lr", 2e-3, "--log", "log", cwd=work)
     # Still in the saved warm-up.
-    assert by_key(read_log(work / "log"), "lr") == {4: 2e-3 * 5 / 10, 5: 2e-3 * 6 / 10}
+    assert by_key(read_log(work / "log"), "lr") == {5: 2e-3 * 5 / 10, 6: 2e-3 * 6 / 10}
 
 
 def test_a_cpu_resumes_what_had_a_gpus_products(train, work):
@@ -356,7 +356,7 @@ def test_interrupt(train, work, sent):
     last = int(re.search(r"^interrupted after step (\d+)$", text, re.MULTILINE)[1])
     assert f"saved step {last} in out\n" in text and last >= 3
     assert f"step {last:>5}/100000 " in text or last == 3  # the last line may already have been read above
-    assert list(by_key(read_log(work / "log"), "loss")) == list(range(last))
+    assert list(by_key(read_log(work / "log"), "loss")) == list(range(1, last + 1))
     train("--resume", "out", "--steps", last + 3, cwd=work)
     train(*options, "--steps", last + 3, "--out", "whole", "--log", "whole.log", cwd=work)
     resumed, whole = figures(read_log(work / "log")), figures(read_log(work / "whole.log"))
@@ -446,7 +446,7 @@ def test_what_is_not_finite_is_not_saved(train, work):
     step, good = re.search(r"^train: step (\d+): the loss is .*; the last good save: out/(step-\d{8})$", error, re.M).groups()
     step = int(step) - 1
     assert good == "step-00000003"
-    assert list(by_key(read_log(work / "log"), "loss")) == list(range(step))
+    assert list(by_key(read_log(work / "log"), "loss")) == list(range(1, step + 1))
     saves = sorted((work / "out").glob("step-*"))
     assert saves[-1].name == f"step-{step:08}" and os.readlink(work / "out" / "latest") == good
     assert json.loads((saves[-1] / "trainer_state.json").read_text())["step"] == step
@@ -500,7 +500,7 @@ def test_validation_and_samples_when_asked(train, work):
         b"3 validation", b"sample 4", b"6 validation", b"saved 6", b"sample 8", b"9 validation", b"saved 10",
         b"10 validation", b"sample 10"]
     log = read_log(work / "log")
-    assert list(by_key(log, "val_loss")) == [3, 6, 9, 10] and list(by_key(log, "loss")) == list(range(10))
+    assert list(by_key(log, "val_loss")) == [3, 6, 9, 10] and list(by_key(log, "loss")) == list(range(1, 11))
 
 
 def test_log(train, work):

@@ -153,7 +153,7 @@ install: _notice $(BUILD)/train
 	@install -D $(BUILD)/train $(TO)/bin/train
 	@[ $(DEVICE) = cuda ] || install -D build/planner $(TO)/libexec/train-gpt/planner
 	@install -D -m 644 -t $(TO)/$(SHARE)/dev/data dev/data/tinyshakespeare.txt
-	@install -D -t $(TO)/$(SHARE)/scripts $(filter-out scripts/profile%,$(wildcard scripts/*.sh))
+	@install -D -t $(TO)/$(SHARE)/scripts $(filter-out scripts/profile%,$(wildcard scripts/*.sh scripts/*.py))
 	@ln -sfn ../../bin/train $(TO)/$(SHARE)/train
 	@for page in $(PAGES); do to=$(TO)/share/$${page#*:}; mkdir -p "$$(dirname "$$to")" && \
 	  $(BUILD)/train --help $${page%%:*} > "$$to" || exit 1; done

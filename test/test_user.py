@@ -261,7 +261,7 @@ def test_make_help_lists_all_there_is():
     assert set(re.findall(r"^make ([a-z-]+)  ", ran.stdout, re.MULTILINE)) == targets and len(targets) > 15
     listed = set(re.findall(r"\b([A-Z_]+)=", re.sub(r"^ {4}\S.*", "", ran.stdout, flags=re.MULTILINE)))  # without examples
     assert set(re.findall(r"^(?: *|ifndef )([A-Z_]+)(?: \?=|$)", text, re.MULTILINE)) <= listed
-    assert all(f"$({name})" in text for name in listed)
+    assert all(f"$({name})" in text or f"$(value {name})" in text for name in listed)
     for default, defined in (("FUZZ_SECONDS=10", "FUZZ_SECONDS ?= 10"), ('CUDA_ARCH="80 90a"', "$(or $(CUDA_ARCH),80 90a)"),
                              ('BENCH_OPTIONS="--model d12 --batch 4 --seq-len 64"',
                               "$(or $(BENCH_OPTIONS),--model d12 --batch 4 --seq-len 64)")):

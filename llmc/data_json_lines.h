@@ -212,7 +212,7 @@ inline JsonExample read_example(std::span<char> line, const std::string& where,
         example.conversation.variables = take_chat_variables(object, where);
         example.conversation.bytes = line.size();
     } else if (object.contains("completion")) {
-        text_field(object, "prompt", where);
+        for (const char* name : {"prompt", "completion"}) text_field(object, name, where);
         example.prompt = take_text(object, "prompt", where);
         example.completion = take_text(object, "completion", where);
         if (example.completion.empty()) fail("%s: \"completion\" is empty", where.c_str());

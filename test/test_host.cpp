@@ -307,19 +307,15 @@ TEST(Sampler, TopKDrawsNothingElse) {
 // printed steps, and the text.
 std::pair<std::vector<int>, std::string> printed(int first_step, int steps, int every, double seconds,
                                                  const std::set<int>& stops = {}) {
-    char* text = nullptr;
-    size_t size = 0;
-    FILE* to = open_memstream(&text, &size);
-    StepLines lines(to, first_step, steps, every, {100, 2e9, 1e12});
+    testing::internal::CaptureStdout();
+    StepLines lines(first_step, steps, every, {100, 2e9, 1e12, 0});
     for (int step = first_step; step < steps; step++) {
         lines.add({step, 2.5, 0.5, 1e-3, seconds}, 1000 + seconds * step);
         if (stops.contains(step + 1)) lines.print_latest();
     }
     lines.print_latest();
     lines.print_latest();
-    fclose(to);
-    std::pair<std::vector<int>, std::string> result{{}, text};
-    free(text);
+    std::pair<std::vector<int>, std::string> result{{}, testing::internal::GetCapturedStdout()};
     int number = 0, read = 0;
     for (const char* at = result.second.c_str(); sscanf(at, "step %d/%*[^\n]\n%n", &number, &read) == 1;
          at += read)
@@ -355,17 +351,13 @@ TEST(StepLines, SayHowFarAndHowFast) {
 }
 
 TEST(StepLines, AStepThatBeatsItsReferenceGivesANewOne) {
-    char* text = nullptr;
-    size_t size = 0;
-    FILE* to = open_memstream(&text, &size);
+    testing::internal::CaptureStdout();
     std::vector<double> beaten;
     const auto new_peak = [&](double reached) { return beaten.push_back(reached), 2 * reached; };
-    StepLines lines(to, 0, 5, 1, {100, 2e9, 1e10, new_peak});
+    StepLines lines(0, 5, 1, {100, 2e9, 1e10, 0, new_peak});
     for (const auto& [step, seconds] : {std::pair{0, 0.4}, {1, 0.1}, {2, 0.06}, {3, 0.05}, {4, 0.02}})
         lines.add({step, 2.5, 0.5, 1e-3, seconds}, step);
-    fclose(to);
-    const std::string printed = text;
-    free(text);
+    const std::string printed = testing::internal::GetCapturedStdout();
     EXPECT_EQ(beaten.size(), 2);  // 5, 20, 33.3, 40 and 100 GFLOP/s
     EXPECT_DOUBLE_EQ(beaten[0], 2e10);
     EXPECT_DOUBLE_EQ(beaten[1], 1e11);

@@ -121,7 +121,7 @@ inline constexpr Hint kHints[] = {
     {"that is the default; --lora-targets names layers", "--lora-target-linear"},
     {"attention is always computed in tiles, as FlashAttention does",
      "--flash-attention --attn-implementation --use-flash-attn --flash-attn --flash-attn-2 "
-     "--flash-attention-2 --sdp-attention --xformers-attention"},
+     "--flash-attention-2"},
     {"write --tensorboard DIR for TensorBoard; --log FILE for W&B or trackio, to which "
      "scripts/log_to_wandb.py and scripts/log_to_trackio.py send it; --report FILE for a page",
      "--wandb-project --report-to --logging-dir --wandb --wandb-log --wandb-run-name --run-name"},
@@ -154,8 +154,6 @@ inline constexpr Hint kHints[] = {
     {"write --offload inputs=auto, or --memory SIZE, which chooses",
      "--enable-activation-offloading --activation-offloading"},
     {"write --update-in-backward", "--optimizer-in-bwd --fused-backward"},
-    {"write --resume auto", "--auto-resume-from-checkpoints"},
-    {"leave it out: --model DIR without --train trains all weights", "--full-finetune --full"},
     {"a step reads --batch x --grad-accum sequences: write --grad-accum N",
      "--total-batch-size --global-batch-size --effective-batch-size"},
     {"write --min-lr RATE", "--learning-rate-decay-frac --min-lr-rate --lr-min"},
@@ -166,7 +164,6 @@ inline constexpr Hint kHints[] = {
      "--dataloader-num-workers"},
     {"nothing is downloaded: --model ORG/NAME finds what Hugging Face's tools have downloaded",
      "--hf-repo --hf-model-repo-id --download"},
-    {"there is no label smoothing: leave it out", "--label-smoothing-factor"},
 };
 
 // Values that transformers, trl and peft have for a setting, and what they are here.

@@ -166,17 +166,15 @@ class RunSaves {
               uses_last ? ", and what is merged or exported is of the last one" : "");
     }
 
-    // At the end of a run that has trained an adapter on a GGUF file, which PEFT does not open: says how PEFT
-    // loads the adapter.
+    // At the end of a run: says how PEFT, which does not open GGUF files, loads an adapter of one.
     void remark_loading() const {
         if (!wanted() || !o_.rank.is_first() || !in_.gguf || !in_.adapter) return;
         const auto base = in_.adapter.json.value("base_model_name_or_path", "");
-        const std::string loads =
-            is_hub_name(base)
-                ? "AutoPeftModelForCausalLM.from_pretrained(\"" + o_.out + "\") loads it on " + base
-                : "PeftModel.from_pretrained(MODEL, \"" + o_.out + "\") loads it on the model of which " +
-                      o_.model + " was made";
-        print(o_.notes(), "in Python, %s\n", loads.c_str());
+        const bool named = is_hub_name(base);
+        print(o_.notes(), "in Python, %s\"%s\") loads it on %s\n",
+              named ? "AutoPeftModelForCausalLM.from_pretrained(" : "PeftModel.from_pretrained(MODEL, ",
+              o_.out.c_str(),
+              named ? base.c_str() : ("the model of which " + o_.model + " was made").c_str());
     }
 
     // Removes the good save that stayed in case that the weights of the last one are bad: a step has shown

@@ -170,8 +170,7 @@ inline void remark_what_a_run_needs(const Options& o, const RunInputs& in) {
         print(stderr, "a run needs the weights of %s, and this plan does not\n", o.model.c_str());
 }
 
-// Prints which settings of a resumed run are not those of the save, and what becomes of the learning rate,
-// which was `rate_before` in the save's last step.
+// Prints which settings of a resumed run are not those of the save, and the learning rate before and after.
 inline void print_changes(const Options& o, int64_t first_step, std::optional<double> rate_before) {
     if (o.changed.empty()) return;
     const std::string list = joined(o.changed, ", ", [](const auto& setting) { return setting.second; });

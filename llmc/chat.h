@@ -23,7 +23,7 @@
 
 constexpr const char* kChatHelp =
     "/reset         forgets the conversation\n"
-    "/system TEXT   sets the system message (without TEXT: none), and forgets the rest\n"
+    "/system TEXT   sets the system message (none without TEXT), and begins anew\n"
     "/help          prints this\n"
     "/exit, Ctrl-D  ends; Ctrl-C stops an answer, or ends where none is written\n";
 

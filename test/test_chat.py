@@ -460,6 +460,7 @@ def test_a_conversation_with_a_quantized_model(train_fp32, work):
 def test_commands(train_fp32, work):
     out, notes = chat(train_fp32, work, "/nonsense\n/help\n/exit\nWho?\n")
     assert out == "" and "/nonsense: there is no such command" in notes and notes.count("/system TEXT") == 2
+    assert all(len(line) < 80 for line in notes.splitlines() if line.startswith("/"))
 
 
 def test_a_conversation_that_fills_the_window(train_fp32, work):

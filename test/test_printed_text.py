@@ -91,3 +91,8 @@ def test_all_is_printed_by_one_function():
     for path in (*sorted((ROOT / "llmc").iterdir()), ROOT / "train_gpt.cu"):
         lines = [line for line in path.read_text().splitlines() if calls.search(line) and not line.strip().startswith("//")]
         assert len(lines) == own.get(path.name, 0), (path.name, lines)
+
+
+def test_the_header_fits_a_terminal(train, work):
+    lines = train("--model", "model", *RUN, cwd=work).stdout.decode().split("allocating")[0].splitlines()
+    assert len(lines) == 2 and all(len(line) <= 80 for line in lines), lines

@@ -92,8 +92,8 @@ inline void check_room_for_ranks(const Options& o) {
     if (!parse_new_model(o.model) && !RunInputs::is_gguf(o.model) && o.resume.empty())
         read_model_config(o.model, "--model");
     if (o.devices > cores && !o.json)
-        fprintf(o.notes(), "--devices %d: they share %d thread%s of this machine's CPU\n", o.devices, cores,
-                cores == 1 ? "" : "s");
+        print(o.notes(), "--devices %d: they share %d thread%s of this machine's CPU\n", o.devices, cores,
+              cores == 1 ? "" : "s");
 }
 
 // The buffers beside the arena: those of the model's state and the adapter's, the batch's if the run reads

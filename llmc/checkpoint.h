@@ -120,13 +120,13 @@ inline ModelConfig read_model_config(const std::string& folder, const char* opti
     if (is_adapter_folder(folder))
         fail("%s %s is an adapter: give it as --adapter, and the model that it is of as --model", option,
              folder.c_str());
+    if (!file_exists(folder) && folder.find('/') == folder.npos) refuse_unsupported(option, folder);
     if (!file_exists(file))
         fail("%s %s is not a folder with config.json%s", option, folder.c_str(),
              file_exists(folder)        ? ""
              : find_known_model(folder) ? "; the shape of this model is known, but only --plan needs no more"
-                                        : format("; models are not downloaded: give the folder of one%s",
-                                                 known_name_like(folder).c_str())
-                                              .c_str());
+                                        : "; models are not downloaded: give the folder of one; --model list "
+                                          "prints those that a plan knows");
     ModelConfig config = parse_config(read_json(file), file);
     // The tokens that stop generation come from generation_config.json if there is one, else from
     // config.json.

@@ -139,10 +139,10 @@ inline ChatTemplates chat_templates_of(const std::string& folder, const Tokenize
 }
 
 // The chat templates and special tokens in a GGUF file's metadata.
-inline ChatTemplates chat_templates_of(const GgufModel& model) {
+inline ChatTemplates chat_templates_of(const GgufFile& file) {
     ChatTemplates templates;
-    templates.place = model.file().path();
-    const nlohmann::json& metadata = model.file().metadata();
+    templates.place = file.path();
+    const nlohmann::json& metadata = file.metadata();
     constexpr std::string_view kKey = "tokenizer.chat_template";
     for (const auto& [key, value] : metadata.items()) {
         if (!value.is_string() || !key.starts_with(kKey)) continue;

@@ -429,14 +429,15 @@ inline int vocabulary_of_shards(const Dataset& shards, const Family& family) {
     return std::max(family.tokens.vocabulary, largest + 1);
 }
 
-// The configuration of a new model for the data. Text is read as bytes; shards have the vocabulary of the
-// tokenizer in their folder. Without data, the vocabulary is the family's default, or bytes if `bytes`.
-inline ModelConfig new_config_for(const NewModel& model, const Dataset* data, bool bytes, int seq_len) {
+// The configuration of a new model, with the vocabulary of a given tokenizer. Without one, text is bytes, and
+// shards have that of their folder's tokenizer; without data it is the family's default, or bytes if `bytes`.
+inline ModelConfig new_config_for(const NewModel& model, const Dataset* data, bool bytes, int seq_len,
+                                  std::optional<Tokenizer> tokenizer) {
     if (data) bytes = data->is_text();
-    if (bytes) return new_config(model, 256, seq_len);
+    if (bytes && !tokenizer) return new_config(model, 256, seq_len);
     const int positions = std::max(1024, seq_len);
-    if (!data) return new_config(model, model.family->tokens.vocabulary, positions);
-    const auto tokenizer = Tokenizer::open(tokenizer_folder(*data));
+    if (!data && !tokenizer) return new_config(model, model.family->tokens.vocabulary, positions);
+    if (!tokenizer) tokenizer = Tokenizer::open(tokenizer_folder(*data));
     if (!tokenizer) return new_config(model, vocabulary_of_shards(*data, *model.family), positions);
     ModelConfig c = new_config(model, tokenizer->size(), positions);
     if (const int token = tokenizer->begin_of_text(); token >= 0) c.begin_of_text = {token};

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cctype>
 #include <cmath>
+#include <cstdio>
 #include <optional>
 #include <set>
 #include <string>
@@ -18,6 +19,7 @@
 #include <vector>
 
 #include "llmc/error.h"
+#include "llmc/text.h"
 
 // The bytes/s of 16 lanes of PCI Express, each way, and of NVLink between a GPU and its own CPU.
 constexpr double kPcie4 = 32e9, kPcie5 = 64e9, kNvlinkC2c = 450e9;
@@ -272,7 +274,24 @@ inline std::vector<std::string> words_of_gpu(const std::string& name) {
     }
     static const std::set<std::string> kLeftOut = {"nvidia", "geforce", "tesla", "gpu", "sxm"};
     std::erase_if(words, [](const std::string& w) { return kLeftOut.contains(w); });
+    if (words == std::vector<std::string>{"dgx", "spark"}) words = {"gb10"};
     return words;
+}
+
+// How many GPUs a name means, as in "2x RTX 3090", "8xH100", "RTX 3090 x2" or "dual 3090", and the name
+// without that number; -1 and the name if it does not say it. A DGX has eight.
+inline std::pair<int, std::string> count_in_name(const std::string& name) {
+    std::string text = joined(words_of_gpu(name), " ");
+    for (const std::string word : {"2dual ", "2two ", "4four ", "4quad ", "8eight ", "8dgx "})
+        if (text.starts_with(word.substr(1))) text = word.substr(0, 1) + " " + text.substr(word.size() - 1);
+    int count = -1, end = 0;
+    const auto rest = [&](size_t begin) { return text.substr(begin + static_cast<size_t>(end)); };
+    const size_t sign = text.rfind(" x");
+    if (sign != text.npos && sscanf(&text[sign], " x%2d%n", &count, &end) == 1 && rest(sign).empty())
+        return {count, text.substr(0, sign)};
+    if (sscanf(text.c_str(), "%4d %n", &count, &end) != 1 || rest(0).starts_with("gb")) return {-1, name};
+    if (rest(0)[0] == 'x') return {count, rest(1)};
+    return count < 100 ? std::pair{count, rest(0)} : std::pair{-1, name};
 }
 
 // If the last words are an amount of memory, as in "16 gb", removes them and returns the GB; else 0.
@@ -330,7 +349,7 @@ inline bool is_of_another_maker(const std::vector<std::string>& words) {
 
 // The GPU that people call by this name. Fails if none is known, and then names those that are like it.
 inline KnownGpu find_gpu(const std::string& name) {
-    std::vector<std::string> words = words_of_gpu(name);
+    std::vector<std::string> words = words_of_gpu(count_in_name(name).second);
     const KnownGpu* gpu = gpu_with_words(words);
     const double memory = gpu ? 0 : take_memory(words);  // GB
     if (!gpu) gpu = gpu_with_words(words);

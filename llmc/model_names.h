@@ -1,17 +1,21 @@
-// model_names.h - what a --model names if it is no folder: a model that Hugging Face's tools have downloaded,
-// or a well-known one, whose shape plans know without its files. Add a well-known model here.
+// model_names.h - what a --model names if it is no folder: a model that Hugging Face's tools have downloaded;
+// a well-known one, whose shape plans know without its files; or one of a family that is not supported. Add a
+// well-known model here, and remove a family that is supported now from kOtherFamilies.
 #pragma once
 
 #include <algorithm>
 #include <cctype>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
+#include <sstream>
 #include <string>
 #include <vector>
 
 #include "llmc/error.h"
 #include "llmc/families.h"
 #include "llmc/file.h"
+#include "llmc/jinja_strings.h"
 #include "llmc/save_folder.h"
 
 // ---- downloaded models
@@ -103,33 +107,6 @@ inline std::string other_revision(const std::string& folder) {
     return std::filesystem::path(folder).filename().string();
 }
 
-// What an option like --model names: `text` itself, unless that is no file here and has the form of a name on
-// the hub. Then the model's folder in the cache, or its file if it has a single GGUF and no config.json.
-// Fails if the cache has no such model.
-// A resumed run's model may have been removed: `resumes` returns its name then.
-inline std::string find_on_hub(const char* option, const std::string& text, bool resumes = false,
-                               const std::string& revision = "") {
-    if (!is_hub_name(text) || file_exists(text)) return text;
-    const std::string folder = hub_snapshot(text, revision);
-    if (folder.empty() && resumes) return text;
-    if (folder.empty() && (text.ends_with(".gguf") || file_exists(text.substr(0, text.find('/')))))
-        fail("%s %s: there is no such file or folder", option, text.c_str());
-    if (folder.empty())
-        fail(
-            "%s %s: there is no such folder, and no such model in %s: `hf download %s` gets it if Hugging "
-            "Face has it",
-            option, text.c_str(), hub_cache().c_str(), text.c_str());
-    if (file_exists(folder + "/config.json") || file_exists(folder + "/adapter_config.json")) return folder;
-    std::vector<std::string> ggufs;
-    for (const std::string& file : list_folder(folder))
-        if (file.ends_with(".gguf")) ggufs.push_back(file);
-    std::sort(ggufs.begin(), ggufs.end());
-    if (ggufs.size() == 1) return folder + "/" + ggufs[0];
-    if (ggufs.empty()) fail("%s %s: %s has no config.json", option, text.c_str(), folder.c_str());
-    fail("%s %s: %s has %zu GGUF files: give the path of one, such as %s/%s", option, text.c_str(),
-         folder.c_str(), ggufs.size(), folder.c_str(), ggufs[0].c_str());
-}
-
 // ---- well-known models
 //
 // The sizes are those of the config.json that the makers publish on Hugging Face. test_gpu_plans.py compares
@@ -151,11 +128,13 @@ constexpr KnownModel llama3(const char* name, int layers, int channels, int head
     return {name,      &kLlama, layers, channels, heads, 8,     head_size,
             mlp_width, 128256,  131072, 5e5,      tied,  factor};
 }
-// Qwen2 and Qwen2.5 with the context of their instruct models; that of some base models is 131072.
+// Qwen2 and Qwen2.5 with the context of their instruct models, where that of some base models is 131072; and
+// models that were made of these.
 constexpr KnownModel qwen25(const char* name, int layers, int channels, int heads, int kv_heads,
-                            int mlp_width, int vocabulary, bool tied) {
-    return {name,      &kQwen2,    layers, channels, heads, kv_heads, channels / heads,
-            mlp_width, vocabulary, 32768,  1e6,      tied};
+                            int mlp_width, int vocabulary, bool tied, int positions = 32768,
+                            double theta = 1e6) {
+    return {name,      &kQwen2,    layers,    channels, heads, kv_heads, channels / heads,
+            mlp_width, vocabulary, positions, theta,    tied};
 }
 constexpr KnownModel qwen3_of(const char* name, int layers, int channels, int heads, int mlp_width,
                               bool tied) {
@@ -189,6 +168,7 @@ inline constexpr KnownModel kKnownModels[] = {
     {"mistral-7b-v0.1", &kMistral, 32, 4096, 32, 8, 128, 14336, 32000, 32768, 1e4, false, 0, 4096},
     {"mistral-7b-v0.2", &kMistral, 32, 4096, 32, 8, 128, 14336, 32000, 32768, 1e6},
     {"mistral-7b-v0.3", &kMistral, 32, 4096, 32, 8, 128, 14336, 32768, 32768, 1e6},
+    {"ministral-8b", &kMistral, 36, 4096, 32, 8, 128, 12288, 131072, 32768, 1e8},
     {"mistral-nemo-12b", &kMistral, 40, 5120, 32, 8, 128, 14336, 131072, 131072, 1e6},
     {"mistral-small-24b", &kMistral, 40, 5120, 32, 8, 128, 32768, 131072, 32768, 1e8},
     qwen25("qwen2-0.5b", 24, 896, 14, 2, 4864, 151936, true),
@@ -202,6 +182,10 @@ inline constexpr KnownModel kKnownModels[] = {
     qwen25("qwen2.5-14b", 48, 5120, 40, 8, 13824, 152064, false),
     qwen25("qwen2.5-32b", 64, 5120, 40, 8, 27648, 152064, false),
     qwen25("qwen2.5-72b", 80, 8192, 64, 8, 29568, 152064, false),
+    qwen25("deepseek-r1-distill-qwen-1.5b", 28, 1536, 12, 2, 8960, 151936, false, 131072, 1e4),
+    qwen25("deepseek-r1-distill-qwen-7b", 28, 3584, 28, 4, 18944, 152064, false, 131072, 1e4),
+    qwen25("deepseek-r1-distill-qwen-14b", 48, 5120, 40, 8, 13824, 152064, false, 131072),
+    qwen25("deepseek-r1-distill-qwen-32b", 64, 5120, 40, 8, 27648, 152064, false, 131072),
     qwen3_of("qwen3-0.6b", 28, 1024, 16, 3072, true),
     qwen3_of("qwen3-1.7b", 28, 2048, 16, 6144, true),
     qwen3_of("qwen3-4b", 36, 2560, 32, 9728, true),
@@ -222,47 +206,115 @@ inline constexpr KnownModel kKnownModels[] = {
     bloom_of("bloom-176b", 70, 14336, 112),
 };
 
-// A model's name as the table writes it: "meta-llama/Meta-Llama-3.1-8B-Instruct" becomes "llama-3.1-8b".
-inline std::string plain_model_name(std::string name) {
-    name = lower(name.substr(name.rfind('/') + 1));
-    if (name.starts_with("meta-")) name.erase(0, 5);
-    if (name == "bloom") return "bloom-176b";
-    // Versions of one shape: "mistral-nemo-base-2407" has that of Mistral Nemo.
-    const std::vector<std::string> kVersions = {"instruct", "chat", "base", "hf",  "it",
-                                                "thinking", "2407", "2501", "v1.0"};
-    std::vector<std::string> words;
-    for (size_t begin = 0; begin <= name.size();) {
-        const size_t end = std::min(name.find('-', begin), name.size());
-        const std::string word = name.substr(begin, end - begin);
-        if (std::find(kVersions.begin(), kVersions.end(), word) == kVersions.end()) words.push_back(word);
-        begin = end + 1;
-    }
-    std::string plain = joined(words, "-");
-    if (plain == "mistral-nemo") plain += "-12b";
-    return plain;
-}
+// ---- what names say
+//
+// A name is compared word by word: that of "unsloth/Llama-3.2-1B-Instruct" is "-llama-3.2-1b-instruct-". In
+// lists of spellings, a hyphen is where a word begins or ends, and 0 is any number.
 
-// For a message: the known model whose name is nearest to this one, but for hyphens and dots; "" if none is.
-inline std::string known_name_like(const std::string& name) {
-    const auto letters = [](std::string text) {
-        std::erase_if(text, [](unsigned char c) { return !std::isalnum(c); });
-        return text;
-    };
-    std::vector<std::string> names;
-    for (const KnownModel& known : kKnownModels) names.push_back(letters(known.name));
-    const std::string nearest = nearest_name(letters(plain_model_name(name)), names);
-    for (const KnownModel& known : kKnownModels)
-        if (letters(known.name) == nearest) return format("; a plan knows %s by its name", known.name);
+// What is not supported in any family.
+inline constexpr const char* kOtherKinds[][2] = {
+    {"a mixture of experts", "-a0b- -a0m- -0x0b- -moe moe- mixtral"},
+    {"a model of images, sound or video",
+     "vl- vl0- vlm- -vision -audio -omni- -ocr -tts- -asr- llava pixtral voxtral multimodal"},
+    {"a quantized format other than bitsandbytes' NF4 and GGUF",
+     "-awq -gptq -fp8 -fp4 -int0- -0bit- -mlx- -exl0 -nvfp4 -mxfp4 -w0a0 -hqq- -aqlm- -onnx"},
+};
+// Families that are not supported: remove one that is.
+inline constexpr const char* kOtherFamilies =
+    "-qwen3.5 -qwen3.6 -qwen3.8 -qwen3-next gemma -gpt-oss -phi- -phi1 -phi2 -phi3 -phi4 -granite -smollm3 "
+    "-olmo "
+    "-ministral-3- -mistral-small-3.1 -mistral-small-3.2 -mistral-small-4 -devstral-small-2- -llama-4- -glm "
+    "-deepseek-v2 -deepseek-v3 -deepseek-r1 -chatglm -kimi -lfm -minimax -nvidia-nemotron -nemotron-h "
+    "-seed-oss "
+    "-exaone -command-r -c4ai -aya- -falcon- -stablelm -stable-code -hunyuan -ernie -internlm -baichuan "
+    "-minicpm "
+    "-starcoder -pythia -gpt-neo -gpt-j -opt- mamba -jamba rwkv bert -t5";
+// Spellings that mean the same for a shape, in pairs; "-" drops a word that only says a version.
+inline constexpr const char* kSameShapes =
+    "_ - -meta- - -llama2 -llama-2 -llama3 -llama-3 -llama4 -llama-4 -bloomz- -bloom- "
+    "-deepseek-r1-distill-llama-8b- -llama-3.1-8b- -deepseek-r1-distill-llama-70b- -llama-3.3-70b- "
+    "-instruct- - "
+    "-chat- - -base- - -hf- - -it- - -thinking- - -coder- - -2407- - -2501- - -v1.0- - -unsloth- - -gguf- - "
+    "-bnb-4bit- -nf4- -mistral-nemo- -mistral-nemo-12b-";
+
+// A name as it is compared.
+inline std::string words_of_model(const std::string& name) {
+    std::string words = "-" + lower(name.substr(name.rfind('/') + 1)) + "-", from, to;
+    for (std::istringstream same(kSameShapes); same >> from >> to;)
+        words = jinja::replaced(words, from, to, -1);
+    return words;
+}
+// The first of these spellings that a name's words have, without hyphens around it; "" if it has none.
+inline std::string spelling_in(const std::string& words, const char* spellings) {
+    std::string numbers, spelling;  // `numbers`: the words with 0 for each number
+    for (const char c : words) {
+        const bool is_number = std::isdigit(static_cast<unsigned char>(c)) || c == '.';
+        if (!is_number || !numbers.ends_with('0')) numbers += is_number ? '0' : c;
+    }
+    for (std::istringstream all(spellings); all >> spelling;)
+        if (words.find(spelling) != words.npos || numbers.find(spelling) != numbers.npos)
+            return std::string(jinja::strip(spelling, "-"));
+    return "";
+}
+// What a name says that is not supported in any family; or "".
+inline std::string other_kind(const std::string& name) {
+    for (const auto& [kind, spellings] : kOtherKinds)
+        if (spelling_in(words_of_model(name), spellings) != "") return kind;
     return "";
 }
 
-// The known model of this name, with or without an organisation of the hub before it; or null.
+// The known model of a name, with or without an organisation of the hub before it: the longest one whose
+// words it has, beside words that do not say another shape. Null if there is none.
 inline const KnownModel* find_known_model(const std::string& name) {
-    if (name.find('/') != name.npos && !is_hub_name(name)) return nullptr;
-    const std::string plain = plain_model_name(name);
-    for (const KnownModel& known : kKnownModels)
-        if (plain == known.name) return &known;
-    return nullptr;
+    if ((name.find('/') != name.npos && !is_hub_name(name)) || !other_kind(name).empty()) return nullptr;
+    std::string words = words_of_model(name);
+    if (words == "-bloom-") words += "176b-";
+    const KnownModel* found = nullptr;
+    for (const KnownModel& known : kKnownModels) {
+        const std::string own = format("-%s-", known.name), others = jinja::replaced(words, own, "--", -1);
+        if (others == words || (known.family == &kGpt2 && others != "--")) continue;
+        if (spelling_in(others, "-0k- -1m- -tiny- -random- draft eagle medusa -pruned-") != "") continue;
+        if (!found || own.size() > strlen(found->name) + 2) found = &known;
+    }
+    return found;
+}
+
+// Fails if a name shows that its model is not supported. A name that has a known model's beside that of
+// another family is the known one's, which may have been taught by the other.
+inline void refuse_unsupported(const char* option, const std::string& name) {
+    std::string what = other_kind(name);
+    if (what.empty() && !find_known_model(name)) what = spelling_in(words_of_model(name), kOtherFamilies);
+    if (what.empty()) return;
+    fail("%s %s: %s is not supported; there are %s, and --model list prints the models that a plan knows",
+         option, name.c_str(), what.c_str(), family_names().c_str());
+}
+
+// What an option like --model names: `text` itself, unless that is no file here and has the form of a name on
+// the hub. Then the model's folder in the cache, or its file if it has a single GGUF and no config.json.
+// Fails if the cache has no such model.
+// A resumed run's model may have been removed: `resumes` returns its name then.
+inline std::string find_on_hub(const char* option, const std::string& text, bool resumes = false,
+                               const std::string& revision = "") {
+    if (!is_hub_name(text) || file_exists(text)) return text;
+    const std::string folder = hub_snapshot(text, revision);
+    if (folder.empty() && resumes) return text;
+    if (folder.empty() && (text.ends_with(".gguf") || file_exists(text.substr(0, text.find('/')))))
+        fail("%s %s: there is no such file or folder", option, text.c_str());
+    if (folder.empty() && std::string_view(option) == "--model") refuse_unsupported(option, text);
+    if (folder.empty())
+        fail(
+            "%s %s: there is no such folder, and no such model in %s: `hf download %s` gets it if Hugging "
+            "Face has it",
+            option, text.c_str(), hub_cache().c_str(), text.c_str());
+    if (file_exists(folder + "/config.json") || file_exists(folder + "/adapter_config.json")) return folder;
+    std::vector<std::string> ggufs;
+    for (const std::string& file : list_folder(folder))
+        if (file.ends_with(".gguf")) ggufs.push_back(file);
+    std::sort(ggufs.begin(), ggufs.end());
+    if (ggufs.size() == 1) return folder + "/" + ggufs[0];
+    if (ggufs.empty()) fail("%s %s: %s has no config.json", option, text.c_str(), folder.c_str());
+    fail("%s %s: %s has %zu GGUF files: give the path of one, such as %s/%s", option, text.c_str(),
+         folder.c_str(), ggufs.size(), folder.c_str(), ggufs[0].c_str());
 }
 
 // The known model of this name if it is not here: neither a file or folder, nor in the hub's cache.

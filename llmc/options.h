@@ -42,7 +42,7 @@ constexpr bool kSearchesAlgorithms = !kHostIsDevice;
 constexpr bool kHasTf32 = !kHostIsDevice && std::is_same_v<floatX, float>;
 
 struct Options {
-    std::string model = "d2";
+    std::string model = "d2", tokenizer;
     std::vector<std::string> data, val_data;
     std::string train = "all", adapter, merge, base, head, save_base;
     int lora_rank = 16;

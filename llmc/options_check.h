@@ -306,6 +306,9 @@ inline void check_options(const Options& o) {
     if (o.min_lr > o.lr) fail("--min-lr %g is above --lr %g", o.min_lr, o.lr);
     if (o.save_every > 0 && o.out.empty())
         fail("--save-every %lld needs --out DIR", static_cast<long long>(o.save_every));
+    if (!o.tokenizer.empty() && !parse_new_model(o.model))
+        fail("--tokenizer %s is for a new model, such as --model d12: --model %s has its own",
+             o.tokenizer.c_str(), o.model.c_str());
     check_devices(o);
     check_gpu_plan(o);
     check_update_in_backward(o);

@@ -155,7 +155,10 @@ inline void declare_model_options(CLI::App& app, Options& o) {
     group.add("--model", o.model, "DIR|FILE|ORG/NAME|dN",
               "A folder of a Hugging Face model, a GGUF file, or the folder of an adapter, which names its "
               "model. ORG/NAME is a model that Hugging Face's tools have downloaded. dN, llama:dN, qwen3:dN "
-              "and so on make a new model of N layers.");
+              "and so on make a new model of N layers. list prints the models that --plan knows by name.");
+    group.add("--tokenizer", o.tokenizer, "DIR|FILE|ORG/NAME",
+              "The tokenizer of a new model, which is saved with it: tokenizer.json, vocab.json with "
+              "merges.txt, tokenizer.model, or a GGUF file. Without it, text is read as bytes.");
     group.add("--data", o.data, "FILE...",
               "Texts, examples in JSON lines or a JSON list, or token shards (.bin) to train on; * and ? "
               "match names.");

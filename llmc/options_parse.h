@@ -41,7 +41,7 @@ inline void set_option(CLI::App& app, Options& o, const std::string& name,
     o.given[name] = words;
 }
 
-// Prints the help or the version and exits, if the settings ask for it.
+// Prints the help, the version or the names of known models and exits, if the settings ask for it.
 inline void answer_questions(const CLI::App& app, const Settings& settings) {
     std::string answer;
     if (const auto help = settings.find("--help"); help != settings.end())
@@ -52,6 +52,9 @@ inline void answer_questions(const CLI::App& app, const Settings& settings) {
                      : help_text(app, help->second[0] == "true" ? "" : help->second[0]);
     else if (settings.contains("--version"))
         answer = version_text() + "\n";
+    else if (settings.contains("--model") && settings.at("--model")[0] == "list" && !file_exists("list"))
+        for (const KnownModel& known : kKnownModels)
+            answer += format("%-30s %s\n", known.name, known.family->name);
     if (answer.empty()) return;
     fputs(answer.c_str(), stdout);
     exit(0);
@@ -103,7 +106,7 @@ inline void forget_first_adapter(Options& o, const SavedOptions& before) {
 // Takes from a save what holds in the run that resumes from it. `automatic`: --resume auto.
 inline void set_saved(CLI::App& app, Options& o, const SavedOptions& before, bool automatic) {
     if (automatic) forget_first_adapter(o, before);
-    check_saved_adapter(before, o);
+    check_saved_parts(before, o);
     o.directory = before.directory;
     o.changed = changed_settings(app, o, before, automatic);
     std::vector<std::string> taken;
@@ -143,8 +146,15 @@ inline void open_from_hub(Options& o) {
         const std::string found = find_on_hub(option, value, o.saved.contains(option));
         if (found != value) value = found, o.given[option] = {found};
     };
-    if (!parse_new_model(o.model) && !(o.plan && known_shape(o.model))) open("--model", o.model);
+    const KnownModel* const planned = o.plan && !parse_new_model(o.model) ? known_shape(o.model) : nullptr;
+    const bool nf4 = planned && !o.has("--base") && spelling_in(words_of_model(o.model), "-nf4- -q4-") != "";
+    if (nf4) o.base = "nf4";
+    if (planned && o.model != planned->name)
+        print(stderr, "%s is not here: the plan is for the shape of %s%s\n", o.model.c_str(), planned->name,
+                nf4 ? " with --base nf4, as the name says 4 bits" : "");
+    if (!parse_new_model(o.model) && !planned) open("--model", o.model);
     open("--adapter", o.adapter);
+    open("--tokenizer", o.tokenizer);
 }
 
 // If --model is an adapter's folder, replaces it by the model that the adapter belongs to and makes the
@@ -208,12 +218,19 @@ inline void complete_options(Options& o) {
          (program / "../planner").lexically_normal().c_str());
 }
 
-// Sets the GPU that plans are for, if --gpu names one. In a build for a CPU this does not return.
-inline void plan_for_named_gpu(const Options& o, char** argv) {
+// Sets the GPU that plans are for, if --gpu names one, and --devices, if it names several. In a build for a
+// CPU this does not return.
+inline void plan_for_named_gpu(CLI::App& app, Options& o, char** argv) {
     if (o.gpu.empty()) return;
     if (!o.rank.is_alone()) fail("--gpu %s: a plan needs one process: without mpirun", o.gpu.c_str());
     if (kHostIsDevice) become_planner(o.gpu, argv);
     planned_gpu = find_gpu(o.gpu);
+    if (const int count = count_in_name(o.gpu).first; count >= 0) {
+        if (o.has("--devices") && o.devices != count)
+            fail("--gpu %s is %d GPUs, and --devices %d: leave one of these numbers out", o.gpu.c_str(),
+                 count, o.devices);
+        set_option(app, o, "--devices", {std::to_string(count)});
+    }
     if (o.has("--memory") && parse_bytes(o.memory, "--memory") > memory_of(*planned_gpu))
         fail("--memory %s: the %s of --gpu has %.1f GiB", o.memory.c_str(), planned_gpu->name,
              planned_gpu->memory);
@@ -230,7 +247,7 @@ inline void set_given(CLI::App& app, Options& o, int argc, char** argv) {
         const auto gpu = of.find("--gpu");
         if (!kHostIsDevice || gpu == of.end()) return;
         set_option(app, o, gpu->first, gpu->second);
-        plan_for_named_gpu(o, argv);
+        plan_for_named_gpu(app, o, argv);
     };
     plan_elsewhere(settings);
     const auto replaced = reader.replaced();
@@ -260,7 +277,7 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
     CLI::App app;
     declare_options(app, o);
     set_given(app, o, argc, argv);
-    plan_for_named_gpu(o, argv);
+    plan_for_named_gpu(app, o, argv);
     if (o.only_answers() && !o.has("--steps")) o.steps = 0, o.given["--steps"] = {"0"};
     const bool automatic = o.resume == "auto";
     if (automatic) resume_what_is_there(o);

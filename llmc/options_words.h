@@ -46,6 +46,7 @@ struct Alias {
 };
 inline constexpr Alias kAliases[] = {
     {"--model", "--model-name-or-path --model-name"},
+    {"--tokenizer", "--tokenizer-name --tokenizer-path"},
     {"--data", "--train-file --train-data --input-bin"},
     {"--val-data", "--validation-file --input-val-bin --val-file --eval-data"},
     {"--seq-len",
@@ -134,7 +135,6 @@ inline constexpr Hint kHints[] = {
     {"leave it out: another run's saves stay in --out", "--overwrite-output-dir"},
     {"leave it out: validations use --batch", "--per-device-eval-batch-size"},
     {"the model's own is used; --chat-format chooses another format", "--chat-template"},
-    {"the tokenizer is that of --model", "--tokenizer"},
     {"leave it out: the program is compiled already", "--compile --torch-compile --jit"},
     {"there is no DoRA: --train lora", "--use-dora --dora"},
     {"--lora-alpha X sets the scale, which is alpha / rank", "--use-rslora"},

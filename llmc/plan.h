@@ -318,6 +318,8 @@ inline MemoryReport report_of_run(const Options& o, const RunInputs& in, const P
     report.trained = model.trained_count();
     report.vocabulary = in.config.vocabulary;
     report.vocabulary_of = in.assumed_vocabulary();
+    report.reads_bytes =
+        parse_new_model(o.model) && in.tokenizer_folder.empty() && in.config.vocabulary == 256;
     report.buffers =
         buffers_of(model.state, pointer_to(model.quantized), pointer_to(model.quantized_head),
                    model.embeddings.has_value(), pointer_to(model.adapter), feeders, parts.metrics.count(),
@@ -360,8 +362,6 @@ inline std::vector<ReportedRun> reported_runs(const Options& o, std::optional<in
 // Prints the report as the options ask: for --plan in full or as JSON, otherwise in short before the run
 // allocates. Also writes --timeline and, for --plan, --report.
 inline void print_plan(const Options& o, const MemoryReport& report, const Plan& update, const Rates& rates) {
-    if (const KnownModel* known = o.plan ? known_shape(o.model) : nullptr; known && o.model != known->name)
-        print(stderr, "%s is not here: the plan is for the shape of %s\n", o.model.c_str(), known->name);
     if (!o.timeline.empty()) write_timeline(o.timeline, report, update, rates);
     if (!o.json && !report.length_choice.empty())
         print(stdout, "--seq-len auto: %s\n", report.length_choice.c_str());

@@ -90,6 +90,7 @@ struct MemoryReport {
     int64_t parameters = 0, trained = 0;
     int vocabulary = 0;
     std::string vocabulary_of;  // why it is this size, if neither data nor a file say it
+    bool reads_bytes = false;   // a new model that has no tokenizer
     int batch = 0, seq_len = 0, grad_accum = 1;
     RanksReport ranks;  // the report is about one of them
     int64_t head_rows = 0, mlp_rows = 0, attention_rows = 0;
@@ -359,7 +360,7 @@ inline void print_summary(FILE* to, const MemoryReport& r, const char* verb, con
     };
     print(to,
           "%s: %lld parameters%s; %s, %s\nvocabulary %d%s, batch %d, seq_len %d, recompute %s, head_rows "
-          "%lld%s%s%s\n%s, in MiB:\n",
+          "%lld%s%s%s\n",
           r.model.c_str(), static_cast<long long>(r.parameters), trained.c_str(), r.device.c_str(),
           r.precision.c_str(), r.vocabulary,
           r.vocabulary_of.empty() ? "" : format(" (%s)", r.vocabulary_of.c_str()).c_str(), r.batch, r.seq_len,
@@ -367,8 +368,10 @@ inline void print_summary(FILE* to, const MemoryReport& r, const char* verb, con
           rows(", attention_rows", r.attention_rows).c_str(),
           r.ranks.devices > 1
               ? format("; each of %d devices, --zero %s", r.ranks.devices, r.ranks.zero.c_str()).c_str()
-              : "",
-          verb);
+              : "");
+    if (r.reads_bytes)
+        print(to, "text is read as bytes: --tokenizer gives a new model tokens, such as GPT-2's 50257\n");
+    print(to, "%s, in MiB:\n", verb);
     const auto line = [&](size_t bytes, const std::string& what) {
         if (bytes > 0) print(to, "%12.2f  %s\n", mebibytes(bytes), what.c_str());
     };

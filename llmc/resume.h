@@ -70,10 +70,9 @@ inline bool is_same_value(const std::string& a, const std::string& b) {
     return a == b || (are_numbers && x == y);
 }
 
-// A resumed run goes on with the adapter of the save. Fails if the command line gives another value to an
-// option that says what an adapter is made of.
-inline void check_saved_adapter(const SavedOptions& before, const Options& o) {
-    if (before.written.contains("--adapter")) return;  // check_adapter_options() refuses these options
+// A resumed run goes on with the tokenizer and the adapter of the save. Fails if the command line gives
+// another value to --tokenizer, or to an option that says what an adapter is made of.
+inline void check_saved_parts(const SavedOptions& before, const Options& o) {
     const auto saved = [&](const char* name, std::vector<std::string> standard) {
         std::vector<std::string> words;
         try {
@@ -91,6 +90,8 @@ inline void check_saved_adapter(const SavedOptions& before, const Options& o) {
                  o.resume.c_str(), name, was[0].c_str(), name);
     };
     const Options standard;
+    check("--tokenizer", {"its own"});
+    if (before.written.contains("--adapter")) return;  // check_adapter_options() refuses these options
     check("--train", {standard.train});
     const std::string trained = saved("--train", {standard.train})[0];
     if (trained == "prompt") check("--soft-prompt", {std::to_string(standard.soft_prompt)});
@@ -142,7 +143,7 @@ inline std::string name_from(const std::string& folder, const std::string& name)
 
 // The options whose values are names of files or folders.
 constexpr const char* kNameOptions =
-    "--data --val-data --model --log --out --advanced.algorithms --adapter --merge --export --save-base "
+    "--data --val-data --model --tokenizer --log --out --advanced.algorithms --adapter --merge --export --save-base "
     "--loss-by-position --rates --report --report.with --tensorboard";
 
 inline bool is_list_of_texts(const nlohmann::json& options, const std::string& name) {

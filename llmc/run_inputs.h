@@ -158,7 +158,7 @@ class RunInputs {
     // empty.
     std::string assumed_vocabulary() const {
         const NewModel made = parse_new_model(o_.model);
-        if (!made || data || val_data || !resumed.empty()) return "";
+        if (!made || data || val_data || !resumed.empty() || !tokenizer_folder.empty()) return "";
         return learns_bytes(made) ? "bytes"
                                   : std::string(made.family->name) + "'s own, as no --data says another";
     }
@@ -179,9 +179,11 @@ class RunInputs {
     std::string model;                        // the folder of --model, or the save that it shows
     std::optional<Progress> progress;         // the progress of that save, if the run trains
     std::unique_ptr<Dataset> data, val_data;  // val_data: if the run validates
-    std::unique_ptr<GgufModel> gguf;          // --model, if it is a GGUF file
+    std::shared_ptr<GgufModel> gguf;          // --model, if it is a GGUF file
+    std::string tokenizer_folder;  // where the tokenizer was found, for saves; may be empty, or a GGUF file
+    std::shared_ptr<const GgufFile> tokenizer_file;  // the GGUF file that has the tokenizer, if one has
+    std::optional<Tokenizer> given_tokenizer;        // --tokenizer, if this run begins with it
     ModelConfig config;
-    std::string tokenizer_folder;  // where the tokenizer was found, for saves; may be empty
     std::optional<Tokenizer> tokenizer;
     ChatUsed chat_used;            // what wrote the conversations of the data, if there are any
     std::set<std::string> unread;  // fields of examples, or of prompts, that were not read
@@ -231,6 +233,7 @@ class RunInputs {
     bool scales_by_length() const {
         return is_dynamic() && uses_batches() && o_.seq_len + adapter.prompt_tokens > config.positions;
     }
+    std::optional<Tokenizer> open_given_tokenizer();
     std::optional<Tokenizer> open_tokenizer();
     void tokenize_texts();
     void tokenize_lines(Dataset& lines);
@@ -277,7 +280,8 @@ inline RunInputs::RunInputs(Options& o, std::optional<HeldSave> resumed_save)
       model(held_model->path()),
       data(open_training_data()),
       val_data(o.val_data.empty() ? nullptr : open_data(o.val_data, "--val-data")),
-      gguf(is_gguf(o.model) ? std::make_unique<GgufModel>(o.model) : nullptr),
+      gguf(is_gguf(o.model) ? std::make_shared<GgufModel>(o.model) : nullptr),
+      given_tokenizer(open_given_tokenizer()),
       config(choose_config()),
       tokenizer(open_tokenizer()),
       adapter(choose_adapter()) {
@@ -366,7 +370,7 @@ inline ModelConfig RunInputs::choose_config() const {
     if (const NewModel made = parse_new_model(o_.model)) {
         const Dataset* of = data ? data.get() : val_data.get();
         config = saved ? new_config(made, saved->vocabulary, saved->positions)
-                       : new_config_for(made, of, learns_bytes(made), o_.seq_len);
+                       : new_config_for(made, of, learns_bytes(made), o_.seq_len, given_tokenizer);
     } else if (saved && !std::filesystem::exists(model)) {
         config = *saved;  // the folder that the run started from may have been removed
     } else if (gguf) {
@@ -531,7 +535,7 @@ inline InputBytes RunInputs::bytes() const {
     constexpr size_t kLittleHeld = 256 << 10, kLittleRead = 4 << 20;
     InputBytes bytes{tokenizer ? tokenizer->held_bytes() : 0, prompts_held_, 0};
     if (o_.chat) bytes.data += kCopiesOfLine * longest_text();
-    if (gguf) bytes.tokenizer += gguf->file().held_bytes();  // most of it is the vocabulary
+    if (tokenizer_file) bytes.tokenizer += tokenizer_file->held_bytes();  // most of it is the vocabulary
     if (!o_.export_file.empty())
         bytes.tokenizer += exported_tokenizer.bytes().size() + export_buffers(config);
     for (const Dataset* d : {data.get(), val_data.get()}) {
@@ -576,8 +580,8 @@ inline ExampleOptions RunInputs::example_options() const {
     const std::string& folder = model_of_tokenizer();
     ExampleOptions options{{o_.loss_on, o_.chat_format, o_.chat_date}, {}, folder, false};
     options.is_new_model = tokenizer_folder.empty() && parse_new_model(o_.model);
-    if (gguf)
-        options.templates = chat_templates_of(*gguf);
+    if (tokenizer_file)
+        options.templates = chat_templates_of(*tokenizer_file);
     else if (!options.is_new_model)
         options.templates = chat_templates_of(folder, *tokenizer);
     return options;
@@ -654,12 +658,39 @@ inline void RunInputs::open_validation() {
              static_cast<long long>(o_.eval_every));
 }
 
-// Opens the tokenizer in the model's folder or beside the shards. A vocabulary of 256 without a tokenizer
-// means bytes.
+// Opens --tokenizer: a folder, the first file of one, or a GGUF file. A resumed run has that of its save.
+inline std::optional<Tokenizer> RunInputs::open_given_tokenizer() {
+    if (o_.tokenizer.empty() || !resumed.empty()) return std::nullopt;
+    tokenizer_folder = o_.tokenizer;
+    if (is_gguf(o_.tokenizer)) {
+        tokenizer_file = std::make_shared<GgufFile>(o_.tokenizer);
+        return read_gguf_tokenizer(tokenizer_file->metadata(), o_.tokenizer);
+    }
+    const bool is_file = !std::filesystem::is_directory(o_.tokenizer);
+    if (is_file) tokenizer_folder = folder_above(o_.tokenizer);
+    std::string read = "tokenizer.model";
+    for (const char* before : {"vocab.json", "tokenizer.json"})
+        if (file_exists(tokenizer_folder + "/" + before)) read = before;
+    std::optional<Tokenizer> found;
+    if (!is_file || std::filesystem::path(o_.tokenizer).filename() == read)
+        found = Tokenizer::open(tokenizer_folder);
+    if (!found)
+        fail(
+            "--tokenizer %s: neither a GGUF file, nor a folder with tokenizer.json, vocab.json and "
+            "merges.txt, or "
+            "tokenizer.model, nor the first of these files in a folder",
+            o_.tokenizer.c_str());
+    return found;
+}
+
+// Opens the tokenizer in the model's folder, that of --tokenizer, or the one beside the shards. A vocabulary
+// of 256 without a tokenizer means bytes.
 inline std::optional<Tokenizer> RunInputs::open_tokenizer() {
     std::vector<std::string> folders;
+    if (given_tokenizer) return given_tokenizer;
     if (gguf && has_gguf_tokenizer(gguf->file().metadata(), model)) {
         tokenizer_folder = model;  // a file, not a folder
+        tokenizer_file = {gguf, &gguf->file()};
         return read_gguf_tokenizer(gguf->file().metadata(), model);
     }
     if (!resumed.empty()) folders.push_back(resumed);
@@ -689,9 +720,9 @@ inline TokenizerSource RunInputs::saved_tokenizer() const {
 // If the run was given a folder of saves, returns that folder and not the save in it, which may be removed
 // later. If the folder itself is gone, the run's own saves have the tokenizer.
 inline TokenizerSource RunInputs::tokenizer_source() const {
-    if (gguf && tokenizer_folder == model)
+    if (tokenizer_file)
         return TokenizerSource([this](const std::string& to) {
-            write_gguf_tokenizer(gguf->file().metadata(), model, config.longest(), to);
+            write_gguf_tokenizer(tokenizer_file->metadata(), tokenizer_folder, config.longest(), to);
         });
     const bool is_folder = !parse_new_model(o_.model) && std::filesystem::exists(o_.model);
     std::string folder = is_folder ? o_.model : o_.resume;

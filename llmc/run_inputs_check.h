@@ -350,6 +350,7 @@ inline void RunInputs::check_output_files() const {
     if (!parse_new_model(o_.model)) inputs.push_back(o_.model);
     if (!o_.resume.empty()) inputs.push_back(o_.resume);
     if (!o_.adapter.empty()) inputs.push_back(o_.adapter);
+    if (!o_.tokenizer.empty()) inputs.push_back(o_.tokenizer);
     check_outputs(files, o_.out, inputs);
 }
 
@@ -360,16 +361,14 @@ inline void RunInputs::read_exported() {
     if (adapter.kind == Trained::Prompt) fail("%s: GGUF has no soft prompts", option.c_str());
     if (o_.export_part == "adapter") return;
     check_rope_for_gguf(config, option);
-    const bool is_in_gguf = gguf && tokenizer_folder == model;
     std::map<std::string, std::string> templates;
     if (!chat_used.own_source.empty())
         templates = {{"default", chat_used.own_source}};
-    else if (is_in_gguf)
-        templates = chat_templates_of(*gguf).sources;
+    else if (tokenizer_file)
+        templates = chat_templates_of(*tokenizer_file).sources;
     else if (!tokenizer_folder.empty())
         templates = chat_templates_of(tokenizer_folder, *tokenizer).sources;
-    exported_tokenizer =
-        tokenizer_keys(is_in_gguf ? &gguf->file() : nullptr, tokenizer_folder, config, templates);
+    exported_tokenizer = tokenizer_keys(tokenizer_file.get(), tokenizer_folder, config, templates);
     const std::string arch = gguf_architecture(config);
     if (tokenizer_folder.empty() && config.vocabulary != 256 && arch != "llama")  // whose other keys have it
         exported_tokenizer.add(arch + ".vocab_size", static_cast<uint32_t>(config.vocabulary));

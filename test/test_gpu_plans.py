@@ -24,7 +24,8 @@ PARAMETERS = {
     "mistral-small-24b": 23572403200, "qwen2-0.5b": 494032768, "qwen2-1.5b": 1543714304,
     "qwen2-7b": 7615616512, "qwen2-72b": 72706203648, "qwen2.5-0.5b": 494032768, "qwen2.5-1.5b": 1543714304, "qwen2.5-3b": 3085938688,
     "qwen2.5-7b": 7615616512, "qwen2.5-14b": 14770033664, "qwen2.5-32b": 32763876352, "qwen2.5-72b": 72706203648,
-    "qwen3-0.6b": 596049920, "qwen3-1.7b": 1720574976, "qwen3-4b": 4022468096, "qwen3-4b-2507": 4022468096,
+    "deepseek-r1-distill-qwen-1.5b": 1777088000, "deepseek-r1-distill-qwen-7b": 7615616512, "deepseek-r1-distill-qwen-14b": 14770033664,
+    "deepseek-r1-distill-qwen-32b": 32763876352, "ministral-8b": 8019808256, "qwen3-0.6b": 596049920, "qwen3-1.7b": 1720574976, "qwen3-4b": 4022468096, "qwen3-4b-2507": 4022468096,
     "qwen3-8b": 8190735360,
     "qwen3-14b": 14768307200, "qwen3-32b": 32762123264, "distilgpt2": 81912576, "gpt2": 124439808, "gpt2-medium": 354823168,
     "gpt2-large": 774030080, "gpt2-xl": 1557611200, "bloom-560m": 559214592, "bloom-1b1": 1065314304, "bloom-1b7": 1722408960,
@@ -124,11 +125,28 @@ def test_it_is_that_of_the_gpu_itself(program):
     ("GH200", "GH200 480GB", 94.5), ("5090", "RTX 5090", 31.3), ("4070 ti super", "RTX 4070 Ti SUPER", 15.5),
     ("RTX 4090 Laptop", "RTX 4090 Laptop", 15.5), ("NVIDIA GeForce RTX 4060 Laptop GPU", "RTX 4060 Laptop", 7.6),
     ("4060", "RTX 4060", 7.6), ("3080 laptop 8gb", "RTX 3080 Laptop 8GB", 7.6), ("AGX Orin", "Jetson AGX Orin 64GB", 61),
-    ("Jetson Orin Nano", "Jetson Orin Nano 8GB", 7.4)])
+    ("Jetson Orin Nano", "Jetson Orin Nano 8GB", 7.4), ("DGX Spark", "GB10", 119), ("NVIDIA DGX Spark", "GB10", 119)])
 def test_gpus_by_the_names_that_people_use(program, name, is_called, gib):
     plan = json.loads(run(program, "json", "--gpu", name, "--model", "d2", "--batch", "1").stdout)
     assert plan["planned_gpu"]["name"] == is_called
     assert plan["planned_gpu"]["bytes"] == pytest.approx(gib * 2**30, rel=2e-3)
+
+
+@pytest.mark.parametrize("name, is_called, count", [
+    ("2x RTX 3090", "RTX 3090", 2), ("4x H100", "H100", 4), ("8xH100", "H100", 8), ("RTX 3090 x2", "RTX 3090", 2), ("dual 3090", "RTX 3090", 2),
+    ("2 x 4090", "RTX 4090", 2), ("2x4090", "RTX 4090", 2), ("2\u00d7 RTX 4090", "RTX 4090", 2), ("4090 X 2", "RTX 4090", 2), ("H100x8", "H100", 8),
+    ("2 RTX 3060", "RTX 3060", 2), ("8 x NVIDIA H100 80GB HBM3", "H100", 8), ("4x 4060 Ti 16GB", "RTX 4060 Ti 16GB", 4), ("1x L4", "L4", 1),
+    ("DGX H100", "H100", 8), ("Two RTX 5090", "RTX 5090", 2), ("8 GB RTX 3050", "RTX 3050", 1), ("16x A100-SXM4-40GB", "A100-SXM4-40GB", 16)])
+def test_several_gpus_by_their_name(program, name, is_called, count):
+    """They are --devices."""
+    options = ["json", "--model", "d2", "--batch", "1"]
+    plan = json.loads(run(program, *options, "--gpu", name).stdout)
+    assert plan["planned_gpu"]["name"] == is_called
+    assert plan == json.loads(run(program, *options, "--gpu", is_called, "--devices", count).stdout)
+
+
+def test_several_gpus_and_the_same_devices(program):
+    assert answer(program, "--gpu", "2x RTX 3090", "--devices", "2", "--model", "d2", "--batch", "1")[0].startswith("fits each of 2 GPUs RTX 3090")
 
 
 @pytest.mark.parametrize("name, says", [("RTX A5000 Laptop", ["RTX A5000"]), ("GTX 1080", ["RTX 3060", "H100"]),
@@ -374,7 +392,9 @@ def test_neighbours_that_differ_by_a_thousandth_are_not_shown(program):
     ("--plan --gpu H100 --rates rates.json", "nominal rates"),
     ("--model llama-3.1-8b --steps 1", "only --plan needs no more"),
     ("--plan --gpu H100 --model unknown-8b", "is not a folder with config.json"),
-    ("--plan --gpu H100 --model llama3.1-8b", "; a plan knows llama-3.1-8b by its name"),
+    ("--plan --gpu H100 --model lama-3.1-8b", "; models are not downloaded: give the folder of one; --model list prints those that a plan knows"),
+    ("--plan --gpu 2xH100 --devices 4 --model d2", "--gpu 2xH100 is 2 GPUs, and --devices 4: leave one of these numbers out"),
+    ("--plan --gpu 0xH100 --model d2", "--devices: "),
     ("--plan --gpu H100 --model ./gpt2-large", "is not a folder with config.json"),
     ("--plan --gpu H100 --model /models/x/gpt2-large", "is not a folder with config.json"),
     ("--plan --gpu 3060 --memory 40GiB", "--memory 40GiB: the RTX 3060 of --gpu has 11.6 GiB"),

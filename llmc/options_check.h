@@ -281,7 +281,7 @@ inline void check_names(const Options& o) {
     for (const char* name :
          {"--out", "--resume", "--log", "--timeline", "--advanced.algorithms", "--adapter", "--merge",
           "--export", "--save-base", "--rope-scaling", "--loss-by-position", "--rates", "--calibrate",
-          "--prompts", "--report", "--report.with", "--tensorboard"})
+          "--prompts", "--report", "--report.with", "--tensorboard", "--tokenizer"})
         if (o.has(name) && !*o.first(name))
             fail("%s is empty where the name of a file or folder is needed", setting_name(name).c_str());
 }

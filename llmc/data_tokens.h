@@ -200,7 +200,7 @@ class ExampleEncoder {
         if (options_.is_new_model)
             fail(
                 "%s is a conversation, and a new model knows no chat format: give the folder of a trained "
-                "model, --model DIR",
+                "model, --model DIR, or one with a chat template as --tokenizer",
                 where.c_str());
         if (!chat_) chat_.emplace(options_.chat, options_.templates, options_.model, tokenizer_);
         return *chat_;

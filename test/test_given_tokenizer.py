@@ -130,6 +130,7 @@ def test_mistakes(train, work, tmp_path):
                           (("--tokenizer", work / "none"), f"--tokenizer {work}/none: neither a GGUF file, nor a folder with tokenizer.json"),
                           (("--tokenizer", "x.json"), "--tokenizer x.json: neither a GGUF file, nor a folder"),
                           (("--tokenizer", work / "files/merges.txt"), "nor the first of these files in a folder"),
-                          (("--tokenizer", "x.gguf"), "x.gguf"), (("--tokenizer", work / "json", "--log", work / "json/tokenizer.json"), "is a part of")):
+                          (("--tokenizer", "x.gguf"), "x.gguf"), (("--tokenizer", ""), "--tokenizer is empty where the name of a file or folder is needed"),
+                          (("--tokenizer", work / "json", "--log", work / "json/tokenizer.json"), "is a part of")):
         error = train(*options, "--data", work / "text.txt", "--steps", 1, *RUN, code=2, cwd=tmp_path).stderr.decode()
         assert says in error and error.count("\n") == 1, error

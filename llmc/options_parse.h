@@ -151,7 +151,7 @@ inline void open_from_hub(Options& o) {
     if (nf4) o.base = "nf4";
     if (planned && o.model != planned->name)
         print(stderr, "%s is not here: the plan is for the shape of %s%s\n", o.model.c_str(), planned->name,
-                nf4 ? " with --base nf4, as the name says 4 bits" : "");
+              nf4 ? " with --base nf4, as the name says 4 bits" : "");
     if (!parse_new_model(o.model) && !planned) open("--model", o.model);
     open("--adapter", o.adapter);
     open("--tokenizer", o.tokenizer);

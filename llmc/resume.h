@@ -143,7 +143,8 @@ inline std::string name_from(const std::string& folder, const std::string& name)
 
 // The options whose values are names of files or folders.
 constexpr const char* kNameOptions =
-    "--data --val-data --model --tokenizer --log --out --advanced.algorithms --adapter --merge --export --save-base "
+    "--data --val-data --model --tokenizer --log --out --advanced.algorithms --adapter --merge --export "
+    "--save-base "
     "--loss-by-position --rates --report --report.with --tensorboard";
 
 inline bool is_list_of_texts(const nlohmann::json& options, const std::string& name) {

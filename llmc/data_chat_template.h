@@ -23,6 +23,7 @@
 #include "llmc/jinja.h"
 #include "llmc/jinja_strings.h"
 #include "llmc/tokenizer.h"
+#include "llmc/tokenizer_settings.h"
 
 // ---- the templates of a model
 
@@ -51,9 +52,6 @@ struct ChatTemplates {
 inline nlohmann::json member(const nlohmann::json& object, const char* key) {
     return object.is_object() ? object.value(key, nlohmann::json()) : nlohmann::json();
 }
-inline nlohmann::json read_json_if_there(const std::string& path) {
-    return file_exists(path) ? read_json(path) : nlohmann::json();
-}
 
 // Reads "chat_template" of a JSON file: a text, or a list of texts with names.
 inline void add_templates_of(const nlohmann::json& file, const std::string& path, ChatTemplates& templates) {
@@ -72,43 +70,20 @@ inline void add_templates_of(const nlohmann::json& file, const std::string& path
 }
 
 // The special tokens that a folder's files name, and those that transformers has for the tokenizer's class.
-// Without such files, they are the tokenizer's own.
+// Where no file can name them, those that begin and end a text are the tokenizer's own.
 inline jinja::Variables special_tokens_of(const std::string& folder, const Tokenizer& tokenizer) {
-    struct Default {
-        const char *tokenizer_class, *key, *token;
-    };
-    static constexpr Default kDefaults[] = {
-        {"LlamaTokenizer", "bos_token", "<s>"},           {"LlamaTokenizer", "eos_token", "</s>"},
-        {"LlamaTokenizer", "unk_token", "<unk>"},         {"GPT2Tokenizer", "bos_token", "<|endoftext|>"},
-        {"GPT2Tokenizer", "eos_token", "<|endoftext|>"},  {"GPT2Tokenizer", "unk_token", "<|endoftext|>"},
-        {"Qwen2Tokenizer", "eos_token", "<|endoftext|>"}, {"Qwen2Tokenizer", "unk_token", "<|endoftext|>"},
-        {"Qwen2Tokenizer", "pad_token", "<|endoftext|>"}, {"GemmaTokenizer", "bos_token", "<bos>"},
-        {"GemmaTokenizer", "eos_token", "<eos>"},         {"GemmaTokenizer", "pad_token", "<pad>"},
-        {"GemmaTokenizer", "unk_token", "<unk>"},
-    };
-    const nlohmann::json config = read_json_if_there(folder + "/tokenizer_config.json");
-    const nlohmann::json map = read_json_if_there(folder + "/special_tokens_map.json");
+    const auto has = [&](const char* name) { return file_exists(folder + name); };
+    const bool is_named = (has("/tokenizer_config.json") || has("/special_tokens_map.json")) &&
+                          (has("/tokenizer.json") || has("/vocab.json"));
+    nlohmann::json settings = tokenizer_settings(folder);
+    const std::pair<const char*, int> ends[] = {{"bos_token", tokenizer.begin_of_text()},
+                                                {"eos_token", tokenizer.end_of_text()}};
+    for (const auto& [key, token] : ends)
+        if (!is_named && token >= 0 && !settings.contains(key)) settings[key] = tokenizer.decode(token);
     jinja::Variables tokens;
-    for (const char* key :
-         {"bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"}) {
-        const bool is_named = config.is_object() && config.contains(key);
-        nlohmann::json value = member(is_named ? config : map, key);
-        if (value.is_object()) value = member(value, "content");
-        for (const Default& d : kDefaults) {
-            const nlohmann::json name = member(config, "tokenizer_class");
-            const bool is_class =
-                name == d.tokenizer_class || name == std::string(d.tokenizer_class) + "Fast";
-            if (value.is_null() && !is_named && is_class && std::string_view(key) == d.key) value = d.token;
-        }
-        if (value.is_string()) tokens.emplace_back(key, jinja::Value::string(value.get<std::string>()));
-    }
-    if (config.is_null() && map.is_null()) {
-        const auto add = [&](const char* key, int token) {
-            if (token >= 0) tokens.emplace_back(key, jinja::Value::string(tokenizer.decode(token)));
-        };
-        add("bos_token", tokenizer.begin_of_text());
-        add("eos_token", tokenizer.end_of_text());
-    }
+    for (const char* key : kSpecialTokens)
+        if (const std::string text = content_of(settings.value(key, nlohmann::json())); !text.empty())
+            tokens.emplace_back(key, jinja::Value::string(text));
     return tokens;
 }
 
@@ -131,9 +106,9 @@ inline ChatTemplates chat_templates_of(const std::string& folder, const Tokenize
             }
         if (error) fail("%s: the folder cannot be read: %s", more.c_str(), error.message().c_str());
     }
-    for (const char* name : {"/tokenizer_config.json", "/chat_template.json"})
+    for (const char* name : {"tokenizer_config.json", "chat_template.json"})
         if (templates.sources.empty())
-            add_templates_of(read_json_if_there(folder + name), folder + name, templates);
+            add_templates_of(read_object(folder, name), folder + "/" + name, templates);
     templates.special_tokens = special_tokens_of(folder, tokenizer);
     return templates;
 }

@@ -239,6 +239,7 @@ class RunInputs {
     void tokenize_lines(Dataset& lines);
     TokenizerSource tokenizer_source() const;
     void stop_at(int token);
+    int end_of_turn() const;
     // The tokens of a prompt. Fails if it is far too long, before it takes memory.
     std::vector<int> encoded(const std::string& text, Ends ends = Ends::None) const {
         if (text.size() > longest_text())

@@ -354,6 +354,20 @@ inline void RunInputs::check_output_files() const {
     check_outputs(files, o_.out, inputs);
 }
 
+// The token that ends an answer, if it is not the one that ends a text, else -1. Without a chat format it is
+// one that generation_config.json has beside the model's own.
+inline int RunInputs::end_of_turn() const {
+    if (!tokenizer || tokenizer_folder.empty()) return -1;
+    int end = chat_used.end_of_answer;
+    const ExampleOptions options = example_options();
+    if (end < 0 && !options.templates.sources.empty()) try {
+            end = Chat(options.chat, options.templates, options.model, *tokenizer).end_of_answer();
+        } catch (const UserError&) {  // a template that does not write a short conversation
+        }
+    if (end < 0 && config.stops.size() > config.end_of_text.size()) end = config.stops.back();
+    return end < config.vocabulary && end != tokenizer->end_of_text() ? end : -1;
+}
+
 // Reads what --export writes beside the weights. Fails if a GGUF cannot hold the model or its tokenizer.
 inline void RunInputs::read_exported() {
     if (o_.export_file.empty()) return;
@@ -368,7 +382,8 @@ inline void RunInputs::read_exported() {
         templates = chat_templates_of(*tokenizer_file).sources;
     else if (!tokenizer_folder.empty())
         templates = chat_templates_of(tokenizer_folder, *tokenizer).sources;
-    exported_tokenizer = tokenizer_keys(tokenizer_file.get(), tokenizer_folder, config, templates);
+    exported_tokenizer =
+        tokenizer_keys(tokenizer_file.get(), tokenizer_folder, config, templates, end_of_turn());
     const std::string arch = gguf_architecture(config);
     if (tokenizer_folder.empty() && config.vocabulary != 256 && arch != "llama")  // whose other keys have it
         exported_tokenizer.add(arch + ".vocab_size", static_cast<uint32_t>(config.vocabulary));

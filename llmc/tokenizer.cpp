@@ -23,6 +23,7 @@
 #include "llmc/tokenizer_gguf.h"
 #include "llmc/tokenizer_json.h"
 #include "llmc/tokenizer_sentencepiece.h"
+#include "llmc/tokenizer_settings.h"
 #include "llmc/tokenizer_vocabulary.h"
 
 // ---- opening
@@ -36,46 +37,34 @@ Tokenizer::Tokenizer(TokenizerParts parts, int begin_of_text, int end_of_text)
 }
 
 namespace {
-nlohmann::json read_object(const std::string& path) {
-    if (!file_exists(path)) return nlohmann::json::object();
-    nlohmann::json json = read_json(path);
-    if (!json.is_object()) fail("%s is not a JSON object", path.c_str());
-    return json;
-}
-
-// Other tokenizers have files of these names too, but split text differently.
-void refuse_other_classes(const std::string& path) {
-    const nlohmann::json name = read_object(path).value("tokenizer_class", nlohmann::json());
-    if (!name.is_string()) return;
-    for (const char* known :
-         {"GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend"})
-        if (name == known) return;
-    fail(
-        "%s: \"tokenizer_class\" \"%s\": vocab.json and merges.txt are read as GPT-2's alone; this one's "
-        "tokenizer.json is needed",
-        path.c_str(), printable(name.get<std::string>()).c_str());
+// Reads a folder's tokenizer.json or, if there is none, vocab.json and merges.txt.
+TokenizerParts read_json_files(const std::string& folder, const nlohmann::json& settings) {
+    nlohmann::json file;
+    SpeltModel spelt = read_vocabulary(folder, settings, file);
+    TokenizerParts parts = TokenizerJsonReader(file, std::move(spelt), vocabulary_file(folder)).take();
+    if (file_exists(folder + "/tokenizer.json")) return parts;  // which says itself what is put around a text
+    const auto around = [&](const char* flag, const char* key) -> std::vector<int32_t> {
+        for (const nlohmann::json& token : file["added_tokens"])
+            if (truth_of(settings, flag, false) &&
+                content_of(token) == content_of(settings.value(key, nlohmann::json())))
+                return {token["id"].get<int32_t>()};
+        return {};
+    };
+    parts.before = around("add_bos_token", "bos_token");
+    parts.after = around("add_eos_token", "eos_token");
+    return parts;
 }
 }  // namespace
 
 std::optional<Tokenizer> Tokenizer::open(const std::string& folder) {
-    const auto path = [&](const char* name) { return folder + "/" + name; };
-    const auto has = [&](const char* name) { return file_exists(path(name)); };
-    const auto with_added_tokens = [&](TokenizerParts parts) {
-        add_tokens_beside(parts, folder);
-        return parts;
-    };
-    std::optional<Tokenizer> tokenizer;
-    if (has("tokenizer.json")) {
-        tokenizer = Tokenizer(TokenizerJsonReader(path("tokenizer.json")).take());
-    } else if (has("vocab.json") || has("merges.txt")) {
-        refuse_other_classes(path("tokenizer_config.json"));
-        tokenizer = Tokenizer(with_added_tokens(read_gpt2_files(path("vocab.json"), path("merges.txt"))));
-    } else if (has("tokenizer.model")) {
-        const std::string file = path("tokenizer.model");
-        tokenizer = Tokenizer(with_added_tokens(
-            read_sentencepiece(read_text(file), file, read_object(path("tokenizer_config.json")))));
-    }
-    if (tokenizer) tokenizer->read_ends(folder);
+    const auto has = [&](const char* name) { return file_exists(folder + "/" + name); };
+    const bool is_json = has("tokenizer.json") || has("vocab.json") || has("merges.txt");
+    const std::string model = folder + "/tokenizer.model";
+    if (!is_json && !file_exists(model)) return std::nullopt;
+    const nlohmann::json settings = tokenizer_settings(folder);
+    Tokenizer tokenizer(is_json ? read_json_files(folder, settings)
+                                : read_sentencepiece(read_text(model), model, settings, folder));
+    tokenizer.read_ends(folder, settings);
     return tokenizer;
 }
 
@@ -94,19 +83,12 @@ Tokenizer Tokenizer::bytes() {
 // Finds the tokens that begin and end a text. The begin: what the tokenizer's files name, else the first
 // token that it puts before a text. The end: what they name, else a usual name. Only if there is no end, the
 // model's files are asked for both: some name a begin that their tokenizer does not use.
-void Tokenizer::read_ends(const std::string& folder) {
-    const auto own = {read_object(folder + "/tokenizer_config.json"),
-                      read_object(folder + "/special_tokens_map.json")};
-    nlohmann::json model = read_object(folder + "/generation_config.json");
-    if (model.empty()) model = read_object(folder + "/config.json");
+void Tokenizer::read_ends(const std::string& folder, const nlohmann::json& settings) {
+    nlohmann::json model = read_object(folder, "generation_config.json");
+    if (model.empty()) model = read_object(folder, "config.json");
     const auto named = [&](const char* key) {
-        for (const nlohmann::json& file : own) {
-            nlohmann::json name = file.value(key, nlohmann::json());
-            if (name.is_object()) name = name.value("content", nlohmann::json());
-            if (name.is_string())
-                if (const int token = find_spelling(name.get<std::string>()); token >= 0) return token;
-        }
-        return -1;
+        const std::string spelling = content_of(settings.value(key, nlohmann::json()));
+        return spelling.empty() ? -1 : find_spelling(spelling);
     };
     const auto numbered = [&](const char* key) {
         const nlohmann::json value = model.value(key, nlohmann::json());
@@ -220,7 +202,7 @@ void write_gguf_tokenizer(const nlohmann::json& metadata, const std::string& pat
     const gguf::TokenizerKeys keys(metadata, path);
     const bool by_bytes = keys.text("model") == "gpt2";
     nlohmann::json settings = by_bytes ? nlohmann::json::object() : gguf::sentencepiece_config(keys);
-    settings["tokenizer_class"] = by_bytes ? "PreTrainedTokenizerFast" : "LlamaTokenizer";
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast";
     settings["clean_up_tokenization_spaces"] = false;
     settings["model_max_length"] = longest;
     if (!by_bytes) settings["legacy"] = true;

@@ -97,7 +97,7 @@ class Tokenizer {
 
   private:
     std::string text_of(int token, std::string_view space) const;
-    void read_ends(const std::string& folder);
+    void read_ends(const std::string& folder, const nlohmann::json& settings);
     int find_spelling(std::string_view spelling) const;
 
     std::shared_ptr<const TokenizerParts> parts_;

@@ -19,6 +19,7 @@
 #include "llmc/tokenizer_encoder.h"
 #include "llmc/tokenizer_json.h"
 #include "llmc/tokenizer_sentencepiece.h"
+#include "llmc/tokenizer_settings.h"
 
 namespace gguf {
 using nlohmann::json;
@@ -69,40 +70,6 @@ class TokenizerKeys {
     const json* tokens_;
 };
 
-inline json split_by(const char* regex) {
-    return {{"type", "Split"}, {"pattern", {{"Regex", regex}}}, {"behavior", "Isolated"}, {"invert", false}};
-}
-inline json by_bytes(bool use_regex) {
-    return {
-        {"type", "ByteLevel"}, {"add_prefix_space", false}, {"trim_offsets", true}, {"use_regex", use_regex}};
-}
-
-// Adds the pre-tokenizer (and for qwen2 the normalizer) that `pre` names, as a tokenizer.json has it.
-inline void add_pre_tokenizer(json& file, const std::string& pre, const char* path) {
-    const auto sequence = [](json first, bool use_regex) {
-        return json{{"type", "Sequence"}, {"pretokenizers", {std::move(first), by_bytes(use_regex)}}};
-    };
-    // Llama 3's and Qwen's regexes differ in how many digits a piece may have.
-    const std::string words = R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|)";
-    const std::string others = R"(| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
-    if (pre == "gpt-2") {
-        file["pre_tokenizer"] = by_bytes(true);
-    } else if (pre == "smollm") {
-        file["pre_tokenizer"] = sequence({{"type", "Digits"}, {"individual_digits", true}}, true);
-    } else if (pre == "llama-bpe") {
-        file["pre_tokenizer"] = sequence(split_by((words + R"(\p{N}{1,3})" + others).c_str()), false);
-        file["model"]["ignore_merges"] = true;
-    } else if (pre == "qwen2") {
-        file["pre_tokenizer"] = sequence(split_by((words + R"(\p{N})" + others).c_str()), false);
-        file["normalizer"] = {{"type", "NFC"}};
-    } else if (pre == "bloom") {
-        file["pre_tokenizer"] = sequence(split_by(" ?[^(\\s|.,!?…。，、।۔،)]+"), false);
-    } else {
-        fail("%s: 'tokenizer.ggml.pre' is \"%s\"; gpt-2, smollm, llama-bpe, qwen2 and bloom are supported",
-             path, printable(pre).c_str());
-    }
-}
-
 // Adds the tokens that are put around a text, and around each text of a pair.
 inline void add_post_processor(json& file, const TokenizerKeys& keys, bool adds_bos) {
     const int bos = keys.truth("add_bos_token", adds_bos) ? keys.mark("bos_token_id") : -1;
@@ -132,24 +99,7 @@ inline void add_post_processor(json& file, const TokenizerKeys& keys, bool adds_
 
 // The tokenizer.json of a byte-level model, without its vocabulary and merges.
 inline json byte_level_json(const TokenizerKeys& keys) {
-    json file = {{"version", "1.0"},
-                 {"truncation", nullptr},
-                 {"padding", nullptr},
-                 {"normalizer", nullptr},
-                 {"post_processor", nullptr},
-                 {"model",
-                  {{"type", "BPE"},
-                   {"dropout", nullptr},
-                   {"unk_token", nullptr},
-                   {"continuing_subword_prefix", nullptr},
-                   {"end_of_word_suffix", nullptr},
-                   {"fuse_unk", false},
-                   {"byte_fallback", false},
-                   {"ignore_merges", false},
-                   {"vocab", json::object()},
-                   {"merges", json::array()}}},
-                 {"decoder", by_bytes(true)},
-                 {"added_tokens", json::array()}};
+    json file = empty_byte_level_json();
     for (size_t i = 0; i < keys.size(); i++)
         if (keys.is_special(i) || keys.type(i) == kUserDefined)
             file["added_tokens"].push_back({{"id", i},
@@ -291,6 +241,6 @@ inline json sentencepiece_config(const TokenizerKeys& keys) {
 }
 
 inline TokenizerParts read_sentencepiece_keys(const TokenizerKeys& keys) {
-    return read_sentencepiece(sentencepiece_model(keys), keys.path(), sentencepiece_config(keys));
+    return read_sentencepiece(sentencepiece_model(keys), keys.path(), sentencepiece_config(keys), "");
 }
 }  // namespace gguf

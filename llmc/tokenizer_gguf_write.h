@@ -56,32 +56,44 @@ inline void set_added(TokenTable& table, size_t i, const std::string& token, boo
     table.set(i, control ? token : with_spaces(token), control ? kControl : kUserDefined);
 }
 
-// The JSON files of a tokenizer's folder.
+// The files of a tokenizer's folder, as the trainer reads them.
 struct TokenizerFiles {
     std::string folder;
-    // tokenizer.json, tokenizer_config.json and the model's config.json; null if missing.
-    nlohmann::json tokenizer, settings, config;
-    nlohmann::json added_tokens;  // that are added to the vocabulary, as a tokenizer.json has them
+    nlohmann::json settings;   // tokenizer_settings()
+    nlohmann::json config;     // the model's config.json; null if missing
+    nlohmann::json tokenizer;  // tokenizer.json, or what vocab.json stands for; null if missing
+    nlohmann::json added_tokens = nlohmann::json::array();  // to the vocabulary, as a tokenizer.json has them
 
-    explicit TokenizerFiles(std::string from) : folder(std::move(from)) {
-        const auto read = [&](const char* name) {
-            return has(name) ? read_json(path(name)) : nlohmann::json();
-        };
-        tokenizer = read("tokenizer.json");
-        settings = read("tokenizer_config.json");
-        config = read("config.json");
-        added_tokens = tokenizer.is_object() ? tokenizer.value("added_tokens", nlohmann::json::array())
-                                             : added_tokens_beside(folder);
+    explicit TokenizerFiles(std::string from)
+        : folder(std::move(from)), settings(tokenizer_settings(folder)) {
+        if (has("config.json")) config = read_json(path("config.json"));
+        if (has("tokenizer.json") || has("vocab.json")) {
+            const SpeltModel spelt = read_vocabulary(folder, settings, tokenizer);
+            const Vocabulary& vocabulary = *spelt.vocabulary();
+            for (int i = 0; i < vocabulary.size(); i++)
+                if (vocabulary.has(i)) tokenizer["model"]["vocab"][std::string(vocabulary[i])] = unsigned(i);
+            spelt.for_each_merge([&](const SpeltModel::Merge& merge) {
+                tokenizer["model"]["merges"].push_back({merge.left_spelling, merge.right_spelling});
+            });
+            added_tokens = tokenizer["added_tokens"];
+        } else {
+            const SentencePieceModel model(read_text(path("tokenizer.model")), path("tokenizer.model"));
+            const auto find = [&](const std::string& text) {
+                const int piece = model.library().PieceToId(text);
+                return model.library().IdToPiece(piece) == text ? piece : -1;
+            };
+            // Pieces have their types already, unless the files list them with their numbers.
+            std::erase_if(
+                settings["added_tokens"].get_ref<nlohmann::json::array_t&>(),
+                [&](const auto& token) { return !token.contains("id") && find(content_of(token)) >= 0; });
+            const auto size = static_cast<uint64_t>(model.library().GetPieceSize());
+            complete_added_tokens(added_tokens, settings, find, size, folder);
+        }
     }
     std::string path(const char* name) const { return folder + "/" + name; }
     bool has(const char* name) const { return file_exists(path(name)); }
     // The spelling of a special token, such as "bos_token"; "" if there is none.
-    std::string named(const char* name) const {
-        if (!settings.is_object() || !settings.contains(name)) return "";
-        const nlohmann::json& token = settings[name];
-        const nlohmann::json& text = token.is_object() ? token.value("content", nlohmann::json()) : token;
-        return text.is_string() ? text.get<std::string>() : "";
-    }
+    std::string named(const char* name) const { return content_of(settings.value(name, nlohmann::json())); }
     // The number of an added token of this spelling, or -1.
     int added(const std::string& spelling) const {
         if (spelling.empty()) return -1;
@@ -190,7 +202,7 @@ inline void set_added_tokens(TokenTable& table, const TokenizerFiles& files) {
 }
 
 inline void add_byte_level(GgufKeys& keys, const TokenizerFiles& files, size_t size) {
-    const std::string path = files.path("tokenizer.json");
+    const std::string path = vocabulary_file(files.folder);
     const nlohmann::json& model = files.tokenizer["model"];
     TokenTable table(size, 0);
     for_each_token(model["vocab"], size,
@@ -198,26 +210,6 @@ inline void add_byte_level(GgufKeys& keys, const TokenizerFiles& files, size_t s
     set_added_tokens(table, files);
     add_gpt2_model(keys, name_of_pre_tokenizer(files.tokenizer, path), table);
     add_merges(keys, model["merges"], path);
-}
-
-// GPT-2's vocab.json and merges.txt.
-inline void add_gpt2_files(GgufKeys& keys, const TokenizerFiles& files, size_t size) {
-    TokenTable table(size, 0);
-    for_each_token(read_json(files.path("vocab.json")), size, [&](const std::string& spelling, size_t i) {
-        table.set(i, spelling, spelling == "<|endoftext|>" ? kControl : kNormal);
-    });
-    set_added_tokens(table, files);
-    add_gpt2_model(keys, "gpt-2", table);
-    nlohmann::json merges = nlohmann::json::array();
-    const std::string text = read_text(files.path("merges.txt"));
-    for (size_t at = 0; at < text.size();) {
-        const size_t end = std::min(text.find('\n', at), text.size());
-        std::string line = text.substr(at, end - at);
-        if (line.ends_with('\r')) line.pop_back();
-        if (!line.empty() && !(at == 0 && line.starts_with("#"))) merges.push_back(line);
-        at = end + 1;
-    }
-    add_merges(keys, merges, files.path("merges.txt"));
 }
 
 // ---- SentencePiece
@@ -285,8 +277,9 @@ inline void add_byte_fallback(GgufKeys& keys, const TokenizerFiles& files, size_
         if (found != numbers.end() && table.scores[found->second] == 0) table.scores[found->second] = --rank;
     }
     set_added_tokens(table, files);
-    const nlohmann::json unknown_token = model.value("unk_token", nlohmann::json());
-    if (const int unknown = unknown_token.is_string() ? files.added(unknown_token) : -1; unknown >= 0)
+    const std::string unknown_token = content_of(model.value("unk_token", nlohmann::json()));
+    if (const int unknown = files.added(unknown_token.empty() ? files.named("unk_token") : unknown_token);
+        unknown >= 0)
         table.types[static_cast<size_t>(unknown)] = kUnknown;
     const auto prepends = [&](const char* part) {
         return prepends_space(files.tokenizer.value(part, nlohmann::json()));
@@ -340,13 +333,6 @@ inline TokensAround tokens_around(const TokenizerFiles& files) {
     return around;
 }
 
-// Adds the token that ends a turn, if this training has added one.
-inline void add_end_of_turn(GgufKeys& keys, const ModelConfig& c) {
-    if (!c.stops.empty() && std::ranges::find(c.end_of_text, c.stops.back()) == c.end_of_text.end() &&
-        c.stops.size() > c.end_of_text.size())
-        keys.add("tokenizer.ggml.eot_token_id", static_cast<uint32_t>(c.stops.back()));
-}
-
 // Adds the numbers of special tokens, and whether they are put around a text. Those that the tokenizer's
 // files do not name are those of the model's configuration.
 inline void add_special_tokens(GgufKeys& keys, const TokenizerFiles& files, const ModelConfig& c) {
@@ -371,7 +357,6 @@ inline void add_special_tokens(GgufKeys& keys, const TokenizerFiles& files, cons
         if (token >= 0 && token < c.vocabulary)
             keys.add(std::string("tokenizer.ggml.") + key + "_token_id", static_cast<uint32_t>(token));
     }
-    add_end_of_turn(keys, c);
     std::map<std::string, bool> adds = around.adds;
     for (const char* name : {"bos", "eos"}) {
         const std::string setting = std::string("add_") + name + "_token";
@@ -413,10 +398,8 @@ inline void add_folder_tokenizer(GgufKeys& keys, const std::string& folder, cons
         add_sentencepiece(keys, files, size);
     else if (falls_back)
         add_byte_fallback(keys, files, size);
-    else if (has_json)
-        add_byte_level(keys, files, size);
     else
-        add_gpt2_files(keys, files, size);
+        add_byte_level(keys, files, size);
     if (files.settings.is_object() && files.settings.contains("add_prefix_space") &&
         files.settings["add_prefix_space"].is_boolean() && std::string_view(c.family->prefix) == "model." &&
         !keys.has("tokenizer.ggml.add_space_prefix"))
@@ -435,9 +418,10 @@ inline void add_bytes_tokenizer(GgufKeys& keys) {
 
 // Adds the tokenizer's keys of another GGUF file, with the types that llama.cpp's converter gives them; but
 // not its chat templates.
-inline void add_same_tokenizer(GgufKeys& keys, const GgufFile& file, const ModelConfig& c) {
+inline void add_same_tokenizer(GgufKeys& keys, const GgufFile& file) {
     for (const auto& [key, value] : file.metadata().items()) {
-        if (!key.starts_with("tokenizer.") || key.starts_with("tokenizer.chat_template")) continue;
+        if (!key.starts_with("tokenizer.") || key.starts_with("tokenizer.chat_template") || keys.has(key))
+            continue;
         const bool list = value.is_array();
         if (value.is_string()) keys.add(key, value.get<std::string>());
         if (value.is_boolean()) keys.add_bool(key, value.get<bool>());
@@ -452,17 +436,18 @@ inline void add_same_tokenizer(GgufKeys& keys, const GgufFile& file, const Model
         if (list && (value.empty() || value[0].is_string()))
             keys.add(key, value.get<std::vector<std::string>>());
     }
-    if (!keys.has("tokenizer.ggml.eot_token_id")) add_end_of_turn(keys, c);
 }
 }  // namespace gguf
 
 // The keys of a model's tokenizer: that of a GGUF file, or that in a folder; without either, that of a model
-// of bytes, or none. `templates` are the chat templates that go with it.
+// of bytes, or none. `templates` are the chat templates that go with it, and `end_of_turn` is the token that
+// ends an answer, or -1 if that is the one that ends a text.
 inline GgufKeys tokenizer_keys(const GgufFile* file, const std::string& folder, const ModelConfig& c,
-                               const gguf::TemplateTexts& templates) {
+                               const gguf::TemplateTexts& templates, int end_of_turn) {
     GgufKeys keys;
+    if (end_of_turn >= 0) keys.add("tokenizer.ggml.eot_token_id", static_cast<uint32_t>(end_of_turn));
     if (file)
-        gguf::add_same_tokenizer(keys, *file, c);
+        gguf::add_same_tokenizer(keys, *file);
     else if (!folder.empty())
         gguf::add_folder_tokenizer(keys, folder, c);
     else if (c.vocabulary == 256)

@@ -21,6 +21,7 @@
 #include "llmc/file.h"
 #include "llmc/tokenizer_bpe.h"
 #include "llmc/tokenizer_encoder.h"
+#include "llmc/tokenizer_settings.h"
 #include "llmc/tokenizer_vocabulary.h"
 
 // One component of a tokenizer.json. Its reader asks for fields by name; refuse_others() then refuses every
@@ -269,10 +270,7 @@ inline void use_characters(const SpeltModel& spelt, bool byte_fallback, TextStep
 // Reads a tokenizer.json. Fails naming the file, and a component or value that is not supported.
 class TokenizerJsonReader {
   public:
-    explicit TokenizerJsonReader(const std::string& path) : path_(path), spelt_(path, path, "merge") {
-        read(read_spelt_json(path, {"model", "vocab"}, {"model", "merges"}, spelt_));
-    }
-    // Reads the same settings from another kind of file, with the vocabulary and merges in `spelt`.
+    // `file` is the tokenizer.json, with the vocabulary and merges in `spelt`.
     TokenizerJsonReader(const nlohmann::json& file, SpeltModel spelt, const std::string& path)
         : path_(path), spelt_(std::move(spelt)) {
         read(file);
@@ -603,13 +601,20 @@ class TokenizerJsonReader {
     std::map<int, Added> added_;  // by token
 };
 
-// Reads GPT-2's vocab.json, and merges.txt, which has a line "#version: ..." and then "left right" in each
-// line.
-inline TokenizerParts read_gpt2_files(const std::string& vocabulary, const std::string& merges) {
-    SpeltModel spelt(vocabulary, merges, "line");
+// Reads a folder's vocab.json into `spelt`, and its merges.txt, which has a line "#version: ..." and then
+// "left right" in each line.
+inline void read_vocab_and_merges(const std::string& folder, const std::string& tokenizer_class,
+                                  SpeltModel& spelt) {
+    const std::string vocabulary = folder + "/vocab.json", text = read_text(folder + "/merges.txt");
+    if (tokenizer_class != "GPT2Tokenizer" &&
+        tokenizer_class != "Qwen2Tokenizer")  // they split text differently
+        fail(
+            "%s/tokenizer_config.json: \"tokenizer_class\" \"%s\": vocab.json and merges.txt are read as "
+            "GPT-2's "
+            "or Qwen's alone; this one's tokenizer.json is needed",
+            folder.c_str(), printable(tokenizer_class).c_str());
     if (!read_spelt_json(vocabulary, {}, {"no merges here"}, spelt).is_object())
         fail("%s: the vocabulary is not a JSON object", vocabulary.c_str());
-    const std::string text = read_text(merges);
     std::string_view rest = text;
     for (size_t number = 1; !rest.empty(); number++) {
         std::string_view line = rest.substr(0, rest.find('\n'));
@@ -618,87 +623,31 @@ inline TokenizerParts read_gpt2_files(const std::string& vocabulary, const std::
         if (line.empty() || (number == 1 && line.starts_with("#version"))) continue;
         spelt.add_merge(line, number);
     }
-    TokenizerParts parts;
-    auto bpe = std::make_unique<Bpe>();
-    use_bytes(spelt, parts.steps, *bpe);
-    for (size_t byte = 0; byte < 256; byte++)
-        if (bpe->byte_tokens[byte] < 0)
-            fail("%s has no token for the byte 0x%02zx", vocabulary.c_str(), byte);
-    parts.steps.splits.push_back(TextSplit{Pattern(kGpt2Split, vocabulary)});
-    parts.steps.vocabulary->shrink();
-    parts.steps.words = std::move(bpe);
-    return parts;
+    for (int byte = 0; byte < 256; byte++)
+        if (spelt.vocabulary()->find(spell_byte(byte)) < 0)
+            fail("%s has no token for the byte 0x%02x", vocabulary.c_str(), static_cast<unsigned>(byte));
 }
 
-// ---- tokens that are added beside a vocabulary that is in another file
-
-// The tokens that a folder without a tokenizer.json adds to its vocabulary, as the list "added_tokens" of
-// such a file: those of "added_tokens_decoder" in tokenizer_config.json or, as older versions of transformers
-// write them, of added_tokens.json. Fails if they are not given as transformers gives them.
-inline nlohmann::json added_tokens_beside(const std::string& folder) {
-    const auto read = [&](const char* name) {
-        const std::string path = folder + "/" + name;
-        return file_exists(path) ? read_json(path) : nlohmann::json::object();
-    };
-    const nlohmann::json settings = read("tokenizer_config.json"), added = read("added_tokens.json"),
-                         specials = read("special_tokens_map.json");
-    nlohmann::json list = nlohmann::json::array();
-    if (settings.is_object() && settings.contains("added_tokens_decoder")) {
-        const nlohmann::json& all = settings["added_tokens_decoder"];
-        if (!all.is_object())
-            fail("%s/tokenizer_config.json: \"added_tokens_decoder\" is no object", folder.c_str());
-        for (const auto& [number, token] : all.items()) {
-            list.push_back(token.is_object() ? token : nlohmann::json::object());
-            char* end = nullptr;
-            const uint64_t id = strtoull(number.c_str(), &end, 10);
-            if (number.empty() || *end || !token.is_object() ||
-                !token.value("content", nlohmann::json()).is_string())
-                fail("%s/tokenizer_config.json: added token \"%s\" is not a number with \"content\"",
-                     folder.c_str(), printable(number).c_str());
-            list.back()["id"] = id;
-        }
-        return list;
-    }
-    std::set<std::string> special;
-    const auto find_special = [&](auto&& self, const nlohmann::json& named) -> void {
-        if (named.is_string()) special.insert(named.get<std::string>());
-        if (named.is_object() && named.contains("content")) self(self, named["content"]);
-        if (named.is_array())
-            for (const nlohmann::json& each : named) self(self, each);
-    };
-    for (const nlohmann::json& file : {settings, specials})
-        for (const auto& [key, named] : file.items())
-            if (key.ends_with("_token") || key == "additional_special_tokens")
-                find_special(find_special, named);
-    for (const auto& [content, id] : added.items()) {
-        if (!id.is_number_unsigned())
-            fail("%s/added_tokens.json: \"%s\" has no number", folder.c_str(), printable(content).c_str());
-        list.push_back({{"content", content}, {"id", id}, {"special", special.contains(content)}});
-    }
-    return list;
+// The file with a folder's vocabulary: tokenizer.json or, if there is none, vocab.json.
+inline std::string vocabulary_file(const std::string& folder) {
+    return folder + (file_exists(folder + "/tokenizer.json") ? "/tokenizer.json" : "/vocab.json");
 }
-
-// Adds such tokens. They are found in a text before anything else is done with it.
-inline void add_tokens_beside(TokenizerParts& parts, const std::string& folder) {
-    Vocabulary& vocabulary = *parts.steps.vocabulary;
-    for (const nlohmann::json& each : added_tokens_beside(folder)) {
-        const std::string content = each["content"].get<std::string>();
-        const auto id = each["id"].get<uint64_t>();
-        const auto refuse = [&](const char* why) {
-            fail("%s: added token %llu \"%s\": %s", folder.c_str(), static_cast<unsigned long long>(id),
-                 printable(content).c_str(), why);
-        };
-        if (id > Vocabulary::kLargestToken) refuse("its number is too large");
-        const int token = static_cast<int>(id), known = vocabulary.find(content);
-        if (known >= 0 && known != token) refuse("has another number in the vocabulary");
-        if (known < 0 && vocabulary.has(token)) refuse("its number is that of another token");
-        if (!vocabulary.has(token)) vocabulary.add(token, content, false);
-        if (parts.special.size() <= id) parts.special.resize(id + 1);
-        parts.special[id] = each.value("special", false);
-        AddedTokens& found = parts.steps.added[0];
-        if (!content.empty() && !found.has(content))
-            found.add(content, {token, each.value("single_word", false), each.value("lstrip", false),
-                                each.value("rstrip", false), each.value("special", false)});
-    }
-    vocabulary.shrink();
+// Reads it as the files beside it say (tokenizer_settings.h). Returns its vocabulary and merges; `file` gets
+// what a tokenizer.json has beside them.
+inline SpeltModel read_vocabulary(const std::string& folder, const nlohmann::json& settings,
+                                  nlohmann::json& file) {
+    const std::string path = vocabulary_file(folder);
+    const bool is_whole = path.ends_with("tokenizer.json");
+    SpeltModel spelt(path, is_whole ? path : folder + "/merges.txt", is_whole ? "merge" : "line");
+    if (is_whole)
+        file = read_spelt_json(path, {"model", "vocab"}, {"model", "merges"}, spelt);
+    else
+        read_vocab_and_merges(folder, settings["tokenizer_class"], spelt), file = empty_byte_level_json();
+    use_components_of_class(file, settings);
+    const Vocabulary& known = *spelt.vocabulary();
+    if (file.is_object())
+        complete_added_tokens(
+            file["added_tokens"], settings, [&](const std::string& text) { return known.find(text); },
+            static_cast<uint64_t>(known.size()), folder);
+    return spelt;
 }

@@ -21,6 +21,7 @@
 #include "llmc/file.h"
 #include "llmc/tokenizer_bpe.h"
 #include "llmc/tokenizer_encoder.h"
+#include "llmc/tokenizer_settings.h"
 #include "llmc/tokenizer_vocabulary.h"
 #include "llmc/utf8.h"
 
@@ -175,16 +176,20 @@ inline void add_neighbours(std::string_view piece, Joints::Pairs& pairs) {
     }
 }
 
-// Reads the bytes of a tokenizer.model. `config` is tokenizer_config.json, which can say whether tokens are
-// put before and after a text; by default, as for Llama, <s> before and none after.
+// Reads the bytes of a tokenizer.model in `folder`, with the settings of tokenizer_settings(). A space is put
+// before a text and, with "legacy" true, before what follows a special token. TokenizersBackend, where that
+// is usual, then puts it before a text that begins with a space too.
 inline TokenizerParts read_sentencepiece(const std::string& file, const std::string& path,
-                                         const nlohmann::json& config) {
+                                         const nlohmann::json& settings, const std::string& folder) {
     auto model = std::make_unique<SentencePieceModel>(file, path);
     const auto& library = model->library();
+    const bool llama = settings.value("tokenizer_class", "") == "LlamaTokenizer";
+    const bool legacy = truth_of(settings, "legacy", !llama);
     TokenizerParts parts;
     TextSteps& steps = parts.steps;
     steps.vocabulary = std::make_shared<Vocabulary>();
     Joints::Pairs pairs;
+    nlohmann::json added = nlohmann::json::array();
     for (int token = 0; token < library.GetPieceSize(); token++) {
         const std::string& piece = library.IdToPiece(token);
         // The library splits such a piece again, depending on what it merged elsewhere in the text.
@@ -192,33 +197,50 @@ inline TokenizerParts read_sentencepiece(const std::string& file, const std::str
         if (token > Vocabulary::kLargestToken || steps.vocabulary->find(piece) >= 0)
             fail("%s: \"%s\" is a piece too many", path.c_str(), printable(piece).c_str());
         steps.vocabulary->add(token, piece);
-        parts.special.push_back(library.IsControl(token) || library.IsUnknown(token));
-        if (library.IsControl(token)) steps.added[0].add(piece, {.token = token, .special = true});
-        if (parts.special.back()) continue;
-        if (library.IsByte(token)) {
+        if (library.IsControl(token) || library.IsUnknown(token)) {
+            added.push_back({{"id", static_cast<uint64_t>(token)}, {"content", piece}, {"special", true}});
+        } else if (library.IsByte(token)) {
             if (const int byte = read_byte_spelling(piece); byte >= 0)
                 steps.byte_tokens[static_cast<size_t>(byte)] = token;
-            continue;
+        } else {
+            add_neighbours(piece, pairs);
         }
-        add_neighbours(piece, pairs);
+    }
+    complete_added_tokens(
+        added, settings, [&](const std::string& text) { return steps.vocabulary->find(text); },
+        static_cast<uint64_t>(steps.vocabulary->size()), folder);
+    for (const nlohmann::json& each : added) {
+        const std::string content = content_of(each);
+        const auto is = [&](const char* flag) { return truth_of(each, flag, false); };
+        const auto id = each["id"].get<size_t>();
+        const int token = static_cast<int>(id);
+        if (!steps.vocabulary->has(token)) steps.vocabulary->add(token, content, false);
+        parts.special.resize(std::max(parts.special.size(), id + 1));
+        parts.special[id] = is("special");
+        if (content.empty()) continue;
+        steps.added[0].add(content, {token, is("single_word"), is("lstrip"), is("rstrip"), is("special")});
     }
     steps.vocabulary->shrink();
     steps.joints = Joints(std::move(pairs));
     steps.knows_all =
         std::none_of(steps.byte_tokens.begin(), steps.byte_tokens.end(), [](int t) { return t < 0; });
     steps.unknown = library.unk_id();
-    if (model->adds_space()) {
-        steps.normalizers[0].prefix = " ";
-        steps.normalizers[0].prefix_at_origin = true;
+    const bool adds_space = llama ? truth_of(settings, "add_prefix_space", true) : model->adds_space();
+    if (adds_space) {
+        Normalizer& normalizer = steps.normalizers[0];
+        normalizer.prefix_at_origin = !legacy;
+        normalizer.prefix_unless_there = llama || !legacy;
+        normalizer.prefix = normalizer.prefix_unless_there ? kSpaceSymbol : " ";
+        if (normalizer.prefix_unless_there) normalizer.replacements.emplace_back(" ", kSpaceSymbol);
     }
     parts.decoding = {.space_symbol = true,
                       .byte_tokens = true,
-                      .strips_spaces = model->adds_space(),
+                      .strips_spaces = adds_space,
                       .strips_symbols = false,
                       .texts = {}};
-    if (config.value("add_bos_token", nlohmann::json(true)) == true && library.bos_id() >= 0)
+    if (truth_of(settings, "add_bos_token", true) && library.bos_id() >= 0)
         parts.before.push_back(library.bos_id());
-    if (config.value("add_eos_token", nlohmann::json(false)) == true && library.eos_id() >= 0)
+    if (truth_of(settings, "add_eos_token", false) && library.eos_id() >= 0)
         parts.after.push_back(library.eos_id());
     steps.words = std::move(model);
     return parts;

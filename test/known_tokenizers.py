@@ -208,15 +208,14 @@ def sentencepiece_file(name):
 
 
 def sentencepiece_tokens(library, text):
-    """What SentencePiece's library makes of a text in which control tokens stand for themselves, as in transformers. It puts a space
-    before the text, but not after such a token."""
-    sentencepiece = pytest.importorskip("sentencepiece")
-    without_prefix = sentencepiece.SentencePieceProcessor(model_proto=library.serialized_model_proto() + b"\x1a\x02\x18\x00")
-    controls = [re.escape(library.id_to_piece(token)) for token in range(library.get_piece_size()) if library.is_control(token)]
-    first, *rest = re.split(f"({'|'.join(controls)})", text)
+    """What SentencePiece's library makes of a text in which control tokens and the unknown one stand for themselves, as in
+    transformers. It puts a space before the text and, where no file says otherwise, after each such token."""
+    special = [re.escape(library.id_to_piece(token)) for token in range(library.get_piece_size())
+               if library.is_control(token) or library.is_unknown(token)]
+    first, *rest = re.split(f"({'|'.join(special)})", text)
     tokens = library.encode(first)
-    for control, part in zip(rest[::2], rest[1::2], strict=True):
-        tokens += [library.piece_to_id(control), *without_prefix.encode(part)]
+    for token, part in zip(rest[::2], rest[1::2], strict=True):
+        tokens += [library.piece_to_id(token), *library.encode(part)]
     return tokens
 
 

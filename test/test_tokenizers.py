@@ -403,7 +403,7 @@ def test_tokens_that_other_files_add(tmp_path, kind, where):
     else:
         library = pytest.importorskip("sentencepiece").SentencePieceProcessor(model_file=str(sentencepiece_file("tokenizer.model.v1")))
         (tmp_path / "tokenizer.model").write_bytes(sentencepiece_file("tokenizer.model.v1").read_bytes())
-        size, encode_plain = library.get_piece_size(), lambda text: [library.piece_to_id("▁a" if text == "a" else text)]
+        size, encode_plain = library.get_piece_size(), lambda text: [library.piece_to_id("▁" + text)]
     marks = {"<|im_start|>": size, "<|im_end|>": size + 1}
     if where == "added_tokens.json":
         (tmp_path / where).write_text(json.dumps(marks))
@@ -418,7 +418,7 @@ def test_tokens_that_other_files_add(tmp_path, kind, where):
     (tmp_path / "special_tokens_map.json").unlink(missing_ok=True)
     (tmp_path / "tokenizer_config.json").unlink(missing_ok=True)
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_start|>": 5}))
-    assert probe(tmp_path, "facts", code=2) == f"{tmp_path}: added token 5 \"<|im_start|>\": its number is that of another token\n"
+    assert probe(tmp_path, "facts", code=2) == f"{tmp_path}: added token 5 \"<|im_start|>\": transformers gives it the number {size}\n"
 
 
 def test_tokenizer_json_comes_first(tmp_path):
@@ -428,9 +428,11 @@ def test_tokenizer_json_comes_first(tmp_path):
     assert facts(tmp_path)["size"] == 32000
     tokenizer = gpt2()
     gpt2_files(tmp_path, tokenizer)
-    assert len(encode(tmp_path, "<|endoftext|>")) > 1
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert encode(tmp_path, "<|endoftext|>") == [tokenizer.token_to_id("<|endoftext|>")]
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    assert len(encode(tmp_path, "<|im_end|>")) > 1
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert encode(tmp_path, "<|im_end|>") == [tokenizer.token_to_id("<|im_end|>")]
 
 
 @pytest.mark.skipif("GPT2_TOKENIZER" not in os.environ, reason="GPT2_TOKENIZER=<folder with vocab.json and merges.txt>")

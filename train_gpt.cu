@@ -60,10 +60,11 @@ void Trainer::run() {
         throw;
     }
     finish_steps();
-    const bool stops = agree_to_stop();
-    stops ? stop() : finish();
-    metrics_.records().report.end(stops ? "interrupted" : "done");
-    check_logs();
+    if (agree_to_stop())
+        stop();
+    else
+        finish();
+    metrics_.records().end(interrupted != 0);
 }
 
 void Trainer::train() {
@@ -75,7 +76,7 @@ void Trainer::train() {
         if (agree_to_stop() || metrics_.ends_early(o_.early_stopping)) break;
         if (step_ > first_step_ && !saves_.has(step_) && (is_time(o_.save_every) || saves_.is_best(step_)))
             save();
-        check_logs();
+        metrics_.records().check();
         say_where();
         if (!exchange_.is_alone())
             metrics_.compare_ranks(exchange_.gather(std::vector{metrics_.waited_for_ranks()}));
@@ -622,9 +623,6 @@ void Trainer::save_if_asked() {
     if (!saves_.has(step_)) save();
 }
 
-// Fails if a log could not be written.
-void Trainer::check_logs() const { metrics_.records().check(); }
-
 // The end of a run that was not interrupted: it has made all of its steps, or --early-stopping has ended it.
 void Trainer::finish() {
     // True if this run resumed a save in --out and has made no step since.
@@ -792,39 +790,14 @@ void Trainer::prepare() {
         metrics_.print_to(
             StepLines(first_step_, o_.steps, o_.print_every,
                       {batches_.tokens_of_step(), step_flops(), peak.flops * o_.devices, report_.total(),
-                       [this](double reached) { return new_peak_flops(reached); }}));
-    open_records();
-}
-
-// Opens the files of what steps and validations give. A resumed run goes on with those that are there.
-void Trainer::open_records() {
+                       [this](double most) { return new_peak<floatX>(most, o_.devices, stream_, arena_); }}));
     std::optional<int64_t> done;
     if (!o_.resume.empty()) done = o_.steps > 0 ? first_step_ : INT64_MAX;
-    RunRecords& records = metrics_.records();
-    records.log.open(o_.log, done);
+    metrics_.records().open(o_.log, o_.tensorboard, done);
     loss_by_position_.open(o_.loss_by_position, done);
-    records.board.open(o_.tensorboard, first_step_);
-    if (batches_.training() && trains()) print_data(o_, in_, batches_, first_step_);
-    if (o_.report.empty()) return;
-    Record page = report_page_of(o_, report_, plans_.update, rates_);
-    const auto epoch = static_cast<double>(batches_.training()->sequences_per_epoch());
-    page["data"] = format("%llu tokens in %.0f sequences; %lld steps read %.2f epochs",
-                          static_cast<unsigned long long>(in_.data->token_count()), epoch,
-                          static_cast<long long>(o_.steps),
-                          static_cast<double>(batches_.sequences_after(o_.steps)) / epoch);
-    records.report.open(o_.report, page, reported_runs(o_, done));
-}
-
-// What MFU is relative to after a step that reached more FLOP/s than the reference: the square product
-// measured again, in the arena's memory, or the step if that was faster. The first product may have been
-// measured while other programs ran.
-double Trainer::new_peak_flops(double reached) {
-    const double product =
-        exchange_.is_alone() ? measured_matmul_flops<floatX>(stream_, arena_.bytes() / 2, &arena_) : 0;
-    print(stdout, "MFU is relative to %.0f GFLOP/s from here on, %s\n",
-          std::max(product, reached / o_.devices) / 1e9,
-          product > reached ? "the square product measured again" : "what this step has reached");
-    return std::max(product, reached);
+    if (!batches_.training() || !trains()) return;
+    const std::string data = print_data(o_, in_, batches_, first_step_);
+    open_report(metrics_.records().report, o_, report_, plans_.update, rates_, data);
 }
 
 // Makes products use the fastest algorithms, if there is a file of them.
@@ -936,8 +909,7 @@ void Trainer::bench() {
 // Reports the error that is being handled, ends all ranks if there are several, and returns the exit code.
 int end_with_error(FILE* errors, const Rank& rank, RankEngine* engine, const std::string& where = "") {
     if (!rank.is_first()) usleep(300000);  // if the first rank has the same error, it prints it
-    if (rank.is_first()) errors = stderr;  // which StepLines may have replaced
-    TerminalLine::erase(errors);
+    if (is_terminal(fileno(errors))) fputs(kEraseLine, errors);  // the first rank may have drawn one
     const int code = report_error(errors, rank.is_first() ? "train" : "train: " + rank.text(),
                                   where.empty() ? "" : ", " + where);
     tell_starter_exit_code(code);
@@ -983,10 +955,9 @@ int run(int argc, char** argv, RankEngine* engine, FILE* errors) {
     try {
         trainer.rehearse();
         if (engine) trainer.connect(*engine);
-        if (options.plan) {
+        if (options.plan)
             trainer.print_plan();
-            remark_what_a_run_needs(options, inputs);
-        } else if (!options.bench.empty())
+        else if (!options.bench.empty())
             trainer.bench();
         else
             trainer.run();

@@ -101,9 +101,13 @@ inline std::string safe_text(std::string_view text) {
     return shown + terminal.finish();
 }
 
+// What print() calls first, if anything: it erases a line that is drawn on the terminal (terminal_line.h).
+inline void (*before_print)() = nullptr;
+
 // printf of a safe_text(). Whatever the program prints goes this way, except what a model writes (TextOutput)
 // and texts of the program's own: a file may have chosen any part of it.
 __attribute__((format(printf, 2, 3))) inline void print(FILE* to, const char* pattern, ...) {
+    if (before_print) before_print();
     va_list args;
     va_start(args, pattern);
     fputs(safe_text(format_list(pattern, args)).c_str(), to);

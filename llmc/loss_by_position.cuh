@@ -108,7 +108,7 @@ class LossByPosition {
     }
     // `done` as for LogFile.
     void open(const std::string& path, std::optional<int64_t> done) {
-        file_.open(path, done, "--loss-by-position");
+        file_.open("--loss-by-position", path, done);
     }
 
     // begin() starts a validation, count() counts the tokens with a loss in each of its batches, and end()

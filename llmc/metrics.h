@@ -50,22 +50,20 @@ inline std::optional<int> slow_rank(const std::vector<double>& waited) {
 }
 
 // Prints a line for each of the first steps, then one line per second or, if `every` is not 0, one for every
-// `every`-th step. A terminal instead shows one short line that is drawn anew with each step; lines that
-// `every` asks for, and that of the last step, stay there. Printed steps are counted from 1, up to `steps`.
+// `every`-th step. A terminal shows one short line instead, which is drawn anew as steps are done; the lines
+// that `every` asks for, and that of the last step, stay there. Printed steps are counted from 1 to `steps`.
 class StepLines {
   public:
-    // A step's tokens and FLOPs. Utilization is relative to peak_flops per second; of a step that reached
-    // more, new_peak() returns and prints what it is relative to from then on. `memory`: what the run takes,
-    // in bytes.
+    // A step's tokens and FLOPs. Utilization is relative to peak_flops per second. When a step reaches more,
+    // new_peak() prints and returns what it is relative to from then on. `memory`: the bytes that the run
+    // takes.
     struct Amounts {
         double tokens, flops, peak_flops;
         size_t memory;
         std::function<double(double reached)> new_peak = [](double reached) { return reached; };
     };
     StepLines(int64_t first_step, int64_t steps, int64_t every, Amounts a_step)
-        : first_step_(first_step), steps_(steps), every_(every), a_step_(a_step) {
-        if (is_terminal_) TerminalLine::begin();
-    }
+        : first_step_(first_step), steps_(steps), every_(every), a_step_(a_step) {}
 
     // Tokens of a step.
     double tokens() const { return a_step_.tokens; }
@@ -123,24 +121,23 @@ class StepLines {
         const auto left = static_cast<long long>(seconds_left(f));
         const double speed = a_step_.tokens / seconds_per_step_;
         const size_t memory = a_step_.memory;
-        const std::vector<std::string> parts = {
-            format("step %lld/%lld", static_cast<long long>(f.step + 1), static_cast<long long>(steps_)),
-            format("  loss %.4f", f.loss),
-            format("  smoothed %.4f", smoothed_.value),
-            speed < 1e5 ? format("  %.0f tokens/s", speed) : format("  %.0fk tokens/s", speed / 1e3),
-            left < 3600 ? format("  %lld:%02lld left", left / 60, left % 60)
-                        : format("  %lldh%02lldm left", left / 3600, left / 60 % 60),
-            f.slow_rank ? format("  rank %d is slow", *f.slow_rank) : "",
-            memory < 1 << 30 ? format("  %.0f MiB", mebibytes(memory))
-                             : format("  %.1f GiB", gibibytes(memory))};
+        const std::string line = fitting_line(
+            {format("step %lld/%lld", static_cast<long long>(f.step + 1), static_cast<long long>(steps_)),
+             format("  loss %.4f", f.loss), format("  smoothed %.4f", smoothed_.value),
+             speed < 1e5 ? format("  %.0f tokens/s", speed) : format("  %.0fk tokens/s", speed / 1e3),
+             left < 3600 ? format("  %lld:%02lld left", left / 60, left % 60)
+                         : format("  %lldh%02lldm left", left / 3600, left / 60 % 60),
+             f.slow_rank ? format("  rank %d is slow", *f.slow_rank) : "",
+             memory < 1 << 30 ? format("  %.0f MiB", mebibytes(memory))
+                              : format("  %.1f GiB", gibibytes(memory))});
         if (stays)
-            print(stdout, "%s\n", TerminalLine::fitting(parts).c_str());
+            print(stdout, "%s\n", line.c_str());
         else
-            TerminalLine::draw(parts);
+            draw_line(line);
         printed_ = now_;
     }
 
-    bool is_terminal_ = TerminalLine::is_terminal(STDOUT_FILENO);
+    bool is_terminal_ = is_terminal(STDOUT_FILENO);
     int64_t first_step_, steps_, every_;
     Amounts a_step_;
     double seconds_per_step_ = 0;

@@ -459,8 +459,8 @@ inline void declare_logging_options(CLI::App& app, Options& o) {
               "Writes a line for each step and each validation: JSON, or CSV if the name ends with .csv.");
     group.add(
         "--report", o.report, "FILE[,with=LOG]",
-        "Writes a page (.html) that shows the run as it goes, or a plan: losses, rates, memory, samples.");
-    group.add("--report.with", o.report_with, "LOG", "Shows another run beside it: a file that --log wrote.");
+        "Writes an HTML page that shows the run as it goes, or a plan: losses, rates, memory, samples.");
+    group.add("--report.with", o.report_with, "LOG", "Also shows another run: the file of its --log.");
     group.add("--tensorboard", o.tensorboard, "DIR", "Writes event files for TensorBoard.");
     group.add("--eval-every", o.eval_every, "N", "Steps between validations; 0: only one at the end.")
         ->transform(whole(0, 1e12));

@@ -327,12 +327,12 @@ inline MemoryReport report_of_run(const Options& o, const RunInputs& in, const P
     return report;
 }
 
-// What the page of --report says of a run, or of its plan, beside the data and the curves.
-inline nlohmann::ordered_json report_page_of(const Options& o, const MemoryReport& report, const Plan& update,
-                                             const Rates& rates) {
-    nlohmann::ordered_json page = timeline_head(report);
-    page["state"] = o.plan ? "plan" : "running";
-    page["steps"] = o.steps;
+// Begins the page of --report for a plan, or for a run on `data` (data_text).
+inline void open_report(Report& page, const Options& o, const MemoryReport& report, const Plan& update,
+                        const Rates& rates, const std::string& data = "") {
+    if (o.report.empty()) return;
+    nlohmann::ordered_json about = {
+        {"model", report.model}, {"state", o.plan ? "plan" : "running"}, {"steps", o.steps}, {"data", data}};
     char* text = nullptr;
     size_t bytes = 0;
     FILE* const to = open_memstream(&text, &bytes);
@@ -341,22 +341,14 @@ inline nlohmann::ordered_json report_page_of(const Options& o, const MemoryRepor
     print_phases(to, report);
     print_ranks(to, report.ranks);
     fclose(to);
-    page["plan"] = text;
+    about["plan"] = text;
     free(text);
-    page["memory"] = timeline_page(report, update, rates);
-    for (const auto& [name, values] : o.given) page["options"][setting_name(name)] = joined(values, " ");
-    return page;
-}
-
-// The runs that the page shows: this one, after `done` steps that --log has, and that of --report-with.
-inline std::vector<ReportedRun> reported_runs(const Options& o, std::optional<int64_t> done) {
-    std::vector<ReportedRun> runs = {{.name = "this run"}};
-    const auto add = [&](const Record& record, size_t, size_t) { return runs.back().add(record), true; };
-    if (done && std::filesystem::is_regular_file(o.log)) read_log(o.log, add);
-    if (o.report_with.empty()) return runs;
-    runs.push_back({.name = o.report_with});
-    read_log(o.report_with, add);
-    return runs;
+    about["memory"] = timeline_page(report, update, rates);
+    for (const auto& [name, values] : o.given) about["options"][setting_name(name)] = joined(values, " ");
+    page.open(o.report, about);
+    if (!o.plan && !o.resume.empty() && std::filesystem::is_regular_file(o.log)) page.add_log(o.log);
+    if (!o.report_with.empty()) page.add_run(o.report_with);
+    page.save();
 }
 
 // Prints the report as the options ask: for --plan in full or as JSON, otherwise in short before the run
@@ -369,7 +361,7 @@ inline void print_plan(const Options& o, const MemoryReport& report, const Plan&
         print(stdout, "--batch auto: %s\n", report.batch_choice.c_str());
     if (o.plan && !o.report.empty()) {
         Report page;
-        page.open(o.report, report_page_of(o, report, update, rates), reported_runs(o, {}));
+        open_report(page, o, report, update, rates);
         page.end("plan");
         if (!page.error.empty()) throw UserError(page.error);
     }

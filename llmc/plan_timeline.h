@@ -177,45 +177,34 @@ inline nlohmann::ordered_json bar_json(const TimelineBar& bar) {
     return j;
 }
 
-// What a timeline is of.
-inline nlohmann::ordered_json timeline_head(const MemoryReport& report) {
-    return {{"model", report.model},           {"parameters", report.parameters},
-            {"device", report.device},         {"precision", report.precision},
-            {"batch", report.batch},           {"seq_len", report.seq_len},
-            {"grad_accum", report.grad_accum}, {"head_rows", report.head_rows},
-            {"recompute", report.recompute}};
-}
-
-// What the page of --report shows of a step's memory: the bytes of each kind along the step, and the table of
-// buffers with the parts of the step in which each lives. In a long step, one moment of every few is shown,
-// that with the most bytes.
+// What the page of --report shows of a step's memory: the bytes of each kind from moment to moment, and the
+// table of buffers with the moments at which each begins and ceases to live. In a long step several events
+// are one moment, which has the bytes of the event with the most.
 inline nlohmann::ordered_json timeline_page(const MemoryReport& report, const Plan& update,
                                             const Rates& rates) {
-    using nlohmann::ordered_json;
     const Timeline timeline = make_timeline(report, update, rates);
-    const size_t every = 1 + timeline.events.size() / 1500;
-    ordered_json page = {{"kinds", timeline.kinds}, {"every", every}, {"moments", ordered_json::array()}};
-    std::map<std::string, std::pair<int, std::vector<size_t>>> lives;  // how many live; begins and ends
-    const auto total = [](const TimelineEvent& e) {
-        return std::accumulate(e.bytes.begin(), e.bytes.end(), size_t{});
-    };
-    size_t largest = 0;
-    for (size_t i = 0; i < timeline.events.size(); i++) {
+    const size_t all = timeline.events.size(), every = 1 + all / 1500;
+    nlohmann::ordered_json page = {{"kinds", timeline.kinds}, {"every", every}, {"moments", {}}};
+    std::map<std::string, std::vector<size_t>> lives;
+    std::map<std::string, int> living;
+    std::pair<size_t, size_t> most;  // the bytes of an event, and which it is
+    for (size_t i = 0; i < all; i++) {
         const TimelineEvent& e = timeline.events[i];
-        auto& [alive, ends] = lives[e.name];
-        const bool takes = *e.event == 't', releases = *e.event == 'r';
-        if ((takes && alive++ == 0) || (releases && --alive == 0)) ends.push_back(i / every);
-        if (takes && ends.size() > 2 && ends.back() <= ends[ends.size() - 2] + 1)
-            ends.resize(ends.size() - 2);
-        if (i % every == 0 || total(e) > total(timeline.events[largest])) largest = i;
-        if ((i + 1) % every > 0 && i + 1 < timeline.events.size()) continue;
-        const TimelineEvent& shown = timeline.events[largest];
+        std::vector<size_t>& ends = lives[e.name];
+        const bool begins = *e.event == 't' && living[e.name]++ == 0;
+        if (begins && !ends.empty() && ends.back() + 1 >= i / every)
+            ends.pop_back();  // it lives on after a gap that is too short to be seen
+        else if (begins || (*e.event == 'r' && --living[e.name] == 0))
+            ends.push_back(i / every);
+        most = std::max(most, {std::accumulate(e.bytes.begin(), e.bytes.end(), size_t{}), i});
+        if ((i + 1) % every > 0 && i + 1 < all) continue;
+        const TimelineEvent& shown = timeline.events[most.second];
         page["moments"].push_back({shown.range, shown.name, shown.bytes});
+        most = {};
     }
     for (const TableLine& t : table_of(report)) {
-        const size_t end = page["moments"].size();
-        page["table"].push_back({t.name, t.kind, t.shape, t.dtype, t.bytes, t.count,
-                                 t.born == "start" ? std::vector<size_t>{0, end} : lives[t.name].second});
+        if (t.born == "start") lives[t.name] = {0};
+        page["table"].push_back({t.name, t.kind, t.shape, t.dtype, t.bytes, t.count, lives[t.name]});
     }
     return page;
 }
@@ -226,8 +215,11 @@ inline void write_timeline(const std::string& path, const MemoryReport& report, 
                            const Rates& rates) {
     using nlohmann::ordered_json;
     const Timeline timeline = make_timeline(report, update, rates);
-    ordered_json head = timeline_head(report);
-    head["kinds"] = timeline.kinds;
+    const ordered_json head = {{"model", report.model},           {"parameters", report.parameters},
+                               {"device", report.device},         {"precision", report.precision},
+                               {"batch", report.batch},           {"seq_len", report.seq_len},
+                               {"grad_accum", report.grad_accum}, {"head_rows", report.head_rows},
+                               {"recompute", report.recompute},   {"kinds", timeline.kinds}};
     try {
         FileWriter file(path);
         std::string text = json_text(head, -1);

@@ -200,3 +200,15 @@ PeakRate device_peak_flops(Stream stream, size_t space) {
         return {gpu->flops, "dense products in bf16 by NVIDIA's data sheet"};
     return {measured_matmul_flops<T>(stream, space), "a square product measured now"};
 }
+
+// Prints and returns what MFU is relative to after a step that reached more FLOP/s than that: the square
+// product, measured again in the arena's memory, as the first one may have been measured while other programs
+// ran; or what the step reached, if that is more or there are several devices.
+template <class T>
+double new_peak(double reached, int devices, Stream stream, Arena& arena) {
+    const double product = devices == 1 ? measured_matmul_flops<T>(stream, arena.bytes() / 2, &arena) : 0;
+    print(stdout, "MFU is relative to %.0f GFLOP/s from here on, %s\n",
+          std::max(product, reached / devices) / 1e9,
+          product > reached ? "the square product measured again" : "what this step has reached");
+    return std::max(product, reached);
+}

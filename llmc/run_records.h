@@ -1,6 +1,6 @@
-// run_records.h - where the figures of a run's steps and validations go: the file of --log, TensorBoard's
-// event files and the page of --report. A record has the figures of a step, which count from 1, or the loss
-// of a validation after so many steps.
+// run_records.h - writes the figures of a run's steps and validations to the file of --log, to TensorBoard's
+// event files and to the page of --report. A record has the number of a step, counted from 1, and either the
+// step's figures or the loss of a validation after it.
 #pragma once
 
 #include <bit>
@@ -19,11 +19,11 @@
 
 using Record = nlohmann::ordered_json;
 
-// A file that grows by a record at a time. Without one, nothing is written.
+// A file to which records are appended. If none was opened, nothing is written.
 class AppendedFile {
   public:
-    void open(const char* option, const std::string& path, int flags) {
-        name_ = format("%s %s", option, path.c_str());
+    void open(const std::string& option, const std::string& path, int flags) {
+        name_ = option + " " + path;
         naming(option, [&] { file_.emplace(open_output(path, flags)); });
     }
     void write(const std::string& bytes) {
@@ -45,8 +45,8 @@ inline const std::vector<std::string> kLogKeys = {
 inline bool is_csv(const std::string& path) { return path.ends_with(".csv"); }
 
 // Calls use(record, where its line begins and ends) for the records of a log until it returns false. A last
-// line that was not completed is none. Returns true if the log is of a version that counted steps from 0; the
-// records count from 1 nevertheless.
+// line that is incomplete is left out. Records count steps from 1. Returns true if the log counts them from
+// 0, as older versions did.
 template <class Use>
 bool read_log(const std::string& path, Use&& use) {
     std::ifstream file(path);
@@ -55,12 +55,12 @@ bool read_log(const std::string& path, Use&& use) {
     size_t begin = 0, end = 0;
     for (std::string line; std::getline(file, line) && !file.eof(); begin = end) {
         end = begin + line.size() + 1;
-        Record record = is_csv(path) ? nullptr : Record::parse(line, nullptr, false);
-        std::istringstream values(is_csv(path) ? line : "");
+        Record record = line.starts_with('{') ? Record::parse(line, nullptr, false) : Record::object();
+        std::istringstream values(line.starts_with('{') ? "" : line);  // of a line of CSV
         std::string value;
         for (auto key = kLogKeys.begin(); key != kLogKeys.end() && std::getline(values, value, ','); key++)
             if (!value.empty()) record[*key] = Record::parse(value, nullptr, false);
-        if (!record.is_object() || !record.contains("step") || !record["step"].is_number_integer()) continue;
+        if (!record.contains("step") || !record["step"].is_number_integer()) continue;
         from_0 |= record.contains("loss") && record["step"] == 0;
         if (from_0 && record.contains("loss")) record["step"] = record["step"].get<int64_t>() + 1;
         if (!use(record, begin, end)) break;
@@ -70,10 +70,11 @@ bool read_log(const std::string& path, Use&& use) {
 
 class LogFile {
   public:
-    // With `done`, goes on after that many steps: records of later ones, which are made again, are cut off.
-    void open(const std::string& path, std::optional<int64_t> done, const char* option = "--log") {
+    // Continues the log of a run that resumes after `done` steps: cuts off later records, because those steps
+    // are made again. Without `done`, begins a new one.
+    void open(const std::string& option, const std::string& path, std::optional<int64_t> done) {
         if (path.empty()) return;
-        path_ = path, csv_ = is_csv(path) && option == std::string("--log");
+        path_ = path, csv_ = is_csv(path) && option == "--log";
         if (done && std::filesystem::is_regular_file(path)) cut(*done);
         file_.open(option, path, done ? O_APPEND : O_TRUNC);
         std::error_code is_no_file;
@@ -82,7 +83,7 @@ class LogFile {
     }
     void write(Record record) {
         if (validated_ && record.contains("val_loss") && record["step"] == validated_->first)
-            std::filesystem::resize_file(path_, validated_->second);  // it was made again
+            std::filesystem::resize_file(path_, validated_->second);  // this record replaces it
         validated_.reset();
         if (from_0_ && record.contains("loss")) record["step"] = record["step"].get<int64_t>() - 1;
         const auto value = [&](const std::string& key) {
@@ -105,7 +106,7 @@ class LogFile {
 
     std::string path_;
     bool csv_ = false, from_0_ = false;
-    std::optional<std::pair<int64_t, size_t>> validated_;  // step and place of a validation at the end
+    std::optional<std::pair<int64_t, size_t>> validated_;  // step and position of the last line, a validation
     AppendedFile file_;
 };
 
@@ -138,7 +139,7 @@ std::string proto(int field, Float value) {
 
 class TensorBoard {
   public:
-    // Begins a new file in a folder. Of other files there, TensorBoard then shows nothing after `done` steps.
+    // Begins a new file in a folder. TensorBoard then hides what other files there have after `done` steps.
     void open(const std::string& folder, int64_t done) {
         if (folder.empty()) return;
         std::error_code error;
@@ -148,7 +149,7 @@ class TensorBoard {
         const std::string path = format("%s/events.out.tfevents.%lld.%07d", folder.c_str(), now, getpid());
         file_.open("--tensorboard", path, O_TRUNC);
         write_event(proto(3, std::string("brain.Event:2")));
-        write_event(proto(2, static_cast<uint64_t>(done + 1)) + proto(7, proto(1, uint64_t{1})));
+        write_event(proto(2, static_cast<uint64_t>(done) + 1) + proto(7, proto(1, uint64_t{1})));
     }
     // The tags are those of transformers' Trainer.
     void write(const Record& record) {
@@ -172,44 +173,45 @@ class TensorBoard {
 
 // ---- --report: a page that shows the run, and needs nothing else
 
-// The text of report_page.html, in which @DATA@ stands for the data; and how each page begins.
+// The text of report_page.html, in which @DATA@ stands for the data, and the text that each page begins with.
 std::string_view report_page();
 inline constexpr const char* kReportBegins = "<!DOCTYPE html>\n<!-- A report of ./train.";
 
-// An exponential moving average of losses: the latest counts a twentieth, and more among the first ones.
+// An exponential moving average of losses. The latest one has a weight of 1/20, and more among the first
+// ones.
 struct SmoothedLoss {
     double value = 0, count = 0;
     double add(double loss) { return value += (loss - value) * std::max(2 / (++count + 1), 0.05); }
 };
 
-// A curve of at most 2,000 points, however many steps a run has: when there are more, neighbours become one
-// point with their mean, least and most value, so that no spike is lost.
+// A curve of at most 2,000 points. A longer run has several steps in each point: their mean and, so that no
+// spike is lost, their least and most value.
 struct Curve {
     struct Point {
-        int64_t last, count;  // step; of steps
-        double sum, least, most;
+        int64_t step;  // the last one
+        double count, sum, least, most;
     };
     std::vector<Point> points;
-    int64_t width = 1;  // steps of a point
+    double width = 1;  // steps of a point
 
-    void add(const Point& next) {
-        if (points.empty() || points.back().count + next.count > width) {
-            points.push_back(next);
-        } else {
-            const Point p = points.back();
-            points.back() = {next.last, p.count + next.count, p.sum + next.sum, std::min(p.least, next.least),
-                             std::max(p.most, next.most)};
-        }
+    void add(int64_t step, double value) {
+        add({step, 1, value, value, value});
         if (points.size() <= 2000) return;
         width *= 2;
         for (const Point& p : std::exchange(points, {})) add(p);
+    }
+    void add(const Point& next) {
+        if (points.empty() || points.back().count + next.count > width) return points.push_back(next);
+        Point& p = points.back();
+        p = {next.step, p.count + next.count, p.sum + next.sum, std::min(p.least, next.least),
+             std::max(p.most, next.most)};
     }
     Record json() const {
         Record all = {{"width", width}};
         const auto rounded = [](double v) { return strtod(format("%.6g", v).c_str(), nullptr); };
         for (const Point& p : points) {
-            all["x"].push_back(p.last);
-            all["mean"].push_back(rounded(p.sum / static_cast<double>(p.count)));
+            all["x"].push_back(p.step);
+            all["mean"].push_back(rounded(p.sum / p.count));
             all["min"].push_back(rounded(p.least));
             all["max"].push_back(rounded(p.most));
         }
@@ -225,14 +227,16 @@ struct ReportedRun {
     SmoothedLoss smoothed = {};
 
     void add(const Record& record) {
-        const auto add = [&](const std::string& key, double value) {
-            curves[key].add({record["step"], 1, value, value, value});
-        };
-        for (const std::string& key : kLogKeys) {
-            if (key == "step" || !record.contains(key) || !record[key].is_number()) continue;
-            add(key, record[key]);
-            if (key == "loss") add("smoothed", smoothed.add(record[key]));
+        for (const auto& [key, value] : record.items()) {
+            if (!value.is_number() || key == "step") continue;
+            curves[key].add(record["step"], value);
+            if (key == "loss") curves["smoothed"].add(record["step"], smoothed.add(value));
         }
+    }
+    Record json() const {
+        Record all = {{"name", name}, {"samples", samples}, {"curves", Record::object()}};
+        for (const auto& [key, curve] : curves) all["curves"][key] = curve.json();
+        return all;
     }
 };
 
@@ -240,10 +244,17 @@ class Report {
   public:
     ~Report() { end("ended by an error"); }
 
-    // `page` is what the page says beside the runs, the first of which is this one.
-    void open(const std::string& path, Record page, std::vector<ReportedRun> runs) {
-        path_ = path, page_ = std::move(page), runs_ = std::move(runs);
-        save();
+    // `page` is what the page says beside the runs. The first run is this one.
+    void open(const std::string& path, Record page) {
+        path_ = path, page_ = std::move(page), runs_ = {{"this run"}};
+    }
+    // Adds the records of a log to the latest run.
+    void add_log(const std::string& path) {
+        read_log(path, [&](const Record& r, size_t, size_t) { return runs_.back().add(r), true; });
+    }
+    void add_run(const std::string& log) {
+        runs_.push_back({log});
+        add_log(log);
     }
     void write(const Record& record) {
         if (path_.empty()) return;
@@ -252,27 +263,24 @@ class Report {
     }
     void add_sample(int64_t step, const std::string& text) {
         if (path_.empty() || text.empty()) return;
-        if (runs_[0].samples.size() == 20) runs_[0].samples.erase(1);  // the first one stays
-        runs_[0].samples.push_back({{"step", step}, {"text", text.substr(0, 4000)}});
+        Record& samples = runs_[0].samples;
+        if (samples.size() == 20) samples.erase(1);  // the first one stays
+        samples.push_back({{"step", step}, {"text", text.substr(0, 4000)}});
     }
-    // Writes the page, atomically. Where that fails, `error` says why.
+    // Writes the page, atomically. If that fails, `error` says why.
     void save() try {
         if (path_.empty()) return;
         const std::time_t begin = std::time(nullptr);
         page_["written"] = begin;
         page_["runs"] = Record::array();
-        for (const ReportedRun& run : runs_) {
-            page_["runs"].push_back(
-                {{"name", run.name}, {"samples", run.samples}, {"curves", Record::object()}});
-            for (const auto& [key, curve] : run.curves) page_["runs"].back()["curves"][key] = curve.json();
-        }
+        for (const ReportedRun& run : runs_) page_["runs"].push_back(run.json());
         std::string data = page_.dump(-1, ' ', false, Record::error_handler_t::replace), text(report_page());
         for (size_t at = 0; (at = data.find('<', at)) != data.npos;) data.replace(at, 1, "\\u003c");
         text.replace(text.find("@DATA@"), 6, data);
         write_text(path_ + ".tmp", text);
         replace_file(path_ + ".tmp", path_);
         const std::time_t end = std::time(nullptr);
-        next_ = end + 10 + 100 * (end - begin);  // so that this takes little of the time
+        next_ = end + 10 + 100 * (end - begin);  // so that writing takes at most 1% of the time
     } catch (const UserError& e) {
         error = format("--report %s", e.what());
     }
@@ -299,6 +307,11 @@ struct RunRecords {
     Report report;
     std::string error = "";
 
+    // Opens the files. A run that goes on after `done` steps goes on with the log that is there.
+    void open(const std::string& log_path, const std::string& folder, std::optional<int64_t> done) {
+        log.open("--log", log_path, done);
+        board.open(folder, done.value_or(0));
+    }
     // check() reports an error, at a point where the training can be saved.
     void write(const Record& record) try {
         log.write(record);
@@ -306,6 +319,10 @@ struct RunRecords {
         report.write(record);
     } catch (const UserError& e) {
         error = e.what();
+    }
+    void end(bool interrupted) {
+        report.end(interrupted ? "interrupted" : "done");
+        check();
     }
     void check() const {
         for (const std::string& what : {error, report.error})

@@ -56,12 +56,11 @@ inline void remark_inputs(const Options& o, const RunInputs& in) {
         print(stderr, "generation_config.json: not followed: %s\n", settings.c_str());
 }
 
-// Prints the size of the data, and how much of them is read until the last step, or by one validation.
-inline void print_data(const Options& o, const RunInputs& in, const Batches& batches, int64_t first_step) {
+// Prints what is known of the data before the first step. Returns the part about their size, and how much of
+// them is read until the last step, or by one validation.
+inline std::string print_data(const Options& o, const RunInputs& in, const Batches& batches,
+                              int64_t first_step) {
     const auto number = [](uint64_t n) { return static_cast<unsigned long long>(n); };
-    const SequenceLoader& training = *batches.training();
-    const uint64_t epoch = training.sequences_per_epoch();
-    const Dataset& data = *in.data;
     if (!in.chat_used.description.empty())
         print(stdout, "chats: written by %s\n", in.chat_used.description.c_str());
     if (in.chat_used.guesses)
@@ -73,26 +72,26 @@ inline void print_data(const Options& o, const RunInputs& in, const Batches& bat
               "chats have \"%s\", but the chat template writes nothing of it (tried with the first such "
               "chat)\n",
               field.c_str());
-    print(stdout, "data: ");
+    const SequenceLoader& training = *batches.training();
+    const uint64_t epoch = training.sequences_per_epoch();
+    const Dataset& data = *in.data;
+    std::string text =
+        format("%llu tokens in %llu sequences of %d", number(data.token_count()), number(epoch), o.seq_len);
     if (data.is_examples())
-        print(stdout,
-              "%llu examples, %llu tokens, %llu of them with loss, in %llu sequences of %d, %.1f%% padding",
-              number(data.example_count()), number(data.token_count()),
-              number(training.tokens_with_loss(0, epoch)), number(epoch), o.seq_len,
-              100 * training.padding());
-    else
-        print(stdout, "%llu tokens in %llu sequences of %d", number(data.token_count()), number(epoch),
-              o.seq_len);
+        text = format(
+            "%llu examples, %llu tokens, %llu of them with loss, in %llu sequences of %d, %.1f%% padding",
+            number(data.example_count()), number(data.token_count()),
+            number(training.tokens_with_loss(0, epoch)), number(epoch), o.seq_len, 100 * training.padding());
     const int64_t steps = std::max(o.steps, first_step);
     const auto read = static_cast<double>(batches.sequences_after(steps));
-    print(stdout, "; %lld steps read %.0f sequences, %.2f epochs", static_cast<long long>(steps), read,
-          read / static_cast<double>(epoch));
+    text += format("; %lld steps read %.0f sequences, %.2f epochs", static_cast<long long>(steps), read,
+                   read / static_cast<double>(epoch));
     if (data.is_examples() && !o.has("--steps") && !o.has("--epochs"))
-        print(stdout, " (--epochs or --steps change that)");
+        text += " (--epochs or --steps change that)";
     if (batches.validation())
-        print(stdout, "; a validation reads %llu of %llu", number(batches.validation_sequences()),
-              number(batches.validation()->sequences_per_epoch()));
-    print(stdout, "\n");
+        text += format("; a validation reads %llu of %llu", number(batches.validation_sequences()),
+                       number(batches.validation()->sequences_per_epoch()));
+    print(stdout, "data: %s\n", text.c_str());
     for (const Dataset* d : {in.data.get(), in.val_data.get()}) {
         if (d && d->texts_parted() > 0)
             print(stdout, "%s: %llu texts are longer than a sequence and go on in others\n",
@@ -103,6 +102,7 @@ inline void print_data(const Options& o, const RunInputs& in, const Batches& bat
                   d->stream_name(0).c_str(), number(d->examples_cut()), o.seq_len,
                   d->longer_length(o.seq_len, in.most_tokens()).c_str());
     }
+    return text;
 }
 
 // A text of an example with what is learnt of it between two marks.

@@ -19,6 +19,7 @@
 #include "llmc/ranks_agree.h"         // check_ranks_agree()
 #include "llmc/run_model.h"           // RunModel: the states of the model and adapter
 #include "llmc/run_saves.h"           // RunSaves: saves, and resumes from them
+#include "llmc/run_start.h"           // remark_what_a_run_needs()
 #include "llmc/sample.h"              // Sampler: draws and prints texts
 #include "llmc/signals.h"             // interrupted, asked_to_save
 #include "llmc/updates.h"             // learning_rate(), Updates: norms, clipping, the optimizer
@@ -39,7 +40,10 @@ class Trainer {
     }
     void run();
     void bench();
-    void print_plan() const { ::print_plan(o_, report_, plans_.update, rates_); }
+    void print_plan() const {
+        ::print_plan(o_, report_, plans_.update, rates_);
+        if (o_.plan) remark_what_a_run_needs(o_, in_);
+    }
 
     // Applies a setting that the search in plan_choice.h tries.
     void apply(const MemorySetting& s);
@@ -80,15 +84,12 @@ class Trainer {
     void save_if_asked();
     void finish();
     void stop();
-    void check_logs() const;
 
     // Before the first step, and the bench.
     void open_device();
     void connect_streams();
     void prepare();
-    void open_records();
     void choose_algorithms();
-    double new_peak_flops(double reached);
     void answer_as_many_as_fit();
     void take_memory();
     void load();

@@ -3,6 +3,7 @@
 // step's figures or the loss of a validation after it.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <concepts>
 #include <ctime>
@@ -10,8 +11,10 @@
 #include <fstream>
 #include <map>
 #include <optional>
+#include <sstream>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include <nlohmann/json.hpp>
 

@@ -63,13 +63,15 @@ class Reader {
 size_t line_of_broken_assertion(const std::string& text) {
     size_t good = 0, bad = text.size();
     while (bad - good > 1) {
-        const size_t before = std::exchange(good, (good + bad) / 2);
+        const size_t middle = (good + bad) / 2;
+        bool breaks = false;
         try {
-            static_cast<void>(toml::parse(std::string_view(text).substr(0, good)));
+            static_cast<void>(toml::parse(std::string_view(text).substr(0, middle)));
         } catch (const toml::parse_error&) {  // such as an end that is missing
         } catch (const BrokenAssertion&) {
-            bad = std::exchange(good, before);
+            breaks = true;
         }
+        (breaks ? bad : good) = middle;
     }
     return 1 + static_cast<size_t>(std::ranges::count(text.substr(0, good), '\n'));
 }

@@ -282,8 +282,10 @@ inline std::vector<std::string> words_of_gpu(const std::string& name) {
 // without that number; -1 and the name if it does not say it. A DGX has eight.
 inline std::pair<int, std::string> count_in_name(const std::string& name) {
     std::string text = joined(words_of_gpu(name), " ");
-    for (const std::string word : {"2dual ", "2two ", "4four ", "4quad ", "8eight ", "8dgx "})
-        if (text.starts_with(word.substr(1))) text = word.substr(0, 1) + " " + text.substr(word.size() - 1);
+    constexpr std::pair<std::string_view, const char*> kNumbers[] = {
+        {"dual ", "2 "}, {"two ", "2 "}, {"four ", "4 "}, {"quad ", "4 "}, {"eight ", "8 "}, {"dgx ", "8 "}};
+    for (const auto& [word, number] : kNumbers)
+        if (text.starts_with(word)) text.replace(0, word.size(), number);
     int count = -1, end = 0;
     const auto rest = [&](size_t begin) { return text.substr(begin + static_cast<size_t>(end)); };
     const size_t sign = text.rfind(" x");
@@ -324,13 +326,12 @@ inline const KnownGpu* gpu_with_words(const std::vector<std::string>& words) {
 
 // The known GPUs whose names share a telling word with these: "A, B".
 inline std::string gpus_like(const std::vector<std::string>& words) {
-    static const std::set<std::string> kCommon = {"rtx", "gb",         "ti",      "super",  "d",
-                                                  "pro", "generation", "edition", "laptop", "max"};
+    constexpr const char* kCommon = "rtx gb ti super d pro generation edition laptop max";
     std::string names;
     for (const KnownGpu& gpu : kKnownGpus) {
         const std::vector<std::string> known = words_of_gpu(gpu.name);
         const bool is_like = std::any_of(words.begin(), words.end(), [&](const std::string& w) {
-            return !kCommon.contains(w) && w.size() > 2 &&
+            return !has_word(kCommon, w) && w.size() > 2 &&
                    std::find(known.begin(), known.end(), w) != known.end();
         });
         if (is_like) names += (names.empty() ? "" : ", ") + std::string(gpu.name);

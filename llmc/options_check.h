@@ -30,11 +30,10 @@ inline void check_best(const Options& o) {
 // A bench only measures a run and does not make it: fails on options that only a real run needs.
 inline void check_bench_options(const Options& o) {
     if (o.bench.empty()) return;
-    for (const char* name :
-         {"--plan",       "--timeline",    "--resume",           "--out",          "--save-base",
-          "--save-every", "--log",         "--loss-by-position", "--val-data",     "--merge",
-          "--export",     "--print-every", "--eval-every",       "--sample.every", "--prompt",
-          "--epochs",     "--keep-best",   "--early-stopping",   "--report",       "--tensorboard"})
+    for (const std::string& name : words_of(
+             "--plan --timeline --resume --out --save-base --save-every --log --loss-by-position --val-data "
+             "--merge --export --print-every --eval-every --sample.every --prompt --epochs --keep-best "
+             "--early-stopping --report --tensorboard"))
         if (o.has(name)) fail("%s: a bench only measures; leave it out, or --bench", o.spelled(name).c_str());
     for (const char* name : {"--steps", "--warmup"})
         if (o.has(name) && strtod(o.first(name), nullptr) > 1e6)
@@ -75,10 +74,10 @@ inline void check_answers(const Options& o) {
     const std::string self = o.chat ? "--chat" : "--prompts " + o.prompts;
     if (o.chat && o.raw_prompt) fail("--raw-prompt: --chat writes a conversation in the model's chat format");
     if (o.chat && !o.prompts.empty()) fail("--chat: answers you, and --prompts %s a file", o.prompts.c_str());
-    for (const char* name :
-         {"--data", "--val-data", "--prompt", "--sample.every", "--out", "--save-every", "--merge",
-          "--export", "--epochs", "--save-base", "--log", "--loss-by-position", "--eval-every", "--timeline",
-          "--bench", "--memory", "--report", "--tensorboard"})
+    for (const std::string& name :
+         words_of("--data --val-data --prompt --sample.every --out --save-every --merge --export --epochs "
+                  "--save-base --log --loss-by-position --eval-every --timeline --bench --memory --report "
+                  "--tensorboard"))
         if (o.has(name) && !o.saved.contains(name))
             fail("%s only answers: leave %s out", self.c_str(), o.spelled(name).c_str());
     if (o.steps > 0) fail("%s trains nothing: leave --steps %s out", self.c_str(), o.first("--steps"));
@@ -234,8 +233,7 @@ inline void check_devices(const Options& o) {
     if (o.updates == "host" && o.state != "device" && !host_can_update(o))
         fail(
             "--devices %d: the host's cores update what is on the devices: give gradients=device, or leave "
-            "out "
-            "--offload updates=host",
+            "out --offload updates=host",
             o.devices);
     if (o.has("--machines") && !o.plan)
         fail("--machines %d: is for --plan; ranks know which machines they are on", o.machines);
@@ -277,21 +275,11 @@ inline void check_update_in_backward(const Options& o) {
             "and clips each by its own: leave it out, or give --clip 0");
 }
 
-inline void check_names(const Options& o) {
-    for (const char* name :
-         {"--out", "--resume", "--log", "--timeline", "--advanced.algorithms", "--adapter", "--merge",
-          "--export", "--save-base", "--rope-scaling", "--loss-by-position", "--rates", "--calibrate",
-          "--prompts", "--report", "--report.with", "--tensorboard", "--tokenizer"})
-        if (o.has(name) && !*o.first(name))
-            fail("%s is empty where the name of a file or folder is needed", setting_name(name).c_str());
-}
-
 // Fails if options that are valid by themselves cannot be combined.
 inline void check_options(const Options& o) {
     check_adapter_options(o);
     check_auto_length(o);
     check_answers(o);
-    check_names(o);
     check_length(o);
     check_bench_options(o);
     check_best(o);

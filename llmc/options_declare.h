@@ -181,8 +181,7 @@ inline void declare_model_options(CLI::App& app, Options& o) {
     group
         .add("--chat-format", o.chat_format, "NAME",
              "Writes chats as chatml, llama3, mistral, llama2 or zephyr; by default as the chat template in "
-             "the "
-             "model's folder says.")
+             "the model's folder says.")
         ->check(one_of({"auto", "chatml", "llama3", "mistral", "llama2", "zephyr"}));
     group
         .add("--chat-date", o.chat_date, "YYYY-MM-DD",

@@ -28,11 +28,10 @@ constexpr char kNoBreak = '\x01';  // a space at which no line ends
 // of options, that --help alone shows, each with the beginning of its help.
 constexpr const char* kUsualOptions =
     "--model --data --val-data --seq-len --batch --grad-accum --steps --epochs --lr --min-lr --warmup "
-    "--schedule "
-    "--weight-decay --train --base --lora-rank --lora-alpha --soft-prompt --merge --memory --plan --gpu "
-    "--recompute --chunk-rows --state-formats --log --eval-every --eval-batches --prompt --chat --sample "
-    "--sample.every --sample.tokens --sample.temperature --out --save-every --resume --config --help "
-    "--version";
+    "--schedule --weight-decay --train --base --lora-rank --lora-alpha --soft-prompt --merge --memory --plan "
+    "--gpu --recompute --chunk-rows --state-formats --log --eval-every --eval-batches --prompt --chat "
+    "--sample --sample.every --sample.tokens --sample.temperature --out --save-every --resume --config "
+    "--help --version";
 
 constexpr const char* kHelpExamples = R"(Examples:
   ./train --data book.txt --steps 500 --out out/book

@@ -65,15 +65,13 @@ inline void answer_questions(const CLI::App& app, const Settings& settings) {
 // auto, those that were chosen when the run began.
 inline std::map<std::string, std::string> changed_settings(const CLI::App& app, const Options& o,
                                                            const SavedOptions& before, bool automatic) {
-    static const std::set<std::string> kOfTheRun = {
-        "--resume",      "--out",     "--log",       "--timeline",    "--loss-by-position",
-        "--print-every", "--plan",    "--threads",   "--devices",     "--zero",
-        "--machines",    "--network", "--rates",     "--save-every",  "--keep",
-        "--prompt",      "--merge",   "--save-base", "--model",       "--adapter",
-        "--raw-prompt",  "--memory",  "--report",    "--report.with", "--tensorboard"};
+    constexpr const char* kOfTheRun =
+        "--resume --out --log --timeline --loss-by-position --print-every --plan --threads --devices --zero "
+        "--machines --network --rates --save-every --keep --prompt --merge --save-base --model --adapter "
+        "--raw-prompt --memory --report --report.with --tensorboard";
     std::map<std::string, std::string> all;
     for (const auto& [name, words] : o.given) {
-        if (kOfTheRun.contains(name) || name.starts_with("--sample.") || name.starts_with("--advanced.") ||
+        if (has_word(kOfTheRun, name) || name.starts_with("--sample.") || name.starts_with("--advanced.") ||
             name.starts_with("--export"))
             continue;
         if (automatic && was_chosen_before(name, o)) continue;

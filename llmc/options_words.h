@@ -6,10 +6,10 @@
 // last value counts.
 #pragma once
 
+#include <fcntl.h>
+
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <filesystem>
-#include <fstream>
 #include <iterator>
 #include <map>
 #include <string>
@@ -229,17 +229,13 @@ class WordReader {
     template <class Check>
     void config_file(const std::string& path, Check&& check) {
         settings_.clear(), replaced_.clear();
-        std::error_code error;
-        const std::filesystem::file_status status = std::filesystem::status(path, error);
-        if (std::filesystem::exists(status) && !std::filesystem::is_regular_file(status))
-            fail("--config %s is %s", path.c_str(),
-                 std::filesystem::is_directory(status) ? "a directory" : "not a regular file");
+        const FileReader file("--config " + path, open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC),
+                              Pages::Kept);
         constexpr size_t kLargest = 32 << 10;  // keys of many parts would take all of the library's stack
-        if (std::filesystem::file_size(path, error) > kLargest && !error)
-            fail("--config %s is larger than a configuration: %zu bytes at most", path.c_str(), kLargest);
-        std::ifstream file(path);
-        if (!file) fail("--config %s: cannot be read: %s", path.c_str(), strerror(errno));
-        const std::string text{std::istreambuf_iterator<char>(file), {}};
+        if (file.size() > kLargest)
+            fail("%s is larger than a configuration: %zu bytes at most", file.path().c_str(), kLargest);
+        std::string text(file.size(), '\0');
+        file.read(0, text.size(), text.data());
         for (const ConfigItem& item : read_toml(text, path)) {
             try {
                 add_item(item);
@@ -310,10 +306,13 @@ class WordReader {
         }
         if (!now.empty()) replaced_.emplace_back(setting, now);
         now = words;
-        // A shell leaves ~ alone in --data=~/x, and a configuration file has no shell.
         const std::string kind = option(setting)->get_type_name();
-        if (kind.find("DIR") != kind.npos || kind.find("FILE") != kind.npos)
-            std::ranges::transform(now, now.begin(), with_home);
+        const auto takes = [&](const char* what) { return kind.find(what) != kind.npos; };
+        const bool takes_name = takes("DIR") || takes("FILE") || takes("LOG");
+        if (words[0].empty() && (takes_name || takes("TYPE:")))
+            fail("%s is empty where %s is needed", setting_name(setting).c_str(), kind.c_str());
+        // A shell leaves ~ alone in --data=~/x, and a configuration file has no shell.
+        if (takes_name) std::ranges::transform(now, now.begin(), with_home);
         for (const ValueHint& hint : kValueHints)
             if (setting == hint.setting && has_word(hint.values, words[0]))
                 fail("%s %s: %s", hint.setting, words[0].c_str(), hint.said);

@@ -53,17 +53,14 @@ inline std::vector<StoredAs> parse_stored(const std::vector<std::string>& texts)
         const size_t equals = text.find('=');
         const std::string name = equals == text.npos ? "" : text.substr(equals + 1);
         const WeightFormat* format = nullptr;
-        std::string names;
-        for (const auto& [known, candidate] : kStorable) {
-            names += std::string(names.empty() ? "" : ", ") + known;
+        for (const auto& [known, candidate] : kStorable)
             if (name == known) format = candidate;
-        }
         if (!format || equals == 0)
             fail(
                 "--base %s: there is no such format; formats are %s, for all linear layers, or for some, as "
-                "in "
-                "mlp=bf16",
-                printable(text).c_str(), names.c_str());
+                "in mlp=bf16",
+                printable(text).c_str(),
+                joined(kStorable, ", ", [](const auto& stored) { return stored.first; }).c_str());
         all.push_back({text.substr(0, equals), format});
     }
     return all;

@@ -15,7 +15,6 @@
 #include <cstdlib>
 #include <deque>
 #include <span>
-#include <sstream>
 #include <string>
 #include <vector>
 
@@ -23,6 +22,7 @@
 #include "llmc/file.h"
 #include "llmc/ranks.h"
 #include "llmc/ranks_slices.h"
+#include "llmc/text.h"
 #include "llmc/work.h"
 
 // What a rank sends in a step to ranks on its own machine, and to others.
@@ -186,13 +186,6 @@ struct Nccl {
         return all;
     }
 };
-
-inline std::vector<std::string> words_of(const std::string& text, char between) {
-    std::vector<std::string> words;
-    std::istringstream stream(text);
-    for (std::string word; std::getline(stream, word, between);) words.push_back(word);
-    return words;
-}
 
 // Makes this process see one GPU: the rank's own among those of the machine. Call it before anything uses
 // CUDA.

@@ -37,27 +37,24 @@ inline bool is_chosen_anew(const std::string& name) {
 // True if a setting of a save also holds in a run that resumes from it. `o` has the command line's settings,
 // and `name` is not among these.
 inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& values, const Options& o) {
-    const auto among = [&](std::initializer_list<const char*> names) {
-        return std::find(names.begin(), names.end(), name) != names.end();
-    };
-    if (among({"--resume", "--timeline", "--show-example"})) return false;  // what this run was asked for
-    if (among({"--save-base"})) return false;                               // the adapter names its base
-    if (among({"--rates"})) return false;                                   // of the first run's machine
-    if (among({"--advanced.algorithms"})) return kSearchesAlgorithms;
-    if (among({"--advanced.tf32"})) return kHasTf32;
-    if (among({"--steps"}) && o.has("--epochs")) return false;
-    if (among({"--epochs"}) && o.has("--steps")) return false;
+    if (has_word("--resume --timeline --show-example", name)) return false;  // what this run was asked for
+    if (name == "--save-base") return false;                                 // the adapter names its base
+    if (name == "--rates") return false;                                     // of the first run's machine
+    if (name == "--advanced.algorithms") return kSearchesAlgorithms;
+    if (name == "--advanced.tf32") return kHasTf32;
+    if (name == "--steps" && o.has("--epochs")) return false;
+    if (name == "--epochs" && o.has("--steps")) return false;
     if (is_chosen_anew(name) && o.has("--memory") && o.batch != 0) return false;
     for (const PlacementOption& p : kPlacements)
         if (name == p.setting() && p.of_training_only && o.steps == 0) return o.trains_adapter();
     // A run that only generates needs no data, and must not touch the training's outputs.
-    if (among({"--data", "--val-data", "--loss-on", "--log", "--loss-by-position", "--report",
-               "--report.with", "--tensorboard", "--out", "--save-every", "--keep-best", "--early-stopping",
-               "--eval-every", "--merge", "--export", "--export.type", "--export.part"}))
-        return o.steps > 0;
-    if (among({"--prompt", "--raw-prompt", "--sample.every"}) && o.only_answers()) return false;
+    constexpr const char* kOfTraining =
+        "--data --val-data --loss-on --log --loss-by-position --report --report.with --tensorboard --out "
+        "--save-every --keep-best --early-stopping --eval-every --merge --export --export.type --export.part";
+    if (has_word(kOfTraining, name)) return o.steps > 0;
+    if (has_word("--prompt --raw-prompt --sample.every", name) && o.only_answers()) return false;
     // A prompt asks for a sample.
-    if (among({"--sample.tokens"}))
+    if (name == "--sample.tokens")
         return !(o.has("--prompt") || o.only_answers()) || values != nlohmann::json::array({"0"});
     return true;
 }
@@ -144,8 +141,7 @@ inline std::string name_from(const std::string& folder, const std::string& name)
 // The options whose values are names of files or folders.
 constexpr const char* kNameOptions =
     "--data --val-data --model --tokenizer --log --out --advanced.algorithms --adapter --merge --export "
-    "--save-base "
-    "--loss-by-position --rates --report --report.with --tensorboard";
+    "--save-base --loss-by-position --rates --report --report.with --tensorboard";
 
 inline bool is_list_of_texts(const nlohmann::json& options, const std::string& name) {
     const auto it = options.find(name);

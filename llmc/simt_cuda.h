@@ -74,8 +74,7 @@ inline void check_gpu() {
     if (status == cudaErrorSystemDriverMismatch)
         fail(
             "the NVIDIA driver's library and its kernel module are of different versions, as after an "
-            "update: "
-            "restart the machine");
+            "update: restart the machine");
     const char* const visible = getenv("CUDA_VISIBLE_DEVICES");
     fail(
         "this ./train is built for a GPU and none answers (%s; the driver has CUDA %s%s%s%s); for the CPU: "
@@ -89,8 +88,7 @@ inline const char* advice_about(cudaError_t status) {
     switch (status) {
         case cudaErrorLaunchTimeout:
             return ": the driver ends what runs for seconds on a GPU that draws a screen, and under WSL2: "
-                   "use "
-                   "a GPU without a screen, close what else uses this one, lower --batch or "
+                   "use a GPU without a screen, close what else uses this one, lower --batch or "
                    "--chunk-rows attention=, or raise the limit (TdrDelay in Windows's registry)";
         case cudaErrorNoKernelImageForDevice:
             return ": this ./train is built for other GPUs: build it on this machine, or for this GPU with "

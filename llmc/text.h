@@ -9,7 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
-#include <iterator>
+#include <functional>
 #include <sstream>
 #include <string>
 #include <string_view>
@@ -31,17 +31,20 @@ std::string joined(const List& list, const char* between, TextOf&& text_of) {
     }
     return text;
 }
-inline std::string joined(const std::vector<std::string>& list, const char* between) {
-    return joined(list, between, [](const std::string& item) { return item; });
+template <class List>
+std::string joined(const List& list, const char* between) {
+    return joined(list, between, std::identity());
 }
 
-// The words of a list that has spaces between them, and whether it has one.
-inline std::vector<std::string> words_of(const std::string& list) {
-    std::istringstream words(list);
-    return {std::istream_iterator<std::string>(words), {}};
+// The words of a list, and whether it has one. They have one space, or another character, between them.
+inline std::vector<std::string> words_of(const std::string& list, char between = ' ') {
+    std::vector<std::string> words;
+    std::istringstream stream(list);
+    for (std::string word; std::getline(stream, word, between);) words.push_back(word);
+    return words;
 }
 inline bool has_word(const std::string& list, const std::string& word) {
-    return (" " + list + " ").find(" " + word + " ") != std::string::npos;
+    return word.find(' ') == word.npos && (" " + list + " ").find(" " + word + " ") != word.npos;
 }
 
 // A text with small ASCII letters.
@@ -54,13 +57,12 @@ inline std::string lower(std::string text) {
 // tabs and quotes.
 inline std::string printable(std::string_view text) {
     constexpr size_t kLongest = 80;
-    const std::string_view shown = text.substr(0, kLongest);
-    std::string result;
-    // A character is not cut in two.
-    for (const char c :
-         safe_text(shown.substr(0, shown.size() - (text.size() > kLongest ? unfinished_utf8(shown) : 0))))
+    TerminalText terminal(true);
+    std::string shown = terminal.add(text.substr(0, kLongest)), result;  // no half of a character
+    shown += text.size() > kLongest ? "..." : terminal.finish();
+    for (const char c : shown)
         result += c == '\n' ? "\\x0a" : c == '\t' ? "\\x09" : c == '"' ? "\\x22" : std::string(1, c);
-    return text.size() > kLongest ? result + "..." : result;
+    return result;
 }
 
 // The fewest characters to insert, delete, replace or swap with the next one that make one text the other.

@@ -8,8 +8,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
-#include <sstream>
+#include <regex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "llmc/error.h"
@@ -17,6 +18,7 @@
 #include "llmc/file.h"
 #include "llmc/jinja_strings.h"
 #include "llmc/save_folder.h"
+#include "llmc/text.h"
 
 // ---- downloaded models
 //
@@ -30,28 +32,19 @@
 
 // True if a text may be the name of a model on the hub: ORG/NAME, of letters, digits, '-', '_' and '.'.
 inline bool is_hub_name(const std::string& text) {
-    const size_t slash = text.find('/');
-    if (slash == text.npos || text.find('/', slash + 1) != text.npos) return false;
-    const auto is_part = [](const std::string& part) {
-        return !part.empty() && part[0] != '.' && part[0] != '~' &&
-               std::all_of(part.begin(), part.end(), [](unsigned char c) {
-                   return c < 128 && (std::isalnum(c) || c == '-' || c == '_' || c == '.');
-               });
-    };
-    return is_part(text.substr(0, slash)) && is_part(text.substr(slash + 1));
+    static const std::regex kName(R"([\w-][\w.-]*/[\w-][\w.-]*)");
+    return text.size() < 200 && std::regex_match(text, kName);  // the library matches recursively
 }
 
 // Where huggingface_hub keeps what it downloads.
 inline std::string hub_cache() {
-    const auto variable = [](const char* name) {
-        const char* const value = getenv(name);
-        return with_home(value ? value : "");
-    };
-    for (const char* name : {"HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"})
-        if (!variable(name).empty()) return variable(name);
-    if (!variable("HF_HOME").empty()) return variable("HF_HOME") + "/hub";
-    const std::string caches = variable("XDG_CACHE_HOME");
-    return (caches.empty() ? variable("HOME") + "/.cache" : caches) + "/huggingface/hub";
+    constexpr std::pair<const char*, const char*> kPlaces[] = {{"HF_HUB_CACHE", ""},
+                                                               {"HUGGINGFACE_HUB_CACHE", ""},
+                                                               {"HF_HOME", "/hub"},
+                                                               {"XDG_CACHE_HOME", "/huggingface/hub"}};
+    for (const auto& [variable, below] : kPlaces)
+        if (const char* const value = getenv(variable); value && *value) return with_home(value) + below;
+    return with_home("~/.cache/huggingface/hub");
 }
 
 // The folder of a model in the cache: the snapshot of `revision`, which is a branch, a tag or a commit.
@@ -70,8 +63,7 @@ inline std::string hub_snapshot(const std::string& name, const std::string& revi
     };
     const std::string reference = folder + "/refs/" + (revision.empty() ? "main" : revision);
     if (revision.find("..") == revision.npos && file_exists(reference)) {
-        std::string commit = read_text(reference);
-        while (!commit.empty() && std::isspace(static_cast<unsigned char>(commit.back()))) commit.pop_back();
+        const std::string commit(jinja::strip(read_text(reference)));
         if (const std::string found = snapshot(commit); !found.empty()) return found;
     }
     if (!revision.empty()) return snapshot(revision);
@@ -222,36 +214,32 @@ inline constexpr const char* kOtherKinds[][2] = {
 // Families that are not supported: remove one that is.
 inline constexpr const char* kOtherFamilies =
     "-qwen3.5 -qwen3.6 -qwen3.8 -qwen3-next gemma -gpt-oss -phi- -phi1 -phi2 -phi3 -phi4 -granite -smollm3 "
-    "-olmo "
-    "-ministral-3- -mistral-small-3.1 -mistral-small-3.2 -mistral-small-4 -devstral-small-2- -llama-4- -glm "
-    "-deepseek-v2 -deepseek-v3 -deepseek-r1 -chatglm -kimi -lfm -minimax -nvidia-nemotron -nemotron-h "
-    "-seed-oss "
-    "-exaone -command-r -c4ai -aya- -falcon- -stablelm -stable-code -hunyuan -ernie -internlm -baichuan "
-    "-minicpm "
-    "-starcoder -pythia -gpt-neo -gpt-j -opt- mamba -jamba rwkv bert -t5";
+    "-olmo -ministral-3- -mistral-small-3.1 -mistral-small-3.2 -mistral-small-4 -devstral-small-2- -llama-4- "
+    "-glm -deepseek-v2 -deepseek-v3 -deepseek-r1 -chatglm -kimi -lfm -minimax -nvidia-nemotron -nemotron-h "
+    "-seed-oss -exaone -command-r -c4ai -aya- -falcon- -stablelm -stable-code -hunyuan -ernie -internlm "
+    "-baichuan -minicpm -starcoder -pythia -gpt-neo -gpt-j -opt- mamba -jamba rwkv bert -t5";
 // Spellings that mean the same for a shape, in pairs; "-" drops a word that only says a version.
 inline constexpr const char* kSameShapes =
     "_ - -meta- - -llama2 -llama-2 -llama3 -llama-3 -llama4 -llama-4 -bloomz- -bloom- "
     "-deepseek-r1-distill-llama-8b- -llama-3.1-8b- -deepseek-r1-distill-llama-70b- -llama-3.3-70b- "
-    "-instruct- - "
-    "-chat- - -base- - -hf- - -it- - -thinking- - -coder- - -2407- - -2501- - -v1.0- - -unsloth- - -gguf- - "
-    "-bnb-4bit- -nf4- -mistral-nemo- -mistral-nemo-12b-";
+    "-instruct- - -chat- - -base- - -hf- - -it- - -thinking- - -coder- - -2407- - -2501- - -v1.0- - "
+    "-unsloth- - -gguf- - -bnb-4bit- -nf4- -mistral-nemo- -mistral-nemo-12b-";
 
 // A name as it is compared.
 inline std::string words_of_model(const std::string& name) {
-    std::string words = "-" + lower(name.substr(name.rfind('/') + 1)) + "-", from, to;
-    for (std::istringstream same(kSameShapes); same >> from >> to;)
-        words = jinja::replaced(words, from, to, -1);
+    std::string words = "-" + lower(name.substr(name.rfind('/') + 1)) + "-";
+    const std::vector<std::string> same = words_of(kSameShapes);
+    for (size_t i = 0; i < same.size(); i += 2) words = jinja::replaced(words, same[i], same[i + 1], -1);
     return words;
 }
 // The first of these spellings that a name's words have, without hyphens around it; "" if it has none.
 inline std::string spelling_in(const std::string& words, const char* spellings) {
-    std::string numbers, spelling;  // `numbers`: the words with 0 for each number
+    std::string numbers;  // the words with 0 for each number
     for (const char c : words) {
         const bool is_number = std::isdigit(static_cast<unsigned char>(c)) || c == '.';
         if (!is_number || !numbers.ends_with('0')) numbers += is_number ? '0' : c;
     }
-    for (std::istringstream all(spellings); all >> spelling;)
+    for (const std::string& spelling : words_of(spellings))
         if (words.find(spelling) != words.npos || numbers.find(spelling) != numbers.npos)
             return std::string(jinja::strip(spelling, "-"));
     return "";

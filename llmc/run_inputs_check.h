@@ -68,9 +68,8 @@ inline void RunInputs::check_example_options() const {
 inline void RunInputs::check_base() const {
     const bool is_so = config.has_nf4 || gguf, stores = !o_.base.empty() || !o_.store.empty(),
                quantizes = stores || !o_.head.empty();
-    const std::string asked = "--base " + (!o_.base.empty()    ? o_.base
-                                           : !o_.store.empty() ? o_.store[0]
-                                                               : "head=" + o_.head);
+    std::string asked = "--base " + (!o_.base.empty() ? o_.base : stores ? o_.store[0] : "head=" + o_.head);
+    if (!o_.has("--base")) asked = "--model " + o_.model + ": its name asks for " + asked;
     check_stored(stored(), config);
     const std::string why =
         is_so ? "--model " + o_.model + ": its files are " + (gguf ? "GGUF" : "NF4") : asked;
@@ -378,10 +377,8 @@ inline void RunInputs::read_exported() {
     std::map<std::string, std::string> templates;
     if (!chat_used.own_source.empty())
         templates = {{"default", chat_used.own_source}};
-    else if (tokenizer_file)
-        templates = chat_templates_of(*tokenizer_file).sources;
     else if (!tokenizer_folder.empty())
-        templates = chat_templates_of(tokenizer_folder, *tokenizer).sources;
+        templates = example_options().templates.sources;
     exported_tokenizer =
         tokenizer_keys(tokenizer_file.get(), tokenizer_folder, config, templates, end_of_turn());
     const std::string arch = gguf_architecture(config);
@@ -393,9 +390,7 @@ inline std::string RunInputs::export_name() const {
     namespace fs = std::filesystem;
     const bool is_changed = o_.steps > 0 || adapter || parse_new_model(o_.model);
     const std::string path = is_changed || gguf ? o_.export_file : without_last_slashes(model);
-    const std::string name =
-        is_changed || gguf ? fs::path(path).stem().string() : fs::path(path).filename().string();
-    return name;
+    return is_changed || gguf ? fs::path(path).stem().string() : fs::path(path).filename().string();
 }
 
 // Fails if --advanced attention=hopper asks for kernels that do not exist in this build or for this model's

@@ -13,6 +13,7 @@ from tokenizers import ByteLevelBPETokenizer
 from trainer_runs import read_log
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+USUALLY = "fp32"  # see conftest.py
 END = "<|endoftext|>"
 TEXT = "To be, or not to be: that is the question.\nÇa coûte 3 €, 日本語 🙂\r\n\ttabs  and  spaces\n" * 30
 CHAT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}" + END + "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -118,7 +119,7 @@ def test_chats_of_a_new_model(train, work, tmp_path):
     assert f": {len(tokens)} tokens; " in shown and f"<|user|>To be?{END}<|assistant|>⟦or not{END}⟧" in shown
     train(*options, "--steps", 2, "--batch", 1, "--seq-len", 40, "--sample", "tokens=0", "--out", "out", cwd=tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == CHAT
-    # A model that this one's tokenizer does not know as special tokens, has no chat format.
+    # A tokenizer without a chat template, and without the special tokens of a chat format.
     error = train("--model", "d1", "--tokenizer", work / "json", "--data", "chats.jsonl", "--steps", 1, code=2, cwd=tmp_path).stderr.decode()
     assert "chat" in error and error.count("\n") == 1, error
 
@@ -130,7 +131,7 @@ def test_mistakes(train, work, tmp_path):
                           (("--tokenizer", work / "none"), f"--tokenizer {work}/none: neither a GGUF file, nor a folder with tokenizer.json"),
                           (("--tokenizer", "x.json"), "--tokenizer x.json: neither a GGUF file, nor a folder"),
                           (("--tokenizer", work / "files/merges.txt"), "nor the first of these files in a folder"),
-                          (("--tokenizer", "x.gguf"), "x.gguf"), (("--tokenizer", ""), "--tokenizer is empty where the name of a file or folder is needed"),
+                          (("--tokenizer", "x.gguf"), "x.gguf"), (("--tokenizer", ""), "--tokenizer is empty where DIR|FILE|ORG/NAME is needed"),
                           (("--tokenizer", work / "json", "--log", work / "json/tokenizer.json"), "is a part of")):
         error = train(*options, "--data", work / "text.txt", "--steps", 1, *RUN, code=2, cwd=tmp_path).stderr.decode()
         assert says in error and error.count("\n") == 1, error

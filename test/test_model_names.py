@@ -5,6 +5,8 @@ import concurrent.futures
 import re
 import subprocess
 
+from trainer_runs import ROOT
+
 USUALLY = "fp32"
 
 # A known model; with " nf4" if the name says 4 bits; "!" and what is not supported; or "": the name says nothing.
@@ -141,9 +143,16 @@ def test_a_run_says_it_too(train, tmp_path):
 
 
 def test_the_list_of_known_models(train, tmp_path):
-    """Each of them is planned under its name. A folder of this name is a model's."""
+    """It is that of the guide. A folder of this name is a model's."""
     names = [line.split()[0] for line in train("--model", "list").stdout.decode().splitlines()]
-    assert len(names) == len(set(names)) > 50 and {"gpt2", "qwen3-8b", "ministral-8b"} <= set(names)
+    listed = (ROOT / "dev/guide/memory.md").read_text().split("`--model list` prints them:\n\n")[1].split("\n\n")[0]
+    assert len(names) == len(set(names)) > 50 and set(names) == set(re.findall(r"[a-z0-9][a-z0-9.-]+", listed))
     (tmp_path / "list").mkdir()
     assert b"list is not a folder with config.json" in train("--model", "list", cwd=tmp_path, code=2).stderr
 
+
+def test_weights_that_a_name_says_are_in_4_bits_are_not_trained(train):
+    """The line names what the user wrote: the model's name."""
+    error = train("--model", "unsloth/Qwen3-0.6B-bnb-4bit", *OPTIONS[2:], code=2).stderr.decode().splitlines()[-1]
+    assert error == ("train: --model unsloth/Qwen3-0.6B-bnb-4bit: its name asks for --base nf4: quantized weights are not trained; "
+                     "--train lora or prompt trains beside them")

@@ -109,7 +109,7 @@ class ChatSession {
     std::vector<int> fitting_tokens() {
         const size_t first = messages_[0].role() == "system";
         for (bool forgot = false;; forgot = true) {
-            std::vector<int> tokens = in_.conversation_tokens(messages_);
+            std::vector<int> tokens = in_.conversation_tokens({messages_});
             const bool fits = static_cast<int>(tokens.size()) < window_;
             if (fits && forgot)
                 fputs("(the beginning of the conversation does not fit: forgotten)\n", stderr);

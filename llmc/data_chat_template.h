@@ -133,10 +133,10 @@ inline ChatTemplates chat_templates_of(const GgufFile& file) {
                                                          {"pad_token", "padding_token_id"}};
     for (const auto& [name, key] : names) {
         const nlohmann::json id = member(metadata, (std::string("tokenizer.ggml.") + key).c_str());
-        if (id.is_number_unsigned() && id.get<uint64_t>() < tokens.size() &&
-            tokens[id.get<size_t>()].is_string())
-            templates.special_tokens.emplace_back(
-                name, jinja::Value::string(tokens[id.get<size_t>()].get<std::string>()));
+        const nlohmann::json token =
+            id.is_number_unsigned() && id < tokens.size() ? tokens[id.get<size_t>()] : "";
+        if (const std::string text = content_of(token); !text.empty())
+            templates.special_tokens.emplace_back(name, jinja::Value::string(text));
     }
     return templates;
 }

@@ -35,10 +35,7 @@ struct Message {
 };
 // A message that has only a role and a content.
 inline Message said(const std::string& role, const std::string& content) {
-    Message message;
-    message.object["role"] = role;
-    message.object["content"] = content;
-    return message;
+    return {chat_message(role, content)};
 }
 
 // The messages of a conversation, and what else the chat template reads: tools, documents and
@@ -81,17 +78,14 @@ inline void refuse_fields(const OrderedJson& object, std::initializer_list<const
 // False if a message's "weight" is 0, or its "train" (or "training" or "loss", as other tools have it) is
 // false: then none of it has a loss.
 inline bool message_counts(const OrderedJson& message, const std::string& where) {
-    const OrderedJson weight = message.value("weight", OrderedJson());
-    if (!weight.is_null() && !(weight.is_number() && (weight == 0 || weight == 1)))
-        fail("%s: \"weight\" is %s, where 0 and 1 are supported", where.c_str(),
-             weight.dump(-1, ' ', true).c_str());
-    bool counts = weight != 0;
-    for (const char* name : {"train", "training", "loss"}) {
+    bool counts = true;
+    for (const std::string& name : words_of("weight train training loss")) {
         const OrderedJson value = message.value(name, OrderedJson());
-        if (!value.is_null() && !value.is_boolean())
-            fail("%s: \"%s\" is %s, where true and false are supported", where.c_str(), name,
-                 value.dump(-1, ' ', true).c_str());
-        counts = counts && value != false;
+        const bool is_weight = name == "weight";
+        if (!value.is_null() && !(is_weight ? value == 0 || value == 1 : value.is_boolean()))
+            fail("%s: \"%s\" is %s, where %s are supported", where.c_str(), name.c_str(),
+                 value.dump(-1, ' ', true).c_str(), is_weight ? "0 and 1" : "true and false");
+        counts = counts && value != 0 && value != false;
     }
     return counts;
 }
@@ -124,9 +118,9 @@ inline bool says_something(const OrderedJson& message) {
 // must not be, because the model answers it.
 inline std::vector<Message> read_messages(OrderedJson list, const std::string& where, bool answered = true) {
     // Roles that chat templates know; another one is probably a misspelling.
-    static constexpr const char* kRoles[] = {
-        "system",  "developer",   "user",        "assistant", "tool",      "tools",        "function",
-        "ipython", "observation", "environment", "context",   "documents", "tool_response"};
+    constexpr const char* kRoles =
+        "system developer user assistant tool tools function ipython observation environment context "
+        "documents tool_response";
     if (!list.is_array() || list.empty()) fail("%s: \"messages\" is not a list of messages", where.c_str());
     std::vector<Message> messages;
     messages.reserve(list.size());
@@ -137,7 +131,7 @@ inline std::vector<Message> read_messages(OrderedJson list, const std::string& w
         refuse_fields(item, {"function_call"}, place);
         const std::string role = text_field(item, "role", place);
         check_content(item, place);
-        if (std::ranges::find(kRoles, role) == std::end(kRoles))
+        if (!has_word(kRoles, role))
             fail(
                 "%s: \"role\" is \"%s\", where \"system\", \"developer\", \"user\", \"assistant\" and "
                 "\"tool\" are known",
@@ -201,8 +195,9 @@ inline JsonExample read_example(std::span<char> line, const std::string& where,
     if (!is_text) {
         example.bytes = parsed.bytes_as_chat();
         require_memory_for(example.bytes, where);
-        for (const char* field : kExampleFields)
-            if (const auto found = object.find(field); found != object.end()) parsed.restore(*found);
+        for (const char* fields : {kAskingFields, kAnswerFields})
+            for (const std::string& field : words_of(fields))
+                if (const auto found = object.find(field); found != object.end()) parsed.restore(*found);
         messages = take_messages(object, where);
         refuse_bad_answer(object, where);
     }
@@ -224,7 +219,8 @@ inline JsonExample read_example(std::span<char> line, const std::string& where,
     } else {
         fail_unknown_format(object, where);
     }
-    if (unread) add_unread(object, kExampleFields, *unread);
+    for (const char* fields : {kAskingFields, kAnswerFields})
+        if (unread) add_unread(object, fields, *unread);
     return example;
 }
 

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <set>
-#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,33 +15,30 @@
 
 using OrderedJson = nlohmann::ordered_json;  // whose objects keep the order of their keys
 
-// What is asked and what is answered, by the names of fields. The first pair that an example has counts.
+// What is asked and what is answered, by the names of fields. The first pair that an example has counts. In
+// Alpaca's format, the first of them, `input` or `context` is what the instruction is about.
 struct AskedAndAnswered {
     const char *asked, *answered;
 };
 inline constexpr AskedAndAnswered kAskedAndAnswered[] = {
-    {"instruction", "output"},  // Alpaca; `input` or `context` is what the instruction is about
-    {"instruction", "response"}, {"prompt", "response"}, {"question", "answer"},
-    {"question", "response"},    {"query", "response"},
-};
+    {"instruction", "output"}, {"instruction", "response"}, {"prompt", "response"},
+    {"question", "answer"},    {"question", "response"},    {"query", "response"}};
 
 // ShareGPT's names of those who speak, and the roles of chat templates.
 inline constexpr std::pair<const char*, const char*> kShareGptRoles[] = {
-    {"human", "user"},     {"user", "user"},      {"gpt", "assistant"},    {"chatgpt", "assistant"},
-    {"bing", "assistant"}, {"bard", "assistant"}, {"model", "assistant"},  {"assistant", "assistant"},
-    {"system", "system"},  {"tool", "tool"},      {"observation", "tool"}, {"function_response", "tool"},
-};
+    {"human user", "user"},
+    {"gpt chatgpt bing bard model assistant", "assistant"},
+    {"system", "system"},
+    {"tool observation function_response", "tool"}};
 
-// The fields that mean something in some format; the first ones ask, and the others are answers or say how
-// good those are. If an example has one that its own format does not read, the run says so.
-inline constexpr const char* kExampleFields[] = {
-    "messages", "conversations", "chat_template_kwargs", "tools", "documents", "functions", "system",
-    "history", "instruction", "input", "context", "question", "query", "prompt",
-    // answers:
-    "output", "response", "answer", "completion", "chosen", "rejected", "rejected_response",
-    "rejected_messages", "label", "kto_tag", "score", "scores", "reward", "rewards", "rating", "weight",
-    "train"};
-inline constexpr size_t kAskingFields = 14;
+// The fields that mean something in some format: those that ask, and those that are answers or say how good
+// an answer is. If an example has one that its own format does not read, the run says so.
+inline constexpr const char* kAskingFields =
+    "messages conversations chat_template_kwargs tools documents functions system history instruction input "
+    "context question query prompt";
+inline constexpr const char* kAnswerFields =
+    "output response answer completion chosen rejected rejected_response rejected_messages label kto_tag "
+    "score scores reward rewards rating weight train";
 
 // True if a field is there and neither null nor empty.
 inline bool has_field(const OrderedJson& object, const std::string& name) {
@@ -64,13 +60,12 @@ inline std::string take_text(OrderedJson& object, const char* name, const std::s
 }
 
 // Adds to `unread` the fields among `names` that an example has and that were not read.
-inline void add_unread(const OrderedJson& object, std::span<const char* const> names,
-                       std::set<std::string>& unread) {
-    for (const char* name : names)
+inline void add_unread(const OrderedJson& object, const char* names, std::set<std::string>& unread) {
+    for (const std::string& name : words_of(names))
         if (has_field(object, name)) unread.insert(name);
 }
 
-inline OrderedJson chat_message(const char* role, const std::string& content) {
+inline OrderedJson chat_message(const std::string& role, const std::string& content) {
     return {{"role", role}, {"content", content}};
 }
 
@@ -79,21 +74,15 @@ inline OrderedJson chat_message(const char* role, const std::string& content) {
 inline OrderedJson of_sharegpt(OrderedJson message, const std::string& place) {
     if (!message.is_object() || !message.contains("from") || message.contains("role")) return message;
     const std::string from = take_text(message, "from", place);
-    const auto known = std::ranges::find(kShareGptRoles, from, [](const auto& pair) { return pair.first; });
+    const auto known =
+        std::ranges::find_if(kShareGptRoles, [&](const auto& pair) { return has_word(pair.first, from); });
     if (known == std::end(kShareGptRoles))
         fail("%s: \"from\" is \"%s\", where \"system\", \"human\", \"gpt\" and \"tool\" are known",
              place.c_str(), printable(from).c_str());
-    OrderedJson written = OrderedJson::object();
-    auto& entries = written.get_ref<OrderedJson::object_t&>();
-    entries.reserve(message.size());
-    entries.emplace_back("role", known->second);
-    for (auto& [name, value] : message.get_ref<OrderedJson::object_t&>()) {
-        if (name == "value" || name == "content")
-            written["content"] = std::move(value);
-        else if (name != "from")
-            entries.emplace_back(name, std::move(value));
-    }
-    return written;
+    if (message.contains("value")) message["content"] = take(message, "value");
+    message["role"] = known->second;
+    for (const char* name : {"from", "value"}) message.erase(name);
+    return message;
 }
 
 inline bool has_role(const OrderedJson& message, const char* role) {
@@ -130,10 +119,9 @@ inline OrderedJson messages_of_pair(OrderedJson& object, const AskedAndAnswered&
 
 // The pair whose fields an example has; null if there is none.
 inline const AskedAndAnswered* pair_of(const OrderedJson& object) {
-    const auto found = std::ranges::find_if(kAskedAndAnswered, [&](const AskedAndAnswered& pair) {
-        return object.contains(pair.asked) && object.contains(pair.answered);
-    });
-    return found == std::end(kAskedAndAnswered) ? nullptr : &*found;
+    for (const AskedAndAnswered& pair : kAskedAndAnswered)
+        if (object.contains(pair.asked) && object.contains(pair.answered)) return &pair;
+    return nullptr;
 }
 
 // Takes the messages out of an example, also of one in another tool's format. Returns null for one of a

@@ -36,11 +36,9 @@
 // seconds.
 class TokenizingLines {
   public:
-    TokenizingLines(FILE* to, const Dataset& data)
-        : to_(to),
-          name_(data.stream_name(0)),
+    explicit TokenizingLines(const Dataset& data)
+        : name_(data.stream_name(0)),
           of_all_(data.has_compressed_examples() ? "" : format(" of %.1f", megabytes(data.file_bytes()))),
-          terminal_(isatty(to == stdout ? STDOUT_FILENO : STDERR_FILENO) == 1),
           due_(data.file_bytes() >= 10'000'000 ? 0 : kPatience) {}
 
     void add(uint64_t bytes) {
@@ -49,15 +47,14 @@ class TokenizingLines {
         if (now < due_) return;
         due_ = now + (terminal_ ? 0.2 : kPatience);
         reports_ = true;
-        if (terminal_) fputs("\r", to_);
-        print(to_, "tokenizing %s: %.1f%s MB%s", name_.c_str(), megabytes(done_), of_all_.c_str(),
+        if (terminal_) fputs("\r", stderr);
+        print(stderr, "tokenizing %s: %.1f%s MB%s", name_.c_str(), megabytes(done_), of_all_.c_str(),
               terminal_ ? "" : "\n");
-        fflush(to_);
     }
     void finish(uint64_t tokens) const {
         if (!reports_) return;
-        if (terminal_) fputs("\r\033[K", to_);
-        print(to_, "tokenized %s: %.1f MB, %llu tokens, %.1f s\n", name_.c_str(), megabytes(done_),
+        if (terminal_) fputs("\r\033[K", stderr);
+        print(stderr, "tokenized %s: %.1f MB, %llu tokens, %.1f s\n", name_.c_str(), megabytes(done_),
               static_cast<unsigned long long>(tokens), seconds());
     }
 
@@ -69,10 +66,8 @@ class TokenizingLines {
         return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
     }
 
-    FILE* to_;
-    const std::string name_;
-    const std::string of_all_;
-    const bool terminal_;
+    const std::string name_, of_all_;
+    const bool terminal_ = isatty(STDERR_FILENO) == 1;
     const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
     double due_;
     bool reports_ = false;
@@ -116,7 +111,7 @@ inline bool is_long_text(const Dataset& text, uint64_t tokens) { return text.fil
 // Replaces a text's bytes by the tokenizer's tokens, and reports progress on stderr if it takes a while.
 // Fails as read_utf8() and Dataset::tokenize() do.
 inline void tokenize_text(Dataset& text, const Tokenizer& tokenizer) {
-    TokenizingLines lines(stderr, text);
+    TokenizingLines lines(text);
     const std::unique_ptr<TextEncoder> encoder = tokenizer.encoder(Spellings::PlainText);
     const int start = tokenizer.document_start();
     std::vector<int32_t> tokens;
@@ -374,7 +369,7 @@ struct ChatUsed {
 inline ChatUsed tokenize_examples(Dataset& lines, const Tokenizer& tokenizer, const ExampleOptions& options,
                                   int seq_len, int most_len = kMostPositions,
                                   std::set<std::string>* unread = nullptr) {
-    TokenizingLines progress(stderr, lines);
+    TokenizingLines progress(lines);
     ExampleEncoder encoder(tokenizer, options);
     size_t most_bytes = 0;
     lines.tokenize_examples(seq_len, most_len, [&](const FileReader& file, const auto& put) {

@@ -58,16 +58,15 @@ class TerminalText {
     std::string add(std::string_view bytes) {
         held_ += bytes;
         std::string shown;
-        size_t at = 0;
-        while (const int count = whole_character(std::string_view(held_).substr(at))) {
-            const auto character =
-                std::string_view(held_).substr(at, static_cast<size_t>(std::max(count, 1)));
+        std::string_view rest = held_;
+        while (const int count = whole_character(rest)) {
+            const std::string_view character = rest.substr(0, static_cast<size_t>(std::max(count, 1)));
             const int32_t code = count < 0 ? -1 : first_character(character).code;
             const bool bad = code < 0 || is_control(code) || (hidden_too_ && is_hidden(code));
             shown += bad ? escaped(character) : character;
-            at += character.size();
+            rest.remove_prefix(character.size());
         }
-        held_.erase(0, at);
+        held_.erase(0, held_.size() - rest.size());
         return shown;
     }
     // The escaped bytes of a character that stayed incomplete.
@@ -154,7 +153,8 @@ inline int report_error(FILE* to = stderr, const std::string& who = "train", con
         print(to, "%s: %s\n", who.c_str(), line.c_str());
         return 2;
     } catch (const std::bad_alloc&) {
-        print(to, "%s: out of host memory\n", who.c_str());
+        for (const char* part : {who.c_str(), ": out of host memory\n"})
+            fputs(part, to);  // allocates nothing
         return 2;
     } catch (const std::exception& e) {
         print(to, "%s: this is a bug: %s\n", who.c_str(), e.what());

@@ -93,9 +93,6 @@ class RunInputs {
     // that begins a text or the one that ends a text; without these, a line end.
     const std::vector<int>& first_tokens() const;
     // The tokens of a conversation up to where the next answer begins. Only with a `chat`.
-    std::vector<int> conversation_tokens(const std::vector<Message>& messages) const {
-        return conversation_tokens(Conversation{.messages = messages});
-    }
     std::vector<int> conversation_tokens(const Conversation& conversation,
                                          const std::string& name = "the conversation") const {
         return naming(name, [&] {
@@ -570,7 +567,7 @@ inline void RunInputs::tokenize_lines(Dataset& lines) {
     question = o_.prompt.empty() ? used.question : std::vector<Message>{said("user", o_.prompt)};
     open_chat(options);
     try {
-        conversation_tokens(question);
+        conversation_tokens({question});
     } catch (const UserError&) {  // a template that cannot ask for an answer: samples continue texts
         chat.reset();
         question.clear();
@@ -667,21 +664,19 @@ inline std::optional<Tokenizer> RunInputs::open_given_tokenizer() {
         tokenizer_file = std::make_shared<GgufFile>(o_.tokenizer);
         return read_gguf_tokenizer(tokenizer_file->metadata(), o_.tokenizer);
     }
-    const bool is_file = !std::filesystem::is_directory(o_.tokenizer);
-    if (is_file) tokenizer_folder = folder_above(o_.tokenizer);
-    std::string read = "tokenizer.model";
-    for (const char* before : {"vocab.json", "tokenizer.json"})
-        if (file_exists(tokenizer_folder + "/" + before)) read = before;
-    std::optional<Tokenizer> found;
-    if (!is_file || std::filesystem::path(o_.tokenizer).filename() == read)
-        found = Tokenizer::open(tokenizer_folder);
-    if (!found)
-        fail(
-            "--tokenizer %s: neither a GGUF file, nor a folder with tokenizer.json, vocab.json and "
-            "merges.txt, or "
-            "tokenizer.model, nor the first of these files in a folder",
-            o_.tokenizer.c_str());
-    return found;
+    bool is_read = std::filesystem::is_directory(o_.tokenizer);  // or is the file of a folder that is read
+    if (!is_read) tokenizer_folder = folder_above(o_.tokenizer);
+    for (const char* name : {"tokenizer.json", "vocab.json", "tokenizer.model"})
+        if (const std::string file = tokenizer_folder + "/" + name; !is_read && file_exists(file)) {
+            is_read = same_file(file, o_.tokenizer);
+            break;
+        }
+    if (std::optional<Tokenizer> found = is_read ? Tokenizer::open(tokenizer_folder) : std::nullopt)
+        return found;
+    fail(
+        "--tokenizer %s: neither a GGUF file, nor a folder with tokenizer.json, vocab.json and merges.txt, "
+        "or tokenizer.model, nor the first of these files in a folder",
+        o_.tokenizer.c_str());
 }
 
 // Opens the tokenizer in the model's folder, that of --tokenizer, or the one beside the shards. A vocabulary
@@ -774,7 +769,7 @@ inline void RunInputs::open_prompts() {
             p.tokens = prompt_tokens(take_text(object, "prompt", where), where);
         }
         check_room(where, p.tokens);
-        add_unread(object, {kExampleFields, kAskingFields}, unread);
+        add_unread(object, kAskingFields, unread);
         prompts_held_ += parsed.bytes() + 4 * line.size() + p.tokens.size() * sizeof(int);
         prompts.push_back(std::move(p));
     });
@@ -787,7 +782,7 @@ inline const std::vector<int>& RunInputs::first_tokens() const {
 }
 
 inline std::vector<int> RunInputs::choose_first_tokens() const {
-    if (chat) return conversation_tokens(question);
+    if (chat) return conversation_tokens({question});
     if (!o_.prompt.empty()) return prompt_tokens(o_.prompt, "--prompt");
     if (tokenizer && tokenizer->begin_of_text() >= 0) return {tokenizer->begin_of_text()};
     if (tokenizer && tokenizer->end_of_text() >= 0) return {tokenizer->end_of_text()};

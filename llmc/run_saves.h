@@ -169,12 +169,14 @@ class RunSaves {
     // At the end of a run: says how PEFT, which does not open GGUF files, loads an adapter of one.
     void remark_loading() const {
         if (!wanted() || !o_.rank.is_first() || !in_.gguf || !in_.adapter) return;
-        const auto base = in_.adapter.json.value("base_model_name_or_path", "");
-        const bool named = is_hub_name(base);
-        print(o_.notes(), "in Python, %s\"%s\") loads it on %s\n",
-              named ? "AutoPeftModelForCausalLM.from_pretrained(" : "PeftModel.from_pretrained(MODEL, ",
-              o_.out.c_str(),
-              named ? base.c_str() : ("the model of which " + o_.model + " was made").c_str());
+        const std::string base = in_.adapter.json.value("base_model_name_or_path", "");
+        if (is_hub_name(base))
+            print(o_.notes(), "in Python, AutoPeftModelForCausalLM.from_pretrained(\"%s\") loads it on %s\n",
+                  o_.out.c_str(), base.c_str());
+        else
+            print(o_.notes(),
+                  "in Python, PeftModel.from_pretrained(MODEL, \"%s\") loads it on %s's original\n",
+                  o_.out.c_str(), o_.model.c_str());
     }
 
     // Removes the good save that stayed in case that the weights of the last one are bad: a step has shown

@@ -28,9 +28,7 @@ inline void count_epochs(Options& o, const RunInputs& in, const Batches& batches
 // Says on stderr what of the inputs is not read, not followed or not learnt: fields of examples or prompts;
 // settings of generation_config.json that change answers; what ends answers.
 inline void remark_inputs(const Options& o, const RunInputs& in) {
-    const auto same = [](const std::string& text) { return text; };
-    if (!in.unread.empty())
-        print(stderr, "fields that are not read: %s\n", joined(in.unread, ", ", same).c_str());
+    if (!in.unread.empty()) print(stderr, "fields that are not read: %s\n", joined(in.unread, ", ").c_str());
     if (o.steps > 0 && in.chat && o.loss_on != "all" && in.chat->end_of_answer() < 0)
         if (const int end = in.chat->end_of_answer(true); end >= 0)
             print(stderr,
@@ -38,22 +36,20 @@ inline void remark_inputs(const Options& o, const RunInputs& in) {
                   "does not learn to end them\n",
                   in.tokenizer->decode(end).c_str());
     // Settings that 0 turns off, and settings that 1 does.
-    constexpr std::string_view kOffAt0 =
-        " max_length max_new_tokens min_length min_new_tokens max_time no_repeat_ngram_size bad_words_ids "
+    constexpr const char* kOffAt0 =
+        "max_length max_new_tokens min_length min_new_tokens max_time no_repeat_ngram_size bad_words_ids "
         "encoder_no_repeat_ngram_size sequence_bias suppress_tokens begin_suppress_tokens top_h "
         "epsilon_cutoff eta_cutoff forced_bos_token_id forced_eos_token_id watermarking_config "
-        "exponential_decay_length_penalty token_healing ";
-    constexpr std::string_view kOffAt1 =
-        " typical_p num_beams num_return_sequences guidance_scale encoder_repetition_penalty ";
-    std::string settings;
-    for (const auto& [key, value] : in.config.generation.items()) {
-        const auto among = [&](std::string_view names) { return names.find(" " + key + " ") != names.npos; };
+        "exponential_decay_length_penalty token_healing";
+    constexpr const char* kOffAt1 =
+        "typical_p num_beams num_return_sequences guidance_scale encoder_repetition_penalty";
+    std::vector<std::string> settings;
+    for (const auto& [key, value] : in.config.generation.items())
         if (!value.empty() && value != false &&
-            ((among(kOffAt0) && value != 0) || (among(kOffAt1) && value != 1)))
-            settings += (settings.empty() ? "" : ", ") + key + " " + printable(value.dump());
-    }
+            ((has_word(kOffAt0, key) && value != 0) || (has_word(kOffAt1, key) && value != 1)))
+            settings.push_back(key + " " + printable(value.dump()));
     if (!settings.empty() && o.steps == 0 && (o.only_answers() || !o.prompt.empty()))
-        print(stderr, "generation_config.json: not followed: %s\n", settings.c_str());
+        print(stderr, "generation_config.json: not followed: %s\n", joined(settings, ", ").c_str());
 }
 
 // Prints what is known of the data before the first step. Returns the part about their size, and how much of
@@ -204,13 +200,13 @@ inline void print_start(const Options& o, const RunInputs& in, int64_t first_ste
     if (does_nothing)
         print(stderr, "--steps 0 without --val-data, --merge, --export, --out or --prompt: nothing to do\n");
     if (!trains) return;
-    const char* const compares = o.keep_best ? "--keep-best" : "--early-stopping";
     const bool validates_at_end_alone =
         o.eval_every > 0 && (o.steps - 1) / o.eval_every == first_step / o.eval_every;
     if ((o.keep_best || o.early_stopping > 0) && validates_at_end_alone)
         print(stdout,
               "%s: the only validation is at the end of the run, after step %lld: --eval-every is %lld\n",
-              compares, static_cast<long long>(o.steps), static_cast<long long>(o.eval_every));
+              o.keep_best ? "--keep-best" : "--early-stopping", static_cast<long long>(o.steps),
+              static_cast<long long>(o.eval_every));
     if (o.warmup > o.steps && o.bench.empty())
         print(stdout,
               "--warmup %lld is not over after %lld steps: the learning rate does not reach --lr %g\n",

@@ -58,11 +58,12 @@ class Sample {
     std::string finish() {
         output_.write(text_.take_all());
         output_.finish(o_.steps > 0 ? "\n---\n" : "\n");
-        if (text_.has_text() || o_.steps > 0 || !ended()) return output_.written();
-        print(stderr, "the model ended its %s\n",
-              in_.chat ? "answer at once"
-                       : "text at once; a model of chats needs its chat format: --chat-format NAME, and no "
-                         "--raw-prompt (dev/guide/data.md)");
+        if (!text_.has_text() && o_.steps == 0 && ended())
+            print(stderr, "the model ended its %s\n",
+                  in_.chat
+                      ? "answer at once"
+                      : "text at once; a model of chats needs its chat format: --chat-format NAME, and no "
+                        "--raw-prompt (dev/guide/data.md)");
         return output_.written();
     }
 

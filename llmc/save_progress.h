@@ -84,12 +84,9 @@ inline std::string list_saves(const std::string& out) {
     std::erase_if(names, [](const std::string& name) { return step_of(name) < 0; });
     if (names.empty()) return "";
     std::sort(names.begin(), names.end());
-    std::string list = names[0];
-    if (names.size() > 8)
-        list = format("%zu saves from %s to %s", names.size(), names[0].c_str(), names.back().c_str());
-    else
-        for (size_t i = 1; i < names.size(); i++) list += ", " + names[i];
-    return out + " has " + list;
+    if (names.size() <= 8) return out + " has " + joined(names, ", ");
+    return format("%s has %zu saves from %s to %s", out.c_str(), names.size(), names[0].c_str(),
+                  names.back().c_str());
 }
 
 inline nlohmann::json best_to_json(const std::optional<BestValidation>& best) {
@@ -146,14 +143,11 @@ inline Progress read_progress(const std::string& folder) {
     if (json.contains("formats")) p.formats = get("formats", is_text, "a text").get<std::string>();
     if (json.contains("others")) p.others = get("others", are_counts, "counts").get<std::set<int64_t>>();
     if (json.contains("directory")) p.directory = unescape_bytes(get("directory", is_name, "a text"));
-    const auto is_number = [](const nlohmann::json& j) { return j.is_null() || j.is_number(); };
-    const auto may_be_count = [&](const nlohmann::json& j) { return j.is_null() || is_count(j); };
-    if (json.contains("first_loss") && !get("first_loss", is_number, "a number").is_null())
-        p.first_loss = json["first_loss"].get<double>();
-    if (json.contains("rate") && !get("rate", is_number, "a number").is_null())
-        p.rate = json["rate"].get<double>();
-    if (json.contains("last_good") && !get("last_good", may_be_count, "a count").is_null())
-        p.last_good = json["last_good"].get<int64_t>();
+    const auto is_number = [](const nlohmann::json& j) { return j.is_number(); };
+    const auto has = [&](const char* name) { return json.contains(name) && !json[name].is_null(); };
+    if (has("first_loss")) p.first_loss = get("first_loss", is_number, "a number").get<double>();
+    if (has("rate")) p.rate = get("rate", is_number, "a number").get<double>();
+    if (has("last_good")) p.last_good = get("last_good", is_count, "a count").get<int64_t>();
     if (json.contains("best")) p.best = best_from_json(json["best"], file);
     if (json.contains("data"))
         p.data = get("data", are_texts, "texts by name").get<std::map<std::string, std::string>>();

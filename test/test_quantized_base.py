@@ -407,7 +407,7 @@ def test_peft_opens_a_lora_of_a_gguf_that_names_its_model(train_fp32, tmp_path, 
     assert ours == validated(train_fp32, tmp_path, "--model", "model.gguf", "--adapter", "out")
     if not found:
         assert base == str(tmp_path / "model.gguf")
-        assert line == 'in Python, PeftModel.from_pretrained(MODEL, "out") loads it on the model of which model.gguf was made'
+        assert line == 'in Python, PeftModel.from_pretrained(MODEL, "out") loads it on model.gguf\'s original'
         return
     assert line == f'in Python, AutoPeftModelForCausalLM.from_pretrained("out") loads it on {base}'
     assert base.lower().replace("-", "") == "someorg/smallllama1m"

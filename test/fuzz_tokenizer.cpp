@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "llmc/tokenizer.h"
@@ -39,7 +40,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* input, size_t size) {
     const std::string path = fuzz_file(whole.substr(0, cut), "-tokenizer.json");
     const std::string_view text = whole.substr(std::min(cut + 1, size)).substr(0, 200);
     parse_or_refuse([&] {
-        TokenizerParts parts = TokenizerJsonReader(path).take();
+        SpeltModel spelt(path, path, "merge");
+        const nlohmann::json file = read_spelt_json(path, {"model", "vocab"}, {"model", "merges"}, spelt);
+        TokenizerParts parts = TokenizerJsonReader(file, std::move(spelt), path).take();
         const auto tokens = encode(parts, text, text.size()), same = encode(parts, text, 1);
         if (tokens && same && *tokens != *same) __builtin_trap();
         if (!tokens) return;

@@ -353,17 +353,25 @@ inline void RunInputs::check_output_files() const {
     check_outputs(files, o_.out, inputs);
 }
 
-// The token that ends an answer, if it is not the one that ends a text, else -1. Without a chat format it is
-// one that generation_config.json has beside the model's own.
+// The token that ends an answer, or -1 if it is the one that ends a text. It is the end that the data's chat
+// format or the model's chat template writes; without either, the first end of generation_config.json that
+// does not end a text.
 inline int RunInputs::end_of_turn() const {
     if (!tokenizer || tokenizer_folder.empty()) return -1;
     int end = chat_used.end_of_answer;
     const ExampleOptions options = example_options();
-    if (end < 0 && !options.templates.sources.empty()) try {
+    try {
+        if (end < 0 && !options.templates.sources.empty())
             end = Chat(options.chat, options.templates, options.model, *tokenizer).end_of_answer();
-        } catch (const UserError&) {  // a template that does not write a short conversation
-        }
-    if (end < 0 && config.stops.size() > config.end_of_text.size()) end = config.stops.back();
+    } catch (const UserError&) {  // a template that does not write a short conversation
+    }
+    const auto ends_text = [&](int token) {
+        return token == tokenizer->end_of_text() ||
+               std::ranges::find(config.end_of_text, token) != config.end_of_text.end();
+    };
+    if (end < 0)
+        if (const auto stop = std::ranges::find_if_not(config.stops, ends_text); stop != config.stops.end())
+            end = *stop;
     return end < config.vocabulary && end != tokenizer->end_of_text() ? end : -1;
 }
 

@@ -27,6 +27,7 @@
 
 #include "llmc/error.h"
 #include "llmc/file.h"
+#include "llmc/tokenizer_settings.h"
 
 // ---- locks
 //
@@ -433,12 +434,29 @@ inline void remove_templates(const std::string& path) {
         write_text(path, settings.dump(2) + "\n");
 }
 
+// Names the tokenizer's class in a copy of its files, if the copy would be read with another one: the class
+// may be decided by a config.json, which an adapter's folder lacks.
+inline void keep_tokenizer_class(const std::string& from, const std::string& to) {
+    const auto class_in = [](const std::string& folder) -> std::string {
+        const std::string name = tokenizer_class_of(folder, read_object(folder, "tokenizer_config.json"));
+        return replaces_components(name) ? name : "PreTrainedTokenizerFast";
+    };
+    const std::string name = class_in(from), path = to + "/tokenizer_config.json";
+    const bool has_tokenizer = file_exists(to + "/tokenizer.json") || file_exists(to + "/vocab.json") ||
+                               file_exists(to + "/tokenizer.model");
+    if (!has_tokenizer || name == class_in(to)) return;
+    auto settings = nlohmann::ordered_json::object();
+    if (file_exists(path)) settings = parse_json<nlohmann::ordered_json>(read_text(path), path);
+    settings["tokenizer_class"] = name;
+    write_text(path, settings.dump(2) + "\n");
+}
+
 // Writes the tokenizer's files into a folder.
 inline void write_tokenizer(const TokenizerSource& from, const std::string& to) {
     if (from.write)
         from.write(to);
     else if (!from.folder.empty())
-        copy_tokenizer(from, to);
+        copy_tokenizer(from, to), keep_tokenizer_class(from.folder, to);
     if (from.chat_template.empty()) return;
     remove_templates(to + "/tokenizer_config.json");
     write_text(to + "/chat_template.jinja", from.chat_template);

@@ -360,8 +360,7 @@ inline void add_special_tokens(GgufKeys& keys, const TokenizerFiles& files, cons
     std::map<std::string, bool> adds = around.adds;
     for (const char* name : {"bos", "eos"}) {
         const std::string setting = std::string("add_") + name + "_token";
-        if (files.settings.is_object() && files.settings.contains(setting) &&
-            files.settings[setting].is_boolean())
+        if (files.settings.contains(setting) && files.settings[setting].is_boolean())
             adds.insert({name, files.settings[setting].get<bool>()});
     }
     // llama.cpp's converter: models of the vocabulary of Granite and SmolLM have none.
@@ -400,9 +399,8 @@ inline void add_folder_tokenizer(GgufKeys& keys, const std::string& folder, cons
         add_byte_fallback(keys, files, size);
     else
         add_byte_level(keys, files, size);
-    if (files.settings.is_object() && files.settings.contains("add_prefix_space") &&
-        files.settings["add_prefix_space"].is_boolean() && std::string_view(c.family->prefix) == "model." &&
-        !keys.has("tokenizer.ggml.add_space_prefix"))
+    if (files.settings.contains("add_prefix_space") && files.settings["add_prefix_space"].is_boolean() &&
+        std::string_view(c.family->prefix) == "model." && !keys.has("tokenizer.ggml.add_space_prefix"))
         keys.add_bool("tokenizer.ggml.add_space_prefix", files.settings["add_prefix_space"].get<bool>());
     add_special_tokens(keys, files, c);
 }

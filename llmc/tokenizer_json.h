@@ -610,8 +610,7 @@ inline void read_vocab_and_merges(const std::string& folder, const std::string& 
         tokenizer_class != "Qwen2Tokenizer")  // they split text differently
         fail(
             "%s/tokenizer_config.json: \"tokenizer_class\" \"%s\": vocab.json and merges.txt are read as "
-            "GPT-2's "
-            "or Qwen's alone; this one's tokenizer.json is needed",
+            "GPT-2's or Qwen's alone; this one's tokenizer.json is needed",
             folder.c_str(), printable(tokenizer_class).c_str());
     if (!read_spelt_json(vocabulary, {}, {"no merges here"}, spelt).is_object())
         fail("%s: the vocabulary is not a JSON object", vocabulary.c_str());

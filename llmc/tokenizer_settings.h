@@ -42,6 +42,12 @@ inline nlohmann::json read_object(const std::string& folder, const char* name) {
 inline constexpr const char* kSpecialTokens[] = {"bos_token", "eos_token", "unk_token", "sep_token",
                                                  "pad_token", "cls_token", "mask_token"};
 
+// True for classes that have components of their own, whatever a tokenizer.json says.
+inline bool replaces_components(const std::string& tokenizer_class) {
+    return tokenizer_class == "LlamaTokenizer" || tokenizer_class == "Qwen2Tokenizer" ||
+           tokenizer_class == "GPT2Tokenizer";
+}
+
 // The class that reads a folder's tokenizer: GPT2Tokenizer, LlamaTokenizer, Qwen2Tokenizer, or another, which
 // takes the vocabulary's file as it is.
 inline std::string tokenizer_class_of(const std::string& folder, const nlohmann::json& settings) {
@@ -78,15 +84,15 @@ inline nlohmann::json tokenizer_settings(const std::string& folder) {
         settings.erase("add_prefix_space");
     const bool is_complete = settings.contains("added_tokens_decoder");
     if (!is_complete) settings.update(read_object(folder, "special_tokens_map.json"));
-    const auto usual = [&](const char* key, const char* token) {
-        if (!settings.contains(key)) settings[key] = token;
-    };
+    json usual = json::object();  // for the class
     if (name == "LlamaTokenizer")
-        usual("bos_token", "<s>"), usual("eos_token", "</s>"), usual("unk_token", "<unk>");
-    const char* end = "<|endoftext|>";
-    if (name == "GPT2Tokenizer" || name == "Qwen2Tokenizer") usual("eos_token", end), usual("unk_token", end);
-    if (name == "GPT2Tokenizer") usual("bos_token", end);
-    if (name == "Qwen2Tokenizer") usual("pad_token", end);
+        usual = {{"bos_token", "<s>"}, {"eos_token", "</s>"}, {"unk_token", "<unk>"}};
+    else if (replaces_components(name))
+        for (const char* key :
+             {"eos_token", "unk_token", name == "GPT2Tokenizer" ? "bos_token" : "pad_token"})
+            usual[key] = "<|endoftext|>";
+    usual.update(settings);
+    settings = std::move(usual);
 
     json special = json::array(), numbered = is_complete ? settings["added_tokens_decoder"] : json::object();
     const auto add = [&](json token) {
@@ -130,7 +136,7 @@ inline nlohmann::json tokenizer_settings(const std::string& folder) {
 // Adds the tokens of tokenizer_settings() to `list`, the "added_tokens" that come with a vocabulary, as
 // transformers does: a token that is there keeps its number; one that is not gets the next. `find` gives the
 // number of a spelling in the vocabulary, or -1, and `size` is the vocabulary's. Fails if a file gives a
-// token another number.
+// token another number than these.
 inline void complete_added_tokens(nlohmann::json& list, const nlohmann::json& settings,
                                   const std::function<int(const std::string&)>& find, uint64_t size,
                                   const std::string& folder) {
@@ -147,7 +153,7 @@ inline void complete_added_tokens(nlohmann::json& list, const nlohmann::json& se
         const uint64_t id = known >= 0 ? static_cast<uint64_t>(known) : size;
         const bool is_named_only = !token.contains("id");
         if (!is_named_only && token["id"] != id)
-            fail("%s: added token %s \"%s\": transformers gives it the number %llu", folder.c_str(),
+            fail("%s: added token %s \"%s\": its number must be %llu", folder.c_str(),
                  token["id"].dump().c_str(), printable(content).c_str(), static_cast<unsigned long long>(id));
         size = std::max(size, id + 1);
         token["id"] = id;
@@ -160,30 +166,26 @@ inline void complete_added_tokens(nlohmann::json& list, const nlohmann::json& se
 
 // ---- the components that a name stands for
 
-// Adds the pre-tokenizer (and for qwen2 the normalizer) that `pre` names, as a tokenizer.json has it.
+// Adds the pre-tokenizer (and for qwen2 the normalizer) that `pre` names to an empty_byte_level_json().
 inline void add_pre_tokenizer(nlohmann::json& file, const std::string& pre, const char* path) {
     using nlohmann::json;
-    const auto by_bytes = [](bool use_regex) -> json {
-        return {{"type", "ByteLevel"},
-                {"add_prefix_space", false},
-                {"trim_offsets", true},
-                {"use_regex", use_regex}};
-    };
-    const auto sequence = [&](const json& first, bool use_regex) -> json {
-        return {{"type", "Sequence"}, {"pretokenizers", {first, by_bytes(use_regex)}}};
+    json by_bytes = file["decoder"];
+    const auto behind = [&](const json& first, bool use_regex) -> json {
+        by_bytes["use_regex"] = use_regex;
+        return {{"type", "Sequence"}, {"pretokenizers", {first, by_bytes}}};
     };
     const auto split = [&](const std::string& regex) {
-        const json pattern = {{"Regex", regex}};
-        return sequence(
-            {{"type", "Split"}, {"pattern", pattern}, {"behavior", "Isolated"}, {"invert", false}}, false);
+        return behind(
+            {{"type", "Split"}, {"pattern", {{"Regex", regex}}}, {"behavior", "Isolated"}, {"invert", false}},
+            false);
     };
     // Llama 3's and Qwen's regexes differ in how many digits a piece may have.
     const std::string words = R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|)";
     const std::string others = R"(| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
     if (pre == "gpt-2") {
-        file["pre_tokenizer"] = by_bytes(true);
+        file["pre_tokenizer"] = by_bytes;
     } else if (pre == "smollm") {
-        file["pre_tokenizer"] = sequence({{"type", "Digits"}, {"individual_digits", true}}, true);
+        file["pre_tokenizer"] = behind({{"type", "Digits"}, {"individual_digits", true}}, true);
     } else if (pre == "llama-bpe") {
         file["pre_tokenizer"] = split(words + R"(\p{N}{1,3})" + others);
         file["model"]["ignore_merges"] = true;
@@ -214,8 +216,7 @@ inline void use_components_of_class(nlohmann::json& file, const nlohmann::json& 
     using nlohmann::json;
     const std::string name = settings["tokenizer_class"];
     const bool llama = name == "LlamaTokenizer", qwen = name == "Qwen2Tokenizer";
-    if (!(llama || qwen || name == "GPT2Tokenizer") || !file.is_object() || !file["model"].is_object())
-        return;
+    if (!replaces_components(name) || !file.is_object() || !file["model"].is_object()) return;
     const bool adds_space = truth_of(settings, "add_prefix_space", llama);
     json components = empty_byte_level_json();
     if (llama) {
@@ -225,7 +226,7 @@ inline void use_components_of_class(nlohmann::json& file, const nlohmann::json& 
             {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}, {"type": "ByteFallback"},
             {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 0, "stop": 0}]})");
         components["model"]["fuse_unk"] = components["model"]["byte_fallback"] = true;
-        if (adds_space) components["decoder"]["decoders"][3]["start"] = 1u;
+        components["decoder"]["decoders"][3]["start"] = adds_space ? 1u : 0u;
         if (adds_space)
             components["pre_tokenizer"]["prepend_scheme"] =
                 truth_of(settings, "legacy", false) ? "always" : "first";

@@ -5,16 +5,19 @@ import ctypes
 import importlib.util
 import json
 import os
+import random
 import re
 import signal
 import struct
 import time
+import urllib.request
 
 import gguf
 import known_tokenizers as known
 import numpy as np
 import peft
 import pytest
+import tokenizers
 import torch
 import transformers
 from adapter_files import make_adapter, validated
@@ -23,7 +26,7 @@ from gguf_files import as_gguf
 from model_files import LINEAR, LLAMA3, VOCAB, YARN
 from reference_runs import open_with_transformers
 from safetensors.torch import load_file, save_file
-from trainer_runs import make, random_tokens, refused, running, small_disk, taken_and_planned, wait_for_line, write_shard, write_text
+from trainer_runs import formats_probe, make, random_tokens, refused, running, small_disk, taken_and_planned, wait_for_line, write_shard, write_text
 
 USUALLY = "fp32"
 SMALL = ("--heads", 4, "--channels", 64)
@@ -603,6 +606,32 @@ def test_the_end_of_a_turn_is_exported_of_a_gguf_too(train_fp32, tmp_path):
     assert turns[0] == turns[1] is not None
 
 
+def with_ends(work, ends, template):
+    """A chat model whose answers end with <stop> if its template says so, and whose generation_config.json has these ends."""
+    tokenizer = tokenizers.Tokenizer.from_str(known.smollm2().to_str().replace("<|im_end|>", "<stop>"))
+    with_tokenizer(work, tokenizer, eos_token="<|endoftext|>", **({"chat_template": template} if template else {}))
+    ids = {token: tokenizer.token_to_id(token) for token in ("<|endoftext|>", "<stop>", "<|im_start|>")}
+    numbers = [ids[end] for end in ends]
+    (work / "model/generation_config.json").write_text(json.dumps({"eos_token_id": numbers if len(numbers) > 1 else numbers[0]}))
+    return ids["<stop>"]
+
+
+STOP, TEXT, START = "<stop>", "<|endoftext|>", "<|im_start|>"
+ANSWERS = CHATML.replace("<|im_end|>", STOP) + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+@pytest.mark.parametrize("ends, template, has_end", [
+    ([STOP, TEXT], ANSWERS, True), ([TEXT, STOP], ANSWERS, True), ([STOP, START, TEXT], ANSWERS, True), ([TEXT, STOP, START], ANSWERS, True),
+    ([TEXT], ANSWERS, True), ([STOP, TEXT], ANSWERS.replace(STOP, TEXT), False), ([TEXT], ANSWERS.replace(STOP, TEXT), False),
+    ([STOP, TEXT], None, True), ([TEXT, STOP], None, True), ([TEXT], None, False)], ids=str)
+def test_the_end_of_an_answer(train_fp32, tmp_path, ends, template, has_end):
+    """The one that the template writes, however many generation_config.json has; without a template, one that does not end a text."""
+    stop = with_ends(tmp_path, ends, template)
+    for of, name in (("model", "first.gguf"), ("first.gguf", "again.gguf")):
+        export(train_fp32, tmp_path, name, of=of)
+        assert keys_of(tmp_path / name).get("tokenizer.ggml.eot_token_id") == (stop if has_end else None), name
+
+
 def test_a_model_of_bytes(train, tmp_path):
     """It becomes a byte-level tokenizer without merges."""
     write_text(tmp_path / "text")
@@ -758,6 +787,46 @@ def expect_same_tokens(ours, theirs):
             return
         text += token["token"]
     assert text == ours
+
+
+def server(path):
+    """llama.cpp with this model."""
+    xllamacpp = pytest.importorskip("xllamacpp")
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx, params.warmup, params.n_gpu_layers = str(path), 64, False, 0
+    return xllamacpp.Server(params)
+
+
+def test_llama_cpp_stops_at_the_end_of_an_answer(train_fp32, tmp_path):
+    with_ends(tmp_path, [STOP, TEXT], ANSWERS)
+    chat = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 8)
+    train_fp32("--model", "model", "--data", "chats.jsonl", "--batch", 4, "--seq-len", 32, "--steps", 30, "--lr", 0.01, "--sample", "tokens=0",
+               "--export", "trained.gguf", cwd=tmp_path)
+    answer = server(tmp_path / "trained.gguf").handle_completions(
+        {"prompt": f"<|im_start|>user\nab{STOP}\n<|im_start|>assistant\n", "n_predict": 20, "temperature": 0})
+    answer = (json.loads(answer) if isinstance(answer, str) else answer)["choices"][0]
+    assert (answer["text"], answer["finish_reason"]) == ("cd", "stop")
+
+
+def test_llama_cpp_has_the_same_tokens_of_pieces(train_fp32, tmp_path):
+    """It puts a space before a text, and after each special token."""
+    library = pytest.importorskip("sentencepiece")
+    make(tmp_path / "model", "--family", "llama", "--layers", 1, "--heads", 2, "--channels", 32, "--vocab", 1400)
+    library.SentencePieceTrainer.train(
+        sentence_iterator=iter((known.SCRIPTS + known.TEXTS["code"]).splitlines()), model_prefix=str(tmp_path / "model/tokenizer"),
+        model_type="bpe", vocab_size=1400, byte_fallback=True, normalization_rule_name="identity", character_coverage=0.98,
+        remove_extra_whitespaces=False, minloglevel=2, control_symbols=["<ctl>"])
+    export(train_fp32, tmp_path, "model.gguf")
+    llama = server(tmp_path / "model.gguf")
+    choose = random.Random(0)
+    parts = ["<s>", "</s>", "<ctl>", " ", "  ", "\n", "a", "the ", " free", "▁", "é", "日本", "12", "\t", "🙂"]
+    for text in ("".join(choose.choices(parts, k=choose.randrange(1, 9))) for _ in range(80)):
+        asked = json.dumps({"content": text, "add_special": False, "parse_special": True}).encode()
+        with urllib.request.urlopen(urllib.request.Request(llama.listening_address + "/tokenize", asked)) as answer:
+            theirs = json.load(answer)["tokens"]
+        ours = formats_probe("tokens", tmp_path / "model.gguf", data=text.encode())
+        assert np.frombuffer(ours, np.int32).tolist() == theirs, text
 
 
 def test_llama_cpp_generates_the_same(train_fp32, tmp_path):

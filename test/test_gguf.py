@@ -157,4 +157,4 @@ def test_sentencepieces_tokenizers(tmp_path, name):
     assert theirs is None or (theirs.bos_token_id, theirs.eos_token_id, theirs.unk_token_id) == (1, 2, 0)
     settings = json.loads((tmp_path / "folder/tokenizer_config.json").read_text())
     assert [settings[name] for name in ("tokenizer_class", "bos_token", "eos_token", "unk_token", "add_bos_token")] == [
-        "LlamaTokenizer", "<s>", "</s>", "<unk>", True]
+        "PreTrainedTokenizerFast", "<s>", "</s>", "<unk>", True]

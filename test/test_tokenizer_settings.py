@@ -7,6 +7,7 @@ import random
 import pytest
 from known_tokenizers import SCRIPTS, TEXTS, assert_same, encode_all, facts, probe, trained
 from tokenizers import AddedToken, models, pre_tokenizers
+from trainer_runs import make
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
@@ -135,12 +136,32 @@ def test_a_vocab_json(tmp_path, settings):
     check(tmp_path, ["<|endoftext|>", "<new>"], command="specials" if not qwen else "encode")
 
 
+@pytest.mark.parametrize("family, settings", [("mistral", LLAMA), ("qwen2", None), ("llama", LLAMA)], ids=str)
+def test_tokens_of_an_adapters_save_are_those_of_its_base(train_fp32, tmp_path, byte_level, sentencepiece_model, family, settings):
+    """Its folder has no config.json, which decides the class of Mistral's and Qwen's tokenizers."""
+    base = tmp_path / "model"
+    make(base, "--family", family, "--layers", 1, "--heads", 2, "--channels", 32, "--vocab", 1408)
+    files = {"tokenizer": byte_level} if family == "qwen2" else {"model": sentencepiece_model}
+    write(base, config=json.loads((base / "config.json").read_text()), tokenizer_config=settings, **files)
+    (tmp_path / "text").write_text(SCRIPTS)
+    train_fp32("--model", "model", "--data", "text", "--train", "lora", "--steps", 1, "--batch", 1, "--seq-len", 16, "--sample", "tokens=0", "--out",
+               "out", cwd=tmp_path)
+    texts = ["a<s>b", " a  b<s> b", "e\u0301 12", "a <unk>b"]
+    expected = [transformers.AutoTokenizer.from_pretrained(base)(text, add_special_tokens=False)["input_ids"] for text in texts]
+    saved = tmp_path / "out/latest"
+    assert not (saved / "config.json").exists()
+    assert_same(encode_all(saved, texts), expected, texts)
+    assert [transformers.AutoTokenizer.from_pretrained(saved)(text, add_special_tokens=False)["input_ids"] for text in texts] == expected
+    if family == "llama":  # whose save needs no other class
+        assert (saved / "tokenizer_config.json").read_bytes() == (base / "tokenizer_config.json").read_bytes()
+
+
 def test_what_is_refused(tmp_path, byte_level):
     write(tmp_path, tokenizer=byte_level, tokenizer_config={"split_special_tokens": True})
     assert probe(tmp_path, "facts", code=2) == (f'{tmp_path}/tokenizer_config.json: "split_special_tokens" true is not supported: chats '
                                                 "would have no special tokens; set it to false\n")
     write(tmp_path, tokenizer_config={"added_tokens_decoder": {"609": token("<new>")}})
-    assert probe(tmp_path, "facts", code=2) == f'{tmp_path}: added token 609 "<new>": transformers gives it the number 602\n'
+    assert probe(tmp_path, "facts", code=2) == f'{tmp_path}: added token 609 "<new>": its number must be 602\n'
     write(tmp_path, tokenizer_config={"added_tokens_decoder": {"x": token("<new>")}})
     assert probe(tmp_path, "facts", code=2) == f'{tmp_path}/tokenizer_config.json: added token "x" is not a number with "content"\n'
     write(tmp_path, tokenizer_config={}, added_tokens={"<new>": "602"})

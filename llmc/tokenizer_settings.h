@@ -166,26 +166,30 @@ inline void complete_added_tokens(nlohmann::json& list, const nlohmann::json& se
 
 // ---- the components that a name stands for
 
-// Adds the pre-tokenizer (and for qwen2 the normalizer) that `pre` names to an empty_byte_level_json().
+// Adds the pre-tokenizer (and for qwen2 the normalizer) that `pre` names, as a tokenizer.json has it.
 inline void add_pre_tokenizer(nlohmann::json& file, const std::string& pre, const char* path) {
     using nlohmann::json;
-    json by_bytes = file["decoder"];
-    const auto behind = [&](const json& first, bool use_regex) -> json {
-        by_bytes["use_regex"] = use_regex;
-        return {{"type", "Sequence"}, {"pretokenizers", {first, by_bytes}}};
+    const auto by_bytes = [](bool use_regex) -> json {
+        return {{"type", "ByteLevel"},
+                {"add_prefix_space", false},
+                {"trim_offsets", true},
+                {"use_regex", use_regex}};
+    };
+    const auto sequence = [&](const json& first, bool use_regex) -> json {
+        return {{"type", "Sequence"}, {"pretokenizers", {first, by_bytes(use_regex)}}};
     };
     const auto split = [&](const std::string& regex) {
-        return behind(
-            {{"type", "Split"}, {"pattern", {{"Regex", regex}}}, {"behavior", "Isolated"}, {"invert", false}},
-            false);
+        const json pattern = {{"Regex", regex}};
+        return sequence(
+            {{"type", "Split"}, {"pattern", pattern}, {"behavior", "Isolated"}, {"invert", false}}, false);
     };
     // Llama 3's and Qwen's regexes differ in how many digits a piece may have.
     const std::string words = R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|)";
     const std::string others = R"(| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
     if (pre == "gpt-2") {
-        file["pre_tokenizer"] = by_bytes;
+        file["pre_tokenizer"] = by_bytes(true);
     } else if (pre == "smollm") {
-        file["pre_tokenizer"] = behind({{"type", "Digits"}, {"individual_digits", true}}, true);
+        file["pre_tokenizer"] = sequence({{"type", "Digits"}, {"individual_digits", true}}, true);
     } else if (pre == "llama-bpe") {
         file["pre_tokenizer"] = split(words + R"(\p{N}{1,3})" + others);
         file["model"]["ignore_merges"] = true;

@@ -38,10 +38,10 @@ def ask(train, *arguments):
 
 
 def levels_of(train):
-    """The levels that the binary's --help lists."""
-    found = re.search(r"--recompute LEVEL.*?: ([a-z_]+(, [a-z_]+)*)", " ".join(ask(train, "--help").split()))
+    """The levels that the binary's --help memory lists."""
+    found = re.search(r"--recompute LEVEL.*?: ([a-z_]+(, [a-z_]+)*)", " ".join(ask(train, "--help", "memory").split()))
     if not found:
-        fail(f"--train {train}: its --help lists no levels of --recompute; give --levels")
+        fail(f"--train {train}: its --help memory lists no levels of --recompute; give --levels")
     return found.group(1).split(", ")
 
 

@@ -27,7 +27,11 @@ class AppendedFile {
   public:
     void open(const std::string& option, const std::string& path, int flags) {
         name_ = option + " " + path;
-        naming(option, [&] { file_.emplace(open_output(path, flags)); });
+        try {
+            file_.emplace(open_output(path, flags));
+        } catch (const UserError& error) {
+            fail("%s %s", option.c_str(), error.what());
+        }
     }
     void write(const std::string& bytes) {
         if (!file_ || write_all(file_->fd(), bytes.data(), bytes.size())) return;
@@ -116,7 +120,7 @@ class LogFile {
 // ---- --tensorboard: events, which are messages of protobuf between their length and checksums (TFRecord)
 
 template <class T>
-std::string bytes_of(T number) {
+std::string raw_bytes(T number) {
     return {reinterpret_cast<const char*>(&number), sizeof number};
 }
 // The checksum CRC-32C, masked as in TFRecord files.
@@ -126,7 +130,7 @@ inline std::string masked_crc(const std::string& bytes) {
         crc ^= static_cast<unsigned char>(c);
         for (int bit = 0; bit < 8; bit++) crc = (crc >> 1) ^ (crc & 1 ? 0x82f63b78u : 0);
     }
-    return bytes_of(std::rotr(~crc, 15) + 0xa282ead8u);
+    return raw_bytes(std::rotr(~crc, 15) + 0xa282ead8u);
 }
 // A field of a message: a whole number; a text or a message; a number of 4 or 8 bytes.
 inline std::string proto(int field, uint64_t value, int type = 0) {
@@ -137,7 +141,7 @@ inline std::string proto(int field, uint64_t value, int type = 0) {
 inline std::string proto(int field, const std::string& text) { return proto(field, text.size(), 2) + text; }
 template <std::floating_point Float>
 std::string proto(int field, Float value) {
-    return std::string(1, static_cast<char>(field << 3 | (sizeof value == 8 ? 1 : 5))) + bytes_of(value);
+    return std::string(1, static_cast<char>(field << 3 | (sizeof value == 8 ? 1 : 5))) + raw_bytes(value);
 }
 
 class TensorBoard {
@@ -168,7 +172,7 @@ class TensorBoard {
   private:
     void write_event(const std::string& fields) {
         const std::string event = proto(1, static_cast<double>(std::time(nullptr))) + fields,
-                          length = bytes_of(uint64_t{event.size()});
+                          length = raw_bytes(uint64_t{event.size()});
         file_.write(length + masked_crc(length) + event + masked_crc(event));
     }
     AppendedFile file_;

@@ -66,6 +66,8 @@ struct TokenizerFiles {
 
     explicit TokenizerFiles(std::string from)
         : folder(std::move(from)), settings(tokenizer_settings(folder)) {
+        // llama.cpp's converter reads files alone.
+        for (const nlohmann::json& key : settings["of_class"]) settings.erase(key.get<std::string>());
         if (has("config.json")) config = read_json(path("config.json"));
         if (has("tokenizer.json") || has("vocab.json")) {
             const SpeltModel spelt = read_vocabulary(folder, settings, tokenizer);

@@ -605,7 +605,7 @@ class TokenizerJsonReader {
 // "left right" in each line.
 inline void read_vocab_and_merges(const std::string& folder, const std::string& tokenizer_class,
                                   SpeltModel& spelt) {
-    const std::string vocabulary = folder + "/vocab.json", text = read_text(folder + "/merges.txt");
+    const std::string vocabulary = folder + "/vocab.json";
     if (tokenizer_class != "GPT2Tokenizer" &&
         tokenizer_class != "Qwen2Tokenizer")  // they split text differently
         fail(
@@ -614,6 +614,7 @@ inline void read_vocab_and_merges(const std::string& folder, const std::string& 
             folder.c_str(), printable(tokenizer_class).c_str());
     if (!read_spelt_json(vocabulary, {}, {"no merges here"}, spelt).is_object())
         fail("%s: the vocabulary is not a JSON object", vocabulary.c_str());
+    const std::string text = read_text(folder + "/merges.txt");
     std::string_view rest = text;
     for (size_t number = 1; !rest.empty(); number++) {
         std::string_view line = rest.substr(0, rest.find('\n'));

@@ -68,8 +68,10 @@ inline std::string tokenizer_class_of(const std::string& folder, const nlohmann:
 }
 
 // The settings in a folder: tokenizer_config.json, and what only special_tokens_map.json and
-// added_tokens.json say, with "tokenizer_class" as above. "added_tokens" lists tokens as a tokenizer.json
-// does; those without an "id" are special tokens that the files name. Fails naming a file that is damaged.
+// added_tokens.json say, with "tokenizer_class" as above and the model's "vocab_size" if there is one.
+// "added_tokens" lists tokens as a tokenizer.json does; those without an "id" are special tokens that the
+// files name. "of_class" lists the keys of special tokens that only the class names. Fails naming a file that
+// is damaged.
 inline nlohmann::json tokenizer_settings(const std::string& folder) {
     using nlohmann::json;
     json settings = read_object(folder, "tokenizer_config.json");
@@ -80,6 +82,7 @@ inline nlohmann::json tokenizer_settings(const std::string& folder) {
             folder.c_str());
     const std::string name = tokenizer_class_of(folder, settings);
     settings["tokenizer_class"] = name;
+    settings["vocab_size"] = read_object(folder, "config.json").value("vocab_size", json());
     if (settings.contains("add_prefix_space") && settings["add_prefix_space"].is_null())
         settings.erase("add_prefix_space");
     const bool is_complete = settings.contains("added_tokens_decoder");
@@ -91,8 +94,12 @@ inline nlohmann::json tokenizer_settings(const std::string& folder) {
         for (const char* key :
              {"eos_token", "unk_token", name == "GPT2Tokenizer" ? "bos_token" : "pad_token"})
             usual[key] = "<|endoftext|>";
+    json of_class = json::array();
+    for (const auto& [key, token] : usual.items())
+        if (!settings.contains(key)) of_class.push_back(key);
     usual.update(settings);
     settings = std::move(usual);
+    settings["of_class"] = of_class;
 
     json special = json::array(), numbered = is_complete ? settings["added_tokens_decoder"] : json::object();
     const auto add = [&](json token) {
@@ -134,9 +141,9 @@ inline nlohmann::json tokenizer_settings(const std::string& folder) {
 }
 
 // Adds the tokens of tokenizer_settings() to `list`, the "added_tokens" that come with a vocabulary, as
-// transformers does: a token that is there keeps its number; one that is not gets the next. `find` gives the
-// number of a spelling in the vocabulary, or -1, and `size` is the vocabulary's. Fails if a file gives a
-// token another number than these.
+// transformers does: a token that is there keeps its number; one that is not gets the next, unless the model
+// has no embedding for it. `find` gives the number of a spelling in the vocabulary, or -1, and `size` is the
+// vocabulary's. Fails if a file gives a token another number than these.
 inline void complete_added_tokens(nlohmann::json& list, const nlohmann::json& settings,
                                   const std::function<int(const std::string&)>& find, uint64_t size,
                                   const std::string& folder) {
@@ -146,12 +153,14 @@ inline void complete_added_tokens(nlohmann::json& list, const nlohmann::json& se
         return has ? token["id"].get<uint64_t>() : 0;
     };
     for (const nlohmann::json& token : list) size = std::max(size, number(token) + 1);
+    const nlohmann::json rows = settings.value("vocab_size", nlohmann::json());
     for (nlohmann::json token : settings.value("added_tokens", nlohmann::json::array())) {
         const std::string content = content_of(token);
         const auto same = std::ranges::find(list, content, content_of);
         const int known = same != list.end() ? static_cast<int>(number(*same)) : find(content);
         const uint64_t id = known >= 0 ? static_cast<uint64_t>(known) : size;
         const bool is_named_only = !token.contains("id");
+        if (is_named_only && rows.is_number_unsigned() && id >= rows) continue;
         if (!is_named_only && token["id"] != id)
             fail("%s: added token %s \"%s\": its number must be %llu", folder.c_str(),
                  token["id"].dump().c_str(), printable(content).c_str(), static_cast<unsigned long long>(id));

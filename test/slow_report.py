@@ -8,7 +8,7 @@ import subprocess
 import time
 
 import pytest
-from test_report import RUN, page_data, write_log
+from report_files import RUN, page_data, write_log
 from trainer_runs import binaries, write_text
 
 BROWSER = ("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=2000")

@@ -29,7 +29,7 @@ def test_no_data(train, work):
     refused(train, work, {"--data": None}, "--data is missing", "--prompt", "--steps 0")
     alone = shutil.copy(train.path, work / "alone")
     ran = subprocess.run([alone, "--model", "d1", "--steps", "3"], cwd=work, env=train.environment, capture_output=True, check=False)
-    assert ran.returncode == 2 and ran.stderr.startswith(b"train: --data is missing, and dev/data/tinyshakespeare.txt, ")
+    assert ran.returncode == 2 and ran.stderr.startswith(b"train: --data is missing: only new models of less than 12 layers are trained on dev/data/tinyshakespeare.txt ")
     assert ran.stderr.count(b"\n") == 1
 
 

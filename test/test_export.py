@@ -521,7 +521,7 @@ def test_tokenizers_that_llama_cpp_does_not_have(train_fp32, tmp_path):
     def merges(tokenizer):
         tokenizer["model"]["ignore_merges"] = not tokenizer["model"]["ignore_merges"]
 
-    for make_tokenizer, family, change, said in ((known.qwen, "qwen2", replaces, 'its normalizer is "Replace", and llama.cpp has none'),
+    for make_tokenizer, family, change, said in ((known.llama3, "llama", replaces, 'its normalizer is "Replace", and llama.cpp has none'),
                                                  (known.llama3, "llama", merges, '"Donau", which no merge makes'),
                                                  (known.smollm2, "llama", merges, "")):
         work = tmp_path / make_tokenizer.__name__

@@ -150,7 +150,7 @@ def test_batch_auto_is_capped(train, text):
                                 ((), 512, "64 Ki tokens")):
         result = run(train, "--model", "d1", "--batch", "auto", "--seq-len", 128, "--plan", "--memory", "8GiB", *options)
         assert re.findall(rf"--batch auto: (\d+) sequences, {why}", result.stdout.decode()) == [str(batch)]
-    assert b"64 Ki tokens" in train("--help").stdout
+    assert b"64 Ki tokens" in train("--help", "all").stdout
 
 
 def test_the_plan_is_there_when_a_run_is_killed(train, text):

@@ -355,7 +355,8 @@ TEST(StepLines, AStepThatBeatsItsReferenceGivesANewOne) {
     std::vector<double> beaten;
     const auto new_peak = [&](double reached) { return beaten.push_back(reached), 2 * reached; };
     StepLines lines(0, 5, 1, {100, 2e9, 1e10, 0, new_peak});
-    for (const auto& [step, seconds] : {std::pair{0, 0.4}, {1, 0.1}, {2, 0.06}, {3, 0.05}, {4, 0.02}})
+    for (const auto& [step, seconds] :
+         {std::pair{0, 0.4}, std::pair{1, 0.1}, std::pair{2, 0.06}, std::pair{3, 0.05}, std::pair{4, 0.02}})
         lines.add({step, 2.5, 0.5, 1e-3, seconds}, step);
     const std::string printed = testing::internal::GetCapturedStdout();
     EXPECT_EQ(beaten.size(), 2);  // 5, 20, 33.3, 40 and 100 GFLOP/s

@@ -152,7 +152,7 @@ HOST_LINES = {"pinned host memory beside that": "pinned",
 
 def check_summary(text, begins, plan):
     """The summary agrees with the plan, in about ten lines, and in two more for a GPU's host."""
-    summary = re.search(rf"^(\w+): (\d+) parameters; .*\n{begins}, in MiB:\n((?: +[\d.]+  .*\n)+)", text, re.MULTILINE)
+    summary = re.search(rf"^(\w+): (\d+) parameters; .*\nvocabulary .*\n(?:text is read as bytes: .*\n)?{begins}, in MiB:\n((?: +[\d.]+  .*\n)+)", text, re.MULTILINE)
     assert (summary[1], int(summary[2])) == (plan["model"], plan["parameters"])
     lines = {what: float(mib) for mib, what in re.findall(r"([\d.]+)  ([^;\n]*)", summary[3])}
     sizes = {what: plan["totals"][kind] for what, kind in LINES.items()}

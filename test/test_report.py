@@ -14,11 +14,11 @@ import termios
 import time
 
 import pytest
+from report_files import RUN, page_data, write_log
 from trainer_runs import ROOT, figures, read_log, refused, running, write_text
 
 USUALLY = "fp32"  # see conftest.py
 
-RUN = ("--data", "text", "--model", "d1", "--batch", 1, "--seq-len", 16, "--eval-batches", 1, "--sample", "tokens=3")
 FIGURES = ("loss", "grad_norm", "lr", "tokens_per_second", "val_loss")
 
 
@@ -28,24 +28,12 @@ def work(tmp_path):
     return tmp_path
 
 
-def page_data(path):
-    """The data of a page, which must be complete."""
-    text = path.read_text()
-    assert text.endswith("</html>\n") and text.count("</script>") == 2
-    return json.loads(re.search(r'<script id="data" type="application/json">(.*)</script>', text)[1])
-
-
 def points(curve):
     return dict(zip(curve["x"], curve["mean"]))
 
 
 def steps_of(records, key="loss"):
     return [record["step"] for record in records if key in record]
-
-
-def write_log(path, steps, spike=0):
-    path.write_text("".join(json.dumps({"step": i, "loss": 100 if i == spike else 5 - i / steps, "grad_norm": 1, "lr": 1e-3, "ms": 1,
-                                        "tokens_per_second": 1000}) + "\n" for i in range(1, steps + 1)))
 
 
 def test_a_page_shows_what_the_log_has(train, work):

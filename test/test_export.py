@@ -524,7 +524,7 @@ def test_tokenizers_that_llama_cpp_does_not_have(train_fp32, tmp_path):
     for make_tokenizer, family, change, said in ((known.llama3, "llama", replaces, 'its normalizer is "Replace", and llama.cpp has none'),
                                                  (known.llama3, "llama", merges, '"Donau", which no merge makes'),
                                                  (known.smollm2, "llama", merges, "")):
-        work = tmp_path / make_tokenizer.__name__
+        work = tmp_path / f"{make_tokenizer.__name__}-{change.__name__}"
         work.mkdir()
         with_tokenizer(work, make_tokenizer(), family)
         changed_tokenizer(work / "model", change)

@@ -188,6 +188,8 @@ def characters(folder, tmp_path):
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     make(tmp_path / "model", *SMALL, "--vocab", tokenizer.get_vocab_size())
     tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
+    # Without a class, transformers reads it as GPT-2's, like the model.
+    (tmp_path / "model" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return tokenizer
 
 

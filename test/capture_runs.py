@@ -92,8 +92,11 @@ def plan_of(train, work, options):
     if ran.returncode:
         return f"exit code {ran.returncode}: {ran.stderr.decode(errors='replace').strip()}", seconds
     plan = json.loads(ran.stdout)
-    for key in ("process", "total"):
-        plan["totals"].pop(key, None)
+    process = plan["totals"].pop("process")
+    del plan["totals"]["total"]
+    if plan["device"] == "cpu":
+        for choice in plan.get("choice", []):
+            choice["bytes"] -= process
     return plan, seconds
 
 

@@ -149,7 +149,9 @@ def main():
     if not options.compare:
         return
     before = json.loads(options.compare.read_text())
-    kept = {name: value for name, value in before["cases"].items() if all(word in name for word in options.only)}
+    binaries = {name.split()[0] for name in now["cases"]}
+    kept = {name: value for name, value in before["cases"].items()
+            if name.split()[0] in binaries and all(word in name for word in options.only)}
     lines = list(differences(kept, now["cases"]))
     print(*lines, f"{len(lines)} of {len(kept)} cases differ", sep="\n")
     sys.exit(1 if lines else 0)

@@ -314,7 +314,8 @@ inline void check_writable(const std::string& out) {
     }
     // A link of one name: if a run is killed here, the next one removes it.
     const std::string probe = nearest + "/.train-probe";
-    const bool good = symlink("nowhere", probe.c_str()) == 0 || errno == EEXIST;
+    const bool good = symlink("nowhere", probe.c_str()) == 0 ||
+                      (errno == EEXIST && access(nearest.c_str(), W_OK) == 0);
     const int reason = errno;
     if (link_target(probe) == "nowhere") unlink(probe.c_str());
     if (!good) fail("--out %s: cannot write in %s: %s", out.c_str(), nearest.c_str(), std::strerror(reason));

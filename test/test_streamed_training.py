@@ -2,8 +2,6 @@
 memory that is planned."""
 
 import json
-import os
-import pathlib
 import re
 import shutil
 
@@ -11,7 +9,7 @@ import pytest
 from adapter_files import OPTIONS, trained
 from model_files import DATA, linked, prepare
 from streaming_models import ALL, DISK, ELSEWHERE, FAMILIES, GRADIENTS, folder, full_plan, read_steps, wide, wide4, work
-from trainer_runs import Train, running, saved_bytes, small_disk, taken_and_planned, wait_for_line
+from trainer_runs import Train, nameless_files, running, saved_bytes, small_disk, taken_and_planned, wait_for_line
 
 USUALLY = "bf16"  # see conftest.py
 
@@ -125,8 +123,7 @@ def test_the_files_of_a_run_are_those_of_its_plan(train, wide4, tmp_path, where)
     planned = planned["working_file"] + planned["offloaded"]
     with running(train, *DATA, "--steps", 10**6, "--sample", "tokens=0", *where, cwd=work, text=True) as process:
         said = wait_for_line(process, "^taken in files")
-        files = [file for file in pathlib.Path(f"/proc/{process.pid}/fd").iterdir() if "/train-" in os.readlink(file)]
-        assert sum(file.stat().st_size for file in files) == planned > 0
+        assert sum(file.stat().st_size for file in nameless_files(process)) == planned > 0
     assert said == f"taken in files: {planned / 2**20:.1f} MiB; planned: {planned / 2**20:.1f} MiB\n"
 
 

@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import pathlib
 import re
 import subprocess
 
@@ -13,7 +11,7 @@ import tokenize_text
 import torch
 from reference_runs import open_with_transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from trainer_runs import (ENVIRONMENT, ROOT, cached_bytes, drop_from_cache, figures, listing, make, random_tokens,
+from trainer_runs import (ENVIRONMENT, ROOT, cached_bytes, drop_from_cache, figures, listing, make, nameless_files, random_tokens,
                           read_log, running, saved_bytes, small_disk, wait_for_line, write_shard)
 
 USUALLY = "fp32"  # see conftest.py
@@ -371,7 +369,6 @@ def test_data_leave_the_page_cache(train_fp32, work, name):
     drop_from_cache(work / name)
     with running(train_fp32, *RUN, "--data", name, "--steps", 10**6, "--print-every", 1, cwd=work, text=True) as process:
         wait_for_line(process, r"^step +50/")
-        files = pathlib.Path(f"/proc/{process.pid}/fd").iterdir()
-        unnamed = [file for file in files if re.search(r"/(train-\w+|#\d+) \(deleted\)$", os.readlink(file))]
+        unnamed = nameless_files(process)
         assert bool(unnamed) == (name != "data.bin")  # tokens, and the list of examples
         assert cached_bytes(work / name, *unnamed) <= 1 << 20

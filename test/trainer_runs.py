@@ -161,6 +161,13 @@ def processes_below(pid):
             yield from processes_below(child)
 
 
+def nameless_files(process):
+    """The open files without a name that a run has made in the folder for temporary files, so not its standard streams."""
+    folder = re.escape(os.environ.get("TMPDIR") or "/var/tmp")
+    return [file for file in pathlib.Path(f"/proc/{process.pid}/fd").iterdir()
+            if int(file.name) > 2 and re.match(rf"{folder}/(train-\w+|#\d+) \(deleted\)$", os.readlink(file))]
+
+
 def shared_memory_of(ranks):
     """The files in /dev/shm that these processes have mapped. MPICH's lose their names as soon as they are there."""
     files = set()

@@ -104,7 +104,7 @@ class EditedLine {
 
 class LineReader {
   public:
-    // Of a line of more than `longest` bytes, the rest is dropped.
+    // Drops what a line has beyond `longest` bytes.
     explicit LineReader(size_t longest) : longest_(longest) {}
     bool is_terminal() const { return terminal_; }
     // The next line without its end; nothing at the end of the input, or when a signal asks to stop.

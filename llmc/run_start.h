@@ -157,7 +157,7 @@ inline void remark_no_validation(const RunInputs& in, int seq_len) {
                                  : format("a tenth of the text is less than --seq-len %d", seq_len).c_str());
 }
 
-// Of a plan: says on stderr what its run needs and the plan does not.
+// Says on stderr what a run needs and its plan, which was made, did not.
 inline void remark_what_a_run_needs(const Options& o, const RunInputs& in) {
     if (planned_gpu || known_shape(o.model)) return;
     if (!in.data && o.steps > 0 && (!o.has("--prompt") || o.has("--steps")))

@@ -99,7 +99,7 @@ def test_a_plan_knows_it(train, work, tmp_path):
     options = ("--model", "d12", "--data", work / "text.txt", "--batch", 1, "--seq-len", 24)
     with_it, without = (train.plan(*options, *more) for more in (("--tokenizer", work / "json"), ()))
     assert with_it["vocabulary"] == 300 and without["vocabulary"] == 256
-    # The embedding has so many more rows; the positions of a model of bytes are those of its sequences.
+    # The embedding has 44 rows more. A model of bytes has as many positions as its sequences, the other 1024.
     assert with_it["parameters"] - without["parameters"] == 768 * (300 - 256 + 1024 - 24)
     says = b"text is read as bytes: --tokenizer gives a new model tokens, such as GPT-2's 50257\n"
     for more, is_said in (((), 1), (("--tokenizer", work / "json"), 0)):

@@ -679,8 +679,8 @@ inline std::optional<Tokenizer> RunInputs::open_given_tokenizer() {
         o_.tokenizer.c_str());
 }
 
-// Opens the tokenizer in the model's folder, that of --tokenizer, or the one beside the shards. A vocabulary
-// of 256 without a tokenizer means bytes.
+// Opens the run's tokenizer: that of --tokenizer, else of the model's folder or file, else the one beside the
+// shards. A vocabulary of 256 without a tokenizer means bytes.
 inline std::optional<Tokenizer> RunInputs::open_tokenizer() {
     std::vector<std::string> folders;
     if (given_tokenizer) return given_tokenizer;

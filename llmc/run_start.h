@@ -157,7 +157,7 @@ inline void remark_no_validation(const RunInputs& in, int seq_len) {
                                  : format("a tenth of the text is less than --seq-len %d", seq_len).c_str());
 }
 
-// Says on stderr what a run needs and its plan, which was made, did not.
+// After a plan, says on stderr which inputs a run would need besides: data, or the model's weights.
 inline void remark_what_a_run_needs(const Options& o, const RunInputs& in) {
     if (planned_gpu || known_shape(o.model)) return;
     if (!in.data && o.steps > 0 && (!o.has("--prompt") || o.has("--steps")))

@@ -314,8 +314,8 @@ inline void check_writable(const std::string& out) {
     }
     // A link of one name: if a run is killed here, the next one removes it.
     const std::string probe = nearest + "/.train-probe";
-    const bool good = symlink("nowhere", probe.c_str()) == 0 ||
-                      (errno == EEXIST && access(nearest.c_str(), W_OK) == 0);
+    const bool good =
+        symlink("nowhere", probe.c_str()) == 0 || (errno == EEXIST && access(nearest.c_str(), W_OK) == 0);
     const int reason = errno;
     if (link_target(probe) == "nowhere") unlink(probe.c_str());
     if (!good) fail("--out %s: cannot write in %s: %s", out.c_str(), nearest.c_str(), std::strerror(reason));
@@ -439,7 +439,8 @@ inline void remove_templates(const std::string& path) {
 // may be decided by a config.json, which an adapter's folder lacks.
 inline void keep_tokenizer_class(const std::string& from, const std::string& to) {
     const auto class_in = [](const std::string& folder) -> std::string {
-        const std::string name = tokenizer_class_of(folder, read_object(folder, "tokenizer_config.json"));
+        const std::string name = tokenizer_class_of(folder, read_object(folder, "tokenizer_config.json"),
+                                                    read_object(folder, "config.json"));
         return replaces_components(name) ? name : "PreTrainedTokenizerFast";
     };
     const std::string name = class_in(from), path = to + "/tokenizer_config.json";

@@ -48,10 +48,10 @@ inline bool replaces_components(const std::string& tokenizer_class) {
            tokenizer_class == "GPT2Tokenizer";
 }
 
-// The class that reads a folder's tokenizer: GPT2Tokenizer, LlamaTokenizer, Qwen2Tokenizer, or another, which
-// takes the vocabulary's file as it is.
-inline std::string tokenizer_class_of(const std::string& folder, const nlohmann::json& settings) {
-    const nlohmann::json config = read_object(folder, "config.json");
+// The class that reads a folder's tokenizer, by its tokenizer_config.json and config.json: GPT2Tokenizer,
+// LlamaTokenizer, Qwen2Tokenizer, or another, which takes the vocabulary's file as it is.
+inline std::string tokenizer_class_of(const std::string& folder, const nlohmann::json& settings,
+                                      const nlohmann::json& config) {
     const std::string type = content_of(config.value("model_type", nlohmann::json()));
     std::string name =
         content_of(settings.value("tokenizer_class", config.value("tokenizer_class", nlohmann::json())));
@@ -80,9 +80,10 @@ inline nlohmann::json tokenizer_settings(const std::string& folder) {
             "%s/tokenizer_config.json: \"split_special_tokens\" true is not supported: chats would have no "
             "special tokens; set it to false",
             folder.c_str());
-    const std::string name = tokenizer_class_of(folder, settings);
+    const json config = read_object(folder, "config.json");
+    const std::string name = tokenizer_class_of(folder, settings, config);
     settings["tokenizer_class"] = name;
-    settings["vocab_size"] = read_object(folder, "config.json").value("vocab_size", json());
+    settings["vocab_size"] = config.value("vocab_size", json());
     if (settings.contains("add_prefix_space") && settings["add_prefix_space"].is_null())
         settings.erase("add_prefix_space");
     const bool is_complete = settings.contains("added_tokens_decoder");

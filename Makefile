@@ -79,14 +79,19 @@ build/ranks_mpi.o build/mpich/ranks_mpi.o: llmc/ranks_mpi.cpp Makefile
 	@mkdir -p $(@D)
 	$(CXX) -std=c++20 $(WARNINGS) -O2 -I. -MMD -MP $(if $(MPI_FLAGS),-DLLMC_MPI $(MPI_FLAGS:-I%=-isystem %)) -MF $@.d -MT $@ -c $< -o $@
 
-# What all builds share, because it has no kernels: chat templates, tokenizers, TOML files and the page of --report.
-TEXT := build/jinja.o build/tokenizer.o build/config_toml.o build/report.o
+# What all builds share, because it has neither kernels nor the type of weights: an archive, from which each program takes what
+# it uses. Code of this kind in a new llmc/NAME.cpp is found here.
 INSTALLER := deps
-$(TEXT): build/%.o: llmc/%.cpp Makefile
+OBJECTS := $(patsubst llmc/%.cpp,build/common/%.o,$(filter-out llmc/ranks_mpi.cpp llmc/update_on_host.cpp,$(wildcard llmc/*.cpp)))
+$(OBJECTS): build/common/%.o: llmc/%.cpp Makefile
 	$(call need_headers,$(HEADERS),$(INSTALLER))
 	@mkdir -p $(@D)
-	$(CXX) $(CXX_COMMON) -O2 -MF $@.d -MT $@ -c $< -o $@
-build/report.o build/test/asan/report.o build/test/fuzz/report.o: llmc/report_page.html
+	$(CXX) $(CXX_COMMON) -O2 -DLLMC_COMMON -MF $@.d -MT $@ -c $< -o $@
+%/common.a:
+	@rm -f $@ && ar rcs $@ $^
+COMMON := build/common.a
+$(COMMON): $(OBJECTS)
+build/common/report.o build/test/asan/common/report.o build/test/fuzz/common/report.o: llmc/report_page.html
 
 build/cpu-fp32/train.o: DEFINES :=
 build/cpu-bf16/train.o: DEFINES := -DLLMC_BF16
@@ -100,19 +105,19 @@ build/planner.o: train_gpt.cu Makefile
 	$(call need_headers,$(CPU_HEADERS),deps)
 	@mkdir -p $(@D)
 	$(CXX) -x c++ $(CXX_COMMON) -O1 -DLLMC_BF16 -DLLMC_PLANNER -MF $@.d -MT $@ -c $< -o $@
-build/planner: build/planner.o build/ranks_mpi.o build/commit.o $(TEXT)
+build/planner: build/planner.o build/ranks_mpi.o build/commit.o $(COMMON)
 	$(CXX) $(WARNINGS) -fopenmp $^ -o $@ $(CPU_LIBS)
 
-build/cpu-fp32/train build/cpu-bf16/train: build/cpu-%/train: build/cpu-%/train.o build/ranks_mpi.o build/commit.o $(TEXT) | build/planner
-	$(CXX) $(WARNINGS) -fopenmp $(filter %.o,$^) -o $@ $(CPU_LIBS)
+build/cpu-fp32/train build/cpu-bf16/train: build/cpu-%/train: build/cpu-%/train.o build/ranks_mpi.o build/commit.o $(COMMON) | build/planner
+	$(CXX) $(WARNINGS) -fopenmp $(filter %.o %.a,$^) -o $@ $(CPU_LIBS)
 
 build/cuda-fp32/train.o: DEFINES :=
 build/cuda-bf16/train.o: DEFINES := -DLLMC_BF16
 build/cuda-fp32/train.o build/cuda-bf16/train.o: train_gpt.cu Makefile $(CUDA_FLAGS)
 	$(call need_headers,$(HEADERS),deps)
 	$(call compile_cuda_object,$(DEFINES),$@)
-build/cuda-fp32/train build/cuda-bf16/train: build/cuda-%/train: build/cuda-%/train.o build/update_on_host-%.o build/ranks_mpi.o build/commit.o $(TEXT)
-	$(NVCC) $(filter %.o,$^) -o $@ $(CUDA_LIBS)
+build/cuda-fp32/train build/cuda-bf16/train: build/cuda-%/train: build/cuda-%/train.o build/update_on_host-%.o build/ranks_mpi.o build/commit.o $(COMMON)
+	$(NVCC) $(filter %.o %.a,$^) -o $@ $(CUDA_LIBS)
 
 # Debian packages for building and training.
 DEPS := g++ make libdnnl-dev libcli11-dev nlohmann-json3-dev libtomlplusplus-dev libpcre2-dev libutf8proc-dev libsentencepiece-dev \
@@ -181,4 +186,4 @@ clean:
 help:
 	@for file in Makefile test/Makefile dev/bench/Makefile; do sed '/^#/!Q; s/^# \?//' $$file; echo; done
 
--include $(wildcard build/*.d build/*/*.d build/test/*/*.d build/bench/*/*.d)
+-include $(wildcard build/*.d build/*/*.d build/test/*/*.d build/test/*/common/*.d build/bench/*/*.d)

@@ -32,6 +32,10 @@
 
 #include "llmc/error.h"
 
+#ifdef LLMC_COMMON
+#error "code that all builds share has no kernels: it includes build.h"
+#endif
+
 namespace simt {
 // True during a dry run of a step (arena.h): launches and library calls return at once.
 inline bool launches_off = false;

@@ -12,6 +12,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "llmc/build.h"
 #include "llmc/simt.h"
 
 struct Shape {
@@ -131,5 +132,8 @@ using floatX = bf16;
 #else
 using floatX = float;
 #endif
+// Each object of a program that includes this header defines it: weakly, so that they may be several.
+extern __attribute__((weak)) const Build kBuild;
+const Build kBuild = {kHostIsDevice, kFastCpu, std::is_same_v<floatX, bf16>};
 using TensorX = Tensor<floatX>;
 using TensorF = Tensor<float>;

@@ -246,7 +246,9 @@ def on_terminal(train, *arguments, columns, name="xterm", cwd):
 
 
 def test_a_terminal_shows_one_line(train, work):
-    code, written, screen = on_terminal(train, *RUN, "--steps", 60, "--eval-every", 20, "--save-every", 30, "--out", "out", columns=80, cwd=work)
+    # The line is drawn ten times a second: steps of this size are long enough on any machine.
+    code, written, screen = on_terminal(train, *RUN, "--batch", 4, "--seq-len", 128, "--steps", 60, "--eval-every", 20, "--save-every", 30,
+                                        "--out", "out", columns=80, cwd=work)
     drawn = re.findall(r"\r\x1b\[K(step [^\r\n]*)", written)
     assert code == 0 and len(drawn) >= 2 and max(map(len, drawn)) < 80
     assert re.fullmatch(r"step \d+/60  loss \d\.\d{4}  smoothed \d\.\d{4}  \d+k? tokens/s  \d+:\d\d left  \d+ MiB", drawn[0])

@@ -32,9 +32,9 @@ class MeasuredEngine : public RankEngine {
     void set_where(const std::string& where) override { engine_.set_where(where); }
     std::string where() const override { return engine_.where(); }
     void watch(std::function<std::string()> fault) override { engine_.watch(std::move(fault)); }
-    void start(std::vector<ExchangeStep> steps) override {
+    void start(std::vector<ExchangeRound> rounds) override {
         began_.push_back(exchange_clock());
-        engine_.start(std::move(steps));
+        engine_.start(std::move(rounds));
     }
     void finish(size_t number) override {
         const double asked = exchange_clock();

@@ -28,12 +28,12 @@ inline Tensor<int> tokens_on_device(Arena& arena, Stream stream, const std::vect
 class EmbeddingAndHead {
   public:
     EmbeddingAndHead(Arena& arena, const Stream& stream, const ModelConfig& config,
-                     const OutsideState& outside, const Weights& weights, const NormLayer& norm)
+                     const FrozenWeights& frozen, const Weights& weights, const NormLayer& norm)
         : arena_(arena),
           stream_(stream),
           config_(config),
-          quantized_(outside.head),
-          offloaded_(outside.embeddings),
+          quantized_(frozen.head),
+          offloaded_(frozen.embeddings),
           weights_(weights),
           norm_(norm),
           streamed_(arena, stream, kStreamedVocabulary) {}
@@ -187,7 +187,7 @@ class EmbeddingAndHead {
     // Calls visit(field, rows) for all rows of embeddings and head that the State does not have, some rows at
     // a time.
     template <class Visit>
-    void for_each_outside_rows(Visit&& visit) {
+    void for_each_frozen_row_slice(Visit&& visit) {
         for (int64_t first = 0; offloaded_ && first < config_.vocabulary; first += kHeadSlice) {
             std::vector<int> tokens(static_cast<size_t>(std::min(kHeadSlice, config_.vocabulary - first)));
             std::iota(tokens.begin(), tokens.end(), static_cast<int>(first));

@@ -63,18 +63,18 @@ struct MicroBatch {
 class Gpt {
   public:
     // The stream may be created later, before the first run.
-    Gpt(Arena& arena, const Stream& stream, const State<floatX>& model, const OutsideState& outside,
+    Gpt(Arena& arena, const Stream& stream, const State<floatX>& model, const FrozenWeights& frozen,
         const State<floatX>& trained, bool hopper_attention)
         : arena_(arena),
           stream_(stream),
           config_(model.layout.config()),
           trained_(trained),
-          weights_(arena, stream, model, outside, trained),
+          weights_(arena, stream, model, frozen, trained),
           gradients_(arena, stream, trained),
           norm_(arena, stream, config_),
           mlp_(arena, stream, config_, weights_, norm_),
           attention_(arena, stream, config_, hopper_attention),
-          embedding_and_head_(arena, stream, config_, outside, weights_, norm_),
+          embedding_and_head_(arena, stream, config_, frozen, weights_, norm_),
           offloaded_inputs_(arena, stream) {}
 
     // Forward and backward of one micro-batch, or of several that go through each block together

@@ -79,10 +79,10 @@ struct Part {
     size_t bytes = 0;
 };
 
-// A part of an exchange: this rank sends send[r] to rank r and receives receive[r] from it, for every r, this
-// rank included. What rank a sends to b must have as many bytes as b receives from a. When all have arrived,
-// `then` is called, if it is not empty; the next step begins after it.
-struct ExchangeStep {
+// One round of an exchange: this rank sends send[r] to rank r and receives receive[r] from it, for every r,
+// this rank included. What rank a sends to b must have as many bytes as b receives from a. When all have
+// arrived, `then` is called, if it is not empty; the next round begins after it.
+struct ExchangeRound {
     std::vector<Part> send, receive;
     std::function<void()> then = {};
 };
@@ -91,7 +91,7 @@ struct ExchangeStep {
 class RankEngine {
   public:
     virtual ~RankEngine() = default;
-    // Makes a step, and returns when it is done. It does not wait for exchanges that were started.
+    // Makes a round, and returns when it is done. It does not wait for exchanges that were started.
     virtual void exchange(std::span<const Part> send, std::span<const Part> receive) = 0;
     // Gathers as many bytes of each of `count` ranks, one rank after another in `all`.
     void gather(const void* own, size_t bytes, void* all, int count) {
@@ -120,9 +120,9 @@ class RankEngine {
     // because of it, the run ends as when a rank is lost. No `fault` ends this.
     virtual void watch(std::function<std::string()> fault) = 0;
     // Starts an exchange, which goes on beside the computation, after those that were started before. A
-    // thread of the engine calls the steps' `then`. finish(n) waits for the n-th exchange that was started,
+    // thread of the engine calls the rounds' `then`. finish(n) waits for the n-th exchange that was started,
     // from 0, and for all before it.
-    virtual void start(std::vector<ExchangeStep> steps) = 0;
+    virtual void start(std::vector<ExchangeRound> rounds) = 0;
     virtual void finish(size_t number) = 0;
     // How long an exchange that finish() has waited for took, from start() until it was complete; negative if
     // that is not known.

@@ -65,7 +65,7 @@ class Exchange {
     // computation, which must not touch x. One sum can be under way.
     void start_sum(floatX* x, int64_t size, floatX* to = nullptr) {
         assert(!summed_.parts);
-        const Slices s = slices_.for_steps();
+        const Slices s = slices_.for_rounds();
         const int64_t columns = std::min(slices_.length(size), most_elements());
         summed_.parts = take_rows<floatX>(s.ranks_of_a_machine(), columns);
         if (s.machines() > 1) {
@@ -73,10 +73,10 @@ class Exchange {
             summed_.received = take_rows<float>(s.machines(), columns);
         }
         if (!to) to = x + slices_.own(size).first;
-        std::vector<ExchangeStep> steps;
+        std::vector<ExchangeRound> rounds;
         for (int64_t first = 0; first < slices_.length(size); first += columns)
-            add_steps_of_sum(steps, s, {x, size, first, columns}, to + first);
-        start(std::move(steps), "gradients", sum_);
+            add_rounds_of_sum(rounds, s, {x, size, first, columns}, to + first);
+        start(std::move(rounds), "gradients", sum_);
     }
     // Finishes that sum, if one is under way.
     void finish_sum() {
@@ -92,11 +92,12 @@ class Exchange {
     // Starts to gather: every rank gets the other ranks' slices of x, a unit's `size` elements, of its
     // weights or gradients. Until finish(), x must not be used.
     void start_gather(floatX* x, int64_t size, const char* content, Started& gather) {
-        start(steps_of_gather(x, size), content, gather);
+        start(rounds_of_gather(x, size), content, gather);
     }
     // In a dry run, records a gather of a unit's weights that was started before this plan begins.
     void note_gather(int64_t size, Started& gather) {
-        if (arena_.rehearsing()) note(sent_bytes(steps_of_gather(nullptr, size), slices_), "weights", gather);
+        if (arena_.rehearsing())
+            note(sent_bytes(rounds_of_gather(nullptr, size), slices_), "weights", gather);
     }
     bool is_active() const { return active_; }
     bool rehearsing() const { return arena_.rehearsing(); }
@@ -117,8 +118,8 @@ class Exchange {
     void sum(const Tensor<float>& x) {
         const int64_t n = x.size(), columns = ceil_div(n, int64_t{kVectorSize<float>}) * kVectorSize<float>;
         const Tensor<float> parts = arena_.take<float>("ranks_sums", {slices_.ranks, columns}, "exchange");
-        start(gather_steps(slices_, part_of(x.data(), n),
-                           [&](int rank) { return part_of(parts.at(rank * columns), n); }),
+        start(gather_rounds(slices_, part_of(x.data(), n),
+                            [&](int rank) { return part_of(parts.at(rank * columns), n); }),
               "sums", sum_);
         if (!active_) return;
         finish(sum_);
@@ -186,13 +187,13 @@ class Exchange {
     static Part part_of(T* at, int64_t elements) {
         return {at, static_cast<size_t>(elements) * sizeof(T)};
     }
-    // The steps that gather a unit's `size` elements at x, which is null in a dry run.
-    std::vector<ExchangeStep> steps_of_gather(floatX* x, int64_t size) const {
+    // The rounds that gather a unit's `size` elements at x, which is null in a dry run.
+    std::vector<ExchangeRound> rounds_of_gather(floatX* x, int64_t size) const {
         const auto part = [&](int rank) {
             const Slice s = slices_.of(size, rank);
             return part_of(x ? x + s.first : nullptr, s.count);
         };
-        return gather_steps(slices_, part(slices_.rank), part);
+        return gather_rounds(slices_, part(slices_.rank), part);
     }
     // The memory of a sum of gradients that is under way: what ranks of this machine have sent, and, if there
     // are others, the machine's sums that are sent there and what was received from there.
@@ -213,10 +214,11 @@ class Exchange {
             return std::clamp<int64_t>(s.of(size, rank).count - first, 0, columns);
         }
     };
-    // Adds the steps that sum these columns of all slices. On several machines, each step sums the slices of
-    // one machine over the ranks of this one, and sends the sum of the step before to the machine that needs
-    // it; that of this machine is the last.
-    void add_steps_of_sum(std::vector<ExchangeStep>& steps, const Slices& s, const Columns& c, floatX* to) {
+    // Adds the rounds that sum these columns of all slices. On several machines, each round sums the slices
+    // of one machine over the ranks of this one, and sends the sum of the round before to the machine that
+    // needs it; that of this machine is the last.
+    void add_rounds_of_sum(std::vector<ExchangeRound>& rounds, const Slices& s, const Columns& c,
+                           floatX* to) {
         const int machines = s.machines(), here = s.machine_of(s.rank);
         const auto row = [&](const auto& rows, int number) { return rows.at(number * c.columns); };
         // Sums rows, in their order, into n elements at `sum`.
@@ -229,28 +231,28 @@ class Exchange {
             const int machine = (here + k) % machines;
             const int owner = s.same_place_on(machine, s.rank);  // whose slice this rank sums
             const int64_t n = c.count(s, owner);
-            ExchangeStep& step = steps.emplace_back(empty_step(s));
+            ExchangeRound& round = rounds.emplace_back(empty_round(s));
             for (int place = 0; place < s.ranks_of_a_machine(); place++) {
                 const auto other = static_cast<size_t>(s.same_place_on(here, place));
-                step.send[other] = c.of(s, s.same_place_on(machine, place));
-                step.receive[other] = part_of(row(summed_.parts, place), n);
+                round.send[other] = c.of(s, s.same_place_on(machine, place));
+                round.receive[other] = part_of(row(summed_.parts, place), n);
             }
             if (k > 1) {
                 const int next = s.same_place_on((here + k - 1) % machines, s.rank),
                           from = (here - k + 1 + machines) % machines;
-                step.send[static_cast<size_t>(next)] = part_of(summed_.sent.data(), c.count(s, next));
-                step.receive[static_cast<size_t>(s.same_place_on(from, s.rank))] =
+                round.send[static_cast<size_t>(next)] = part_of(summed_.sent.data(), c.count(s, next));
+                round.receive[static_cast<size_t>(s.same_place_on(from, s.rank))] =
                     part_of(row(summed_.received, from), c.count(s, s.rank));
             }
             const auto parts = [add, rows = summed_.parts.data(), n, count = summed_.parts.rows(),
                                 columns = c.columns](auto* sum) { add(sum, rows, n, count, columns); };
             if (machines == 1)
-                step.then = [parts, to] { parts(to); };
+                round.then = [parts, to] { parts(to); };
             else if (k < machines)
-                step.then = [parts, sum = summed_.sent.data()] { parts(sum); };
+                round.then = [parts, sum = summed_.sent.data()] { parts(sum); };
             else
-                step.then = [parts, add, to, sum = row(summed_.received, here),
-                             rows = summed_.received.data(), n, machines, columns = c.columns] {
+                round.then = [parts, add, to, sum = row(summed_.received, here),
+                              rows = summed_.received.data(), n, machines, columns = c.columns] {
                     parts(sum);
                     add(to, rows, n, machines, columns);
                 };
@@ -268,13 +270,13 @@ class Exchange {
         if (slices_.machines() > 1) note(Route::ToMachines, sent.to_machines);
         if (slices_.ranks_of_a_machine() > 1) note(Route::ToRanks, sent.to_ranks);
     }
-    void start(std::vector<ExchangeStep> steps, const char* content, Started& started) {
+    void start(std::vector<ExchangeRound> rounds, const char* content, Started& started) {
         if (!active_) return;
-        const SentBytes sent = sent_bytes(steps, slices_);
+        const SentBytes sent = sent_bytes(rounds, slices_);
         if (arena_.rehearsing()) return note(sent, content, started);
-        host_act([this, steps = std::move(steps), sent, &started] {
+        host_act([this, rounds = std::move(rounds), sent, &started] {
             count_sent(sent);
-            started.number = transfers_->start(steps, stream_);
+            started.number = transfers_->start(rounds, stream_);
         });
     }
 
@@ -313,10 +315,10 @@ class DividedBlocks {
     DividedBytes block(int layer) const {
         return matrices_ ? matrices_->divided_block(layer) : divided_block(state_, layer);
     }
-    // The steps in which all ranks gather a block into a buffer, where it begins at `at`.
-    std::vector<ExchangeStep> steps(int layer, char* at) const {
+    // The rounds in which all ranks gather a block into a buffer, where it begins at `at`.
+    std::vector<ExchangeRound> rounds(int layer, char* at) const {
         const DividedBytes b = block(layer);
-        return gather_steps(b.slices, {b.own, b.own_bytes()}, [&](int rank) -> Part {
+        return gather_rounds(b.slices, {b.own, b.own_bytes()}, [&](int rank) -> Part {
             const Slice theirs = b.slices.of(b.all, rank);
             return {at + theirs.first, static_cast<size_t>(theirs.count)};
         });
@@ -327,7 +329,7 @@ class DividedBlocks {
         for (int l = 0; l < state_.layout.config().layers; l++) {
             const DividedBytes b = block(l);
             const auto size = static_cast<size_t>(b.all);
-            const SentBytes sent = sent_bytes(steps(l, nullptr), b.slices);
+            const SentBytes sent = sent_bytes(rounds(l, nullptr), b.slices);
             all.emplace_back(matrices_ ? size : StoredPieces::buffer_bytes(size), sent.to_ranks,
                              sent.to_machines);
         }
@@ -351,9 +353,9 @@ class GatheredBlocks : public PieceSource {
     size_t start(char* buffer, [[maybe_unused]] std::optional<int> to_store, std::optional<int> layer,
                  Stream stream) override {
         assert(!to_store && layer);
-        const auto steps = blocks_.steps(*layer, blocks_.in_buffer(buffer));
-        count_sent(sent_bytes(steps, blocks_.block(*layer).slices));
-        return transfers_.start(steps, stream);
+        const auto rounds = blocks_.rounds(*layer, blocks_.in_buffer(buffer));
+        count_sent(sent_bytes(rounds, blocks_.block(*layer).slices));
+        return transfers_.start(rounds, stream);
     }
     void finish(size_t number, Stream stream) override { transfers_.finish(number, stream); }
 

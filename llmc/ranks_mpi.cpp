@@ -194,12 +194,12 @@ class SignsOfLife {
 
 // Exchanges that go on one after another.
 struct Lane {
-    using Exchange = std::vector<ExchangeStep>;
+    using Exchange = std::vector<ExchangeRound>;
 
     const int tag;                           // of its messages
     std::deque<Exchange> exchanges = {};     // that are not complete
-    std::vector<MPI_Request> requests = {};  // of the step that is under way
-    size_t step = 0;                         // of the first exchange
+    std::vector<MPI_Request> requests = {};  // of the round that is under way
+    size_t round = 0;                        // of the first exchange
     bool is_under_way = false;
 };
 
@@ -260,9 +260,9 @@ class MpiEngine : public RankEngine {
         });
         wait_until([this] { return control_.exchanges.empty(); });
     }
-    void start(std::vector<ExchangeStep> steps) override {
+    void start(std::vector<ExchangeRound> rounds) override {
         times_[started_++ % times_.size()].began = Clock::now();
-        change([&] { data_.exchanges.push_back(std::move(steps)); });
+        change([&] { data_.exchanges.push_back(std::move(rounds)); });
     }
     void finish(size_t number) override {
         wait_until([&] { return done_ > number; });
@@ -444,7 +444,7 @@ class MpiEngine : public RankEngine {
         }
         while (signs_.end(patience_)) lose();
     }
-    // Goes on with a lane's first exchange: begins its next step, or ends it if all has arrived.
+    // Goes on with a lane's first exchange: begins its next round, or ends it if all has arrived.
     enum class Progress { Idle, Waits, MovedOn };
     Progress go_on(Lane& lane) {
         Lane::Exchange* first = nullptr;
@@ -453,16 +453,16 @@ class MpiEngine : public RankEngine {
             if (lane.exchanges.empty()) return Progress::Idle;
             first = &lane.exchanges.front();
         }
-        if (lane.step < first->size()) {
-            const ExchangeStep& step = (*first)[lane.step];
+        if (lane.round < first->size()) {
+            const ExchangeRound& round = (*first)[lane.round];
             if (!std::exchange(lane.is_under_way, true))
-                post(lane.requests, step.send, step.receive, lane.tag);
+                post(lane.requests, round.send, round.receive, lane.tag);
             if (!are_complete(lane.requests)) return Progress::Waits;
-            if (step.then) step.then();
+            if (round.then) round.then();
             lane.is_under_way = false;
-            if (++lane.step < first->size()) return Progress::MovedOn;
+            if (++lane.round < first->size()) return Progress::MovedOn;
         }
-        lane.step = 0;
+        lane.round = 0;
         change([&] {
             if (&lane == &data_) times_[done_++ % times_.size()].ended = Clock::now();
             lane.exchanges.pop_front();

@@ -54,9 +54,9 @@ struct Slices {
         return {first, std::min(size - first, length(size))};
     }
     Slice own(int64_t size) const { return ranks == 1 ? Slice{0, size} : of(size, rank); }
-    // For the steps of an exchange: ranks that are alone on their machines send each other everything
+    // For the rounds of an exchange: ranks that are alone on their machines send each other everything
     // directly, as if they were on one.
-    Slices for_steps() const {
+    Slices for_rounds() const {
         Slices s = *this;
         if (ranks_of_a_machine() == 1) s.on_a_machine = 0;
         return s;

@@ -25,17 +25,17 @@
 #include "llmc/text.h"
 #include "llmc/work.h"
 
-// What a rank sends in a step to ranks on its own machine, and to others.
+// What a rank sends in an exchange to ranks on its own machine, and to others.
 struct SentBytes {
     size_t to_ranks = 0, to_machines = 0;
 };
-inline SentBytes sent_bytes(const std::vector<ExchangeStep>& steps, const Slices& slices) {
+inline SentBytes sent_bytes(const std::vector<ExchangeRound>& rounds, const Slices& slices) {
     SentBytes sent;
-    for (const ExchangeStep& step : steps)
+    for (const ExchangeRound& round : rounds)
         for (int r = 0; r < slices.ranks; r++) {
             if (r == slices.rank) continue;
             const bool here = slices.machine_of(r) == slices.machine_of(slices.rank);
-            (here ? sent.to_ranks : sent.to_machines) += step.send[static_cast<size_t>(r)].bytes;
+            (here ? sent.to_ranks : sent.to_machines) += round.send[static_cast<size_t>(r)].bytes;
         }
     return sent;
 }
@@ -44,37 +44,38 @@ inline void count_sent(const SentBytes& sent) {
     count_moved(Route::ToMachines, sent.to_machines);
 }
 
-// A step in which nothing is sent or received.
-inline ExchangeStep empty_step(const Slices& slices) {
+// A round in which nothing is sent or received.
+inline ExchangeRound empty_round(const Slices& slices) {
     const std::vector<Part> nothing(static_cast<size_t>(slices.ranks));
     return {nothing, nothing};
 }
 
-// The steps in which every rank gets the parts of all. The rank's own is at `own`, and arrives(r) is where
+// The rounds in which every rank gets the parts of all. The rank's own is at `own`, and arrives(r) is where
 // that of rank r shall be. A part crosses the network once for each other machine: to the rank that has the
 // same place there, which passes it on to the others of its machine while it receives the next one.
 template <class Arrives>
-std::vector<ExchangeStep> gather_steps(const Slices& all, const Part& own, Arrives&& arrives) {
-    const Slices slices = all.for_steps();
+std::vector<ExchangeRound> gather_rounds(const Slices& all, const Part& own, Arrives&& arrives) {
+    const Slices slices = all.for_rounds();
     const int rank = slices.rank, machines = slices.machines(), here = slices.machine_of(rank);
-    std::vector<ExchangeStep> steps;
+    std::vector<ExchangeRound> rounds;
     for (int k = 0; k < machines; k++) {
-        ExchangeStep& step = steps.emplace_back(empty_step(slices));
+        ExchangeRound& round = rounds.emplace_back(empty_round(slices));
         // Inside the machine: the parts of the k-th machine before this one.
         const int passed = (here - k + machines) % machines;
         for (int place = 0; place < slices.ranks_of_a_machine(); place++) {
             const int other = slices.same_place_on(here, place);
             if (other == rank && k > 0) continue;
-            step.send[static_cast<size_t>(other)] = k > 0 ? arrives(slices.same_place_on(passed, rank)) : own;
-            step.receive[static_cast<size_t>(other)] = arrives(slices.same_place_on(passed, other));
+            round.send[static_cast<size_t>(other)] =
+                k > 0 ? arrives(slices.same_place_on(passed, rank)) : own;
+            round.receive[static_cast<size_t>(other)] = arrives(slices.same_place_on(passed, other));
         }
         if (k + 1 == machines) continue;
         const int to = slices.same_place_on((here + k + 1) % machines, rank),
                   from = slices.same_place_on((here - k - 1 + machines) % machines, rank);
-        step.send[static_cast<size_t>(to)] = own;
-        step.receive[static_cast<size_t>(from)] = arrives(from);
+        round.send[static_cast<size_t>(to)] = own;
+        round.receive[static_cast<size_t>(from)] = arrives(from);
     }
-    return steps;
+    return rounds;
 }
 
 constexpr const char* kNcclChannels = "NCCL_MAX_P2P_NCHANNELS";  // the environment's variable
@@ -351,20 +352,20 @@ class RankTransfers {
             nccl_.comm_destroy(communicator_);
     }
 
-    // The stream to which a step's `then` adds its work.
+    // The stream to which a round's `then` adds its work.
     Stream stream() const { return own_.get(); }
     // Starts an exchange after the work that `stream` has by now. Exchanges are made one after another. If
     // kMostUnjoined were started and not passed to finish(), the first of them is finished. Returns the
     // exchange's number.
-    size_t start(const std::vector<ExchangeStep>& steps, Stream stream) {
+    size_t start(const std::vector<ExchangeRound>& rounds, Stream stream) {
         if (started_ - joined_ >= kMostUnjoined) finish(joined_, stream);
         ExchangeTimer* const timer = ExchangeTimer::now_timing;
         if (timer) timer->record_start(stream);
         ready_.record(stream);
         ready_.block(own_.get());
-        for (const ExchangeStep& step : steps) {
-            move(step.send, step.receive);
-            if (step.then) step.then();
+        for (const ExchangeRound& round : rounds) {
+            move(round.send, round.receive);
+            if (round.then) round.then();
         }
         arrived_[started_ % kMostUnjoined].record(own_.get());
         if (timer) timer->record_completion(own_.get());
@@ -457,14 +458,14 @@ class RankTransfers {
         if (started_ > 0) engine_.finish(started_ - 1);
     }
     Stream stream() const { return {}; }
-    size_t start(std::vector<ExchangeStep> steps, Stream) {
-        for (ExchangeStep& step : steps)
-            if (step.then)  // the thread that calls it is beside those that compute
-                step.then = [then = std::move(step.then)] {
+    size_t start(std::vector<ExchangeRound> rounds, Stream) {
+        for (ExchangeRound& round : rounds)
+            if (round.then)  // the thread that calls it is beside those that compute
+                round.then = [then = std::move(round.then)] {
                     omp_set_num_threads(1);
                     then();
                 };
-        engine_.start(std::move(steps));
+        engine_.start(std::move(rounds));
         return started_++;
     }
     void finish(size_t number, Stream) { engine_.finish(number); }

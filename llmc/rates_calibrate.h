@@ -672,7 +672,7 @@ class RanksCalibration {
     // What a rank sends to those on its machine, or on others, while it receives as much.
     struct Parts {
         DeviceBuffer to, from;
-        ExchangeStep step;
+        ExchangeRound round;
         double sent = 0;        // bytes
         double ranks_here = 0;  // on this rank's machine
 
@@ -681,13 +681,13 @@ class RanksCalibration {
             device_fill(to.data(), 1, to.bytes(), stream);
             device_fill(from.data(), 1, from.bytes(), stream);
             stream_synchronize(stream);
-            step.send.resize(hosts.size()), step.receive.resize(hosts.size());
+            round.send.resize(hosts.size()), round.receive.resize(hosts.size());
             for (size_t r = 0; r < hosts.size(); r++) {
                 const bool same = hosts[r] == hosts[own];
                 ranks_here += same;
                 if (same != here || r == own) continue;
-                step.send[r] = {to.data() + r * kSlice, kSlice};
-                step.receive[r] = {from.data() + r * kSlice, kSlice};
+                round.send[r] = {to.data() + r * kSlice, kSlice};
+                round.receive[r] = {from.data() + r * kSlice, kSlice};
                 sent += static_cast<double>(kSlice);
             }
         }
@@ -703,7 +703,7 @@ class RanksCalibration {
         for (int i = 0; i < kTimes; i++) {
             exchange_.largest(0);  // all ranks begin together
             const WallClock clock;
-            exchange_.transfers().finish(exchange_.transfers().start({parts.step}, stream_), stream_);
+            exchange_.transfers().finish(exchange_.transfers().start({parts.round}, stream_), stream_);
             stream_synchronize(stream_);
             if (i > 0) seconds.push_back(clock.seconds());
         }
@@ -726,7 +726,7 @@ class RanksCalibration {
         for (int i = 0; i < kTimes; i++) {
             exchange_.largest(0);
             size_t last = 0;
-            for (int k = 0; k < exchanges; k++) last = exchange_.transfers().start({parts.step}, stream_);
+            for (int k = 0; k < exchanges; k++) last = exchange_.transfers().start({parts.round}, stream_);
             const WallClock clock;
             for (int k = 0; k < products; k++) multiply(k);
             const double computed = clock.seconds();

@@ -140,7 +140,7 @@ class ModelExport {
     bool wanted() const { return !o_.export_file.empty() && !o_.plan && o_.bench.empty(); }
     // True if matrices are made in the arena, for which a plan is needed.
     bool uses_arena() const {
-        const bool outside = model_.adapter || model_.quantized || !model_.fields_outside().empty();
+        const bool outside = model_.adapter || model_.quantized || !model_.fields_not_in_state().empty();
         return !o_.export_file.empty() && !is_adapter() && outside;
     }
     Plan rehearse() {
@@ -191,7 +191,7 @@ class ModelExport {
     double alpha() const { return in_.adapter.modules[0].scale * in_.adapter.modules[0].rank; }
     std::vector<ExportTensor> tensors() const {
         if (is_adapter()) return adapter_tensors(in_.config, in_.adapter.modules, type(), alpha());
-        return tensors_in_order(model_.whole, type(), uses_arena(), model_.fields_outside());
+        return tensors_in_order(model_.whole, type(), uses_arena(), model_.fields_not_in_state());
     }
     bool has_rope_divisors() const { return !is_adapter() && in_.config.rope.type == RopeType::kLlama3; }
     void declare(GgufWriter& writer, const std::vector<ExportTensor>& all) const {

@@ -63,10 +63,10 @@ class RunInputs {
 
     // The matrices of the model that are stored in formats of their own: in those of its files, or in those
     // of --base, in a build with weights of type T. Nothing if there are none. `weights` is their
-    // placement, a name of kPlacementNames. `outside_state`: there always are some, like those that are
-    // streamed.
+    // placement, a name of kPlacementNames. `not_in_state`: the State has no matrices, so that even those in
+    // the build's own format are among these.
     template <class T>
-    std::optional<QuantizedWeights> quantized_weights(const std::string& weights, bool outside_state) const;
+    std::optional<QuantizedWeights> quantized_weights(const std::string& weights, bool not_in_state) const;
     // True if --memory may place the blocks of a frozen model in `placement` instead of where --offload
     // weights= says: if check_placements() would accept that. Matrices that this run quantizes itself cannot
     // be on disk.
@@ -396,7 +396,7 @@ inline ModelConfig RunInputs::choose_config() const {
 
 template <class T>
 std::optional<QuantizedWeights> RunInputs::quantized_weights(const std::string& weights,
-                                                             bool outside_state) const {
+                                                             bool not_in_state) const {
     using Values = QuantizedWeights::Values;
     const bool trained = o_.steps > 0 && !adapter;
     const Placement placement = trained ? Placement::Device : named<Placement>(kPlacementNames, weights);
@@ -409,7 +409,7 @@ std::optional<QuantizedWeights> RunInputs::quantized_weights(const std::string& 
         return QuantizedWeights(
             config, placement, Values::Quantized,
             [&](const LinearModule& m, const std::string&) { return stored_format<T>(formats, config, m); });
-    if (!config.has_nf4 && placement == Placement::Device && !outside_state) return std::nullopt;
+    if (!config.has_nf4 && placement == Placement::Device && !not_in_state) return std::nullopt;
     if (!config.has_nf4 && o_.plan && !has_weights(model))  // most published models are in bf16
         return QuantizedWeights(config, placement, Values::FloatsOfFiles,
                                 [](const LinearModule&, const std::string&) { return &kStoredBf16; });

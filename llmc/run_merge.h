@@ -119,7 +119,8 @@ void for_each_merged(Arena& arena, Stream stream, const ModelConfig& config, Wei
         }
     }
     weights.release();
-    ends.for_each_outside_rows([&](Field field, const TensorX& rows) { visit(config.layers, field, rows); });
+    ends.for_each_frozen_row_slice(
+        [&](Field field, const TensorX& rows) { visit(config.layers, field, rows); });
 }
 
 // Merges the adapter of a run into its model, in memory that was planned for it, and saves the result.
@@ -159,7 +160,7 @@ class AdapterMerge {
         write_settings<floatX>(folder, in_.config, in_.saved_tokenizer());
         const bool by_outputs = model_.quantized && model_.quantized->by_outputs();
         MergedFile<floatX> file(folder + "/model.safetensors", model_.state, by_outputs,
-                                model_.fields_outside(), stream_);
+                                model_.fields_not_in_state(), stream_);
         arena_.run(plan, [&] {
             for_each(
                 [&](int layer, Field field, const TensorX& matrix) { file.append(layer, field, matrix); });

@@ -87,7 +87,7 @@ class RunModel {
           quantized(frozen_matrices(o, in)),
           quantized_head(in.quantized_head()),
           embeddings(in.offloaded_embeddings(o.embeddings)),
-          state(layout_without(in.config, quantized.has_value(), fields_outside(in.config)),
+          state(layout_without(in.config, quantized.has_value(), fields_not_in_state(in.config)),
                 state_options_of_model(o, in)),
           o_(o),
           in_(in) {
@@ -97,13 +97,13 @@ class RunModel {
 
     State<floatX>& trained() { return adapter ? *adapter : state; }
     const State<floatX>& trained() const { return adapter ? *adapter : state; }
-    OutsideState outside() const {
+    FrozenWeights frozen_weights() const {
         return {pointer_to(quantized), pointer_to(quantized_head), pointer_to(embeddings)};
     }
     // True if each of several ranks has only a slice of a frozen model's matrices.
     bool is_divided() const { return quantized && quantized->is_divided(); }
     // The embeddings and the head that `state` does not have.
-    std::vector<Field> fields_outside() const { return fields_outside(in_.config); }
+    std::vector<Field> fields_not_in_state() const { return fields_not_in_state(in_.config); }
     // True if a new soft prompt starts as rows of an embedding that `state` does not have.
     bool looks_up_prompt() const {
         return (embeddings || (in_.config.tied && quantized_head)) && !in_.first_prompt.empty();
@@ -263,7 +263,7 @@ class RunModel {
         if (o.steps > 0) options.blocks = named<Placement>(kPlacementNames, o.weights);
         return options;
     }
-    std::vector<Field> fields_outside(const ModelConfig& config) const {
+    std::vector<Field> fields_not_in_state(const ModelConfig& config) const {
         if (embeddings) return OffloadedEmbeddings::fields(config);
         return quantized_head ? std::vector{head_field(config)} : std::vector<Field>();
     }

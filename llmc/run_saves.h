@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "llmc/error.h"
+#include "llmc/learning_rate.h"
 #include "llmc/ranks_exchange.h"
 #include "llmc/metrics.h"
 #include "llmc/outputs.h"

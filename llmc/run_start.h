@@ -13,7 +13,7 @@
 #include "llmc/model_positions.h"
 #include "llmc/options.h"
 #include "llmc/run_inputs.h"
-#include "llmc/updates.h"
+#include "llmc/learning_rate.h"
 #include "llmc/text.h"
 
 // Turns --epochs into a number of steps. Examples are trained on three times if neither was given. A warmup

@@ -47,12 +47,12 @@ struct StateOptions {
     Optimizer optimizer = Optimizer::AdamW;
     Master master = Master::Fp32;
     Moment m = Moment::Fp32, v = Moment::Fp32;
-    Placement blocks = Placement::Device;           // placement of the blocks' weights,
-    Placement block_gradients = Placement::Device;  // of their gradients,
-    Placement updated = Placement::Device;          // and of what only updates need: moments, master
-    Slices slices = {};  // of several ranks: what only updates need is there for this rank's slices alone,
-    bool slices_gradients = false;  // and so are gradients,
-    bool slices_blocks = false;     // and the weights of blocks
+    Placement blocks = Placement::Device;           // where the weights of blocks are
+    Placement block_gradients = Placement::Device;  // where the gradients of blocks are
+    Placement updated = Placement::Device;  // where moments and master weights are, which only updates need
+    Slices slices = {};             // this rank's part of moments and master weights, of which it has no more
+    bool slices_gradients = false;  // true if this rank has only this part of the gradients too
+    bool slices_blocks = false;     // true if it has only this part of the weights of blocks
 
     // Whether blocks' weights, or their gradients, are streamed to the device.
     bool streams_blocks() const { return blocks != Placement::Device; }

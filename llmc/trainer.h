@@ -11,6 +11,7 @@
 #include "llmc/run_export.h"          // ModelExport: the model as a GGUF file
 #include "llmc/gpt.h"                 // Gpt: the model
 #include "llmc/graph.h"               // StepGraphs: CUDA graphs of steps
+#include "llmc/learning_rate.h"       // learning_rate()
 #include "llmc/loss_by_position.cuh"  // LossByPosition, add_position_losses()
 #include "llmc/run_merge.h"           // AdapterMerge: an adapter and its model in one
 #include "llmc/metrics.h"             // Metrics: losses and norms of steps
@@ -22,7 +23,7 @@
 #include "llmc/run_start.h"           // remark_what_a_run_needs()
 #include "llmc/sample.h"              // Sampler: draws and prints texts
 #include "llmc/signals.h"             // interrupted, asked_to_save
-#include "llmc/updates.h"             // learning_rate(), Updates: norms, clipping, the optimizer
+#include "llmc/updates.h"             // Updates: norms, clipping, the optimizer
 
 // A run on a device: the model's state, the batches, the arena with its plans, and the loop over the steps.
 class Trainer {

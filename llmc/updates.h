@@ -1,16 +1,14 @@
-// updates.h - the optimizer's part of a step: the learning rate, the norm of the gradients, and the update of
-// each unit's weights, after all backward passes or, with --update-in-backward, as soon as a unit's gradients
-// are complete.
+// updates.h - the optimizer's part of a step: the norm of the gradients, and the update of each unit's
+// weights, after all backward passes or, with --update-in-backward, as soon as a unit's gradients are
+// complete.
 //
 // All units of a run are updated in one way: each in one launch if the whole state is on the device; chunk by
 // chunk if the state is streamed from host memory or a disk; or by the host's cores. The latter two are in
 // offload_optimizer.h.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
 #include <cstdint>
-#include <string>
+#include <utility>
 #include <vector>
 
 #include "llmc/ranks_exchange.h"
@@ -21,22 +19,6 @@
 #include "llmc/offload_optimizer.h"
 #include "llmc/options.h"
 #include "llmc/weights.h"
-
-// The learning rate at `step` of `steps`, counted from 0. It rises linearly to `peak` over `warmup` steps and
-// then follows the schedule: "constant"; "cosine" or "linear", falling to `least` at the end; "wsd"
-// (warm-up-stable-decay, Hu et al., arXiv:2404.06395), constant until the last fifth of the steps and then
-// falling linearly.
-inline double learning_rate(const std::string& schedule, int64_t step, int64_t steps, int64_t warmup,
-                            double peak, double least) {
-    if (step < warmup) return peak * static_cast<double>(step + 1) / static_cast<double>(warmup);
-    int64_t start = warmup;
-    if (schedule == "wsd") start = std::max(warmup, steps - std::max<int64_t>(1, steps / 5));
-    if (schedule == "constant" || step < start) return peak;
-    const double done =
-        static_cast<double>(step - start) / static_cast<double>(std::max<int64_t>(1, steps - start));
-    const double left = schedule == "cosine" ? 0.5 * (1.0 + std::cos(M_PI * done)) : 1.0 - done;
-    return least + left * (peak - least);
-}
 
 // The layout of the partial sums of squares from which the norm of all units is computed.
 inline SquareSums square_sums_of(const Layout& layout) {

@@ -19,12 +19,11 @@
 #include "llmc/state.h"
 #include "llmc/tensor.h"
 
-// Frozen weights that are kept outside the State: quantized or streamed matrices of the linear layers; the
-// quantized head, which may be the token embedding too; embeddings and head in files or in host memory. Each
-// is null if the State has these weights.
-struct OutsideState {
-    const QuantizedWeights *matrices, *head;
-    const OffloadedEmbeddings* embeddings;
+// Weights of a frozen model that its State does not have. A pointer is null where the State has them.
+struct FrozenWeights {
+    const QuantizedWeights* matrices;       // quantized or streamed matrices of the linear layers
+    const QuantizedWeights* head;           // quantized; it may be the token embedding too
+    const OffloadedEmbeddings* embeddings;  // token embedding and head in files or in host memory
 };
 
 // A block's linear layers, with the field of each one's matrix.
@@ -41,9 +40,9 @@ class Weights {
     Head<floatX> head;  // a tied head's matrix is the token embedding
 
     // `trained` is what is trained: the model itself, or the adapter of a frozen model.
-    Weights(Arena& arena, const Stream& stream, const State<floatX>& model, const OutsideState& outside,
+    Weights(Arena& arena, const Stream& stream, const State<floatX>& model, const FrozenWeights& frozen,
             const State<floatX>& trained)
-        : model_(model), trained_(trained), outside_(outside), streamed_(arena, stream, kStreamedBlocks) {
+        : model_(model), trained_(trained), frozen_(frozen), streamed_(arena, stream, kStreamedBlocks) {
         bind();
     }
     Weights(const Weights&) = delete;
@@ -54,12 +53,12 @@ class Weights {
         const auto unit = [&](int number) { return unit_of(model_, StatePart::Weights, number).data(); };
         embeddings = layout.embeddings(unit(layout.embeddings_unit()));
         head = layout.head(unit(layout.head_unit()));
-        const bool has_head = !outside_.head && !outside_.embeddings;
+        const bool has_head = !frozen_.head && !frozen_.embeddings;
         if (layout.config().tied && has_head) head.logits.weight = embeddings.token.view();
         blocks_.clear();
         for (int l = 0; l < layers(); l++) blocks_.push_back(layout.block(unit(Layout::block_unit(l)), l));
-        for (int l = 0; outside_.matrices && l < layers(); l++)
-            bind_matrices(l, streams_blocks() ? nullptr : outside_.matrices->block(l).data());
+        for (int l = 0; frozen_.matrices && l < layers(); l++)
+            bind_matrices(l, streams_blocks() ? nullptr : frozen_.matrices->block(l).data());
         if (is_frozen()) bind_adapter();
     }
     // Says where streamed blocks come from, the bytes of each, and how many are prefetched.
@@ -83,7 +82,7 @@ class Weights {
         return model_.options.streams_blocks() || model_.options.slices_blocks;
     }
     bool streams_blocks() const {
-        return streams_trained_blocks() || (outside_.matrices && outside_.matrices->is_streamed());
+        return streams_trained_blocks() || (frozen_.matrices && frozen_.matrices->is_streamed());
     }
 
     // Begins a sweep over the blocks, from the first to the last or for backward from the last to the first,
@@ -128,9 +127,9 @@ class Weights {
     // Points the matrices of a block at their parts of the bytes at `block`; null if they are not there yet.
     void bind_matrices(int layer, const char* block) {
         for (auto& [w, field] : linears(blocks_[static_cast<size_t>(layer)])) {
-            w->quantized = outside_.matrices->parts(layer, field, block);
-            w->floats = outside_.matrices->are_floats();
-            w->by_outputs = outside_.matrices->by_outputs();
+            w->quantized = frozen_.matrices->parts(layer, field, block);
+            w->floats = frozen_.matrices->are_floats();
+            w->by_outputs = frozen_.matrices->by_outputs();
         }
     }
     void bind_adapter() {
@@ -149,7 +148,7 @@ class Weights {
 
     const State<floatX>& model_;
     const State<floatX>& trained_;
-    const OutsideState outside_;
+    const FrozenWeights frozen_;
     std::vector<Block<floatX>> blocks_;
     BlockStream streamed_;
     std::function<void(int unit)> wait_for_ranks_;

@@ -7,6 +7,7 @@
 
 #include "llmc/arena.h"
 #include "llmc/bench.h"
+#include "llmc/learning_rate.h"
 #include "llmc/metrics.h"
 #include "llmc/model.h"
 #include "llmc/options_parse.h"

@@ -35,7 +35,7 @@ class SocketEngine : public RankEngine {
             done += static_cast<size_t>(
                 read(socket_, static_cast<char*>(receive[other].at) + done, receive[other].bytes - done));
     }
-    void start(std::vector<ExchangeStep>) override {}
+    void start(std::vector<ExchangeRound>) override {}
     void finish(size_t) override {}
     void end_all(int code) override { _exit(code); }
     Rank rank() const override { return {rank_, 2, 2, rank_}; }

@@ -208,16 +208,12 @@ class Evaluator {
             case StatementKind::Set:
                 assign(s.target, evaluate(*s.expression));
                 break;
-            case StatementKind::SetBlock:
-            case StatementKind::FilterBlock: {
+            case StatementKind::SetBlock: {
                 Value text;
                 if (const Flow flow = capture(s.body, text); flow != Flow::On) return flow;
-                text = filtered(s.expression.get(), text);
-                s.kind == StatementKind::SetBlock ? assign(s.target, text) : print(text);
+                assign(s.target, filtered(s.expression.get(), text));
                 break;
             }
-            case StatementKind::With:
-                return with(s);
             case StatementKind::Macro:
                 for (Scope* scope = scope_; scope; scope = scope->parent) scope->has_macros = true;
                 assign(*scope_, s.text,
@@ -252,14 +248,6 @@ class Evaluator {
         return flow;
     }
 
-    Flow with(const Statement& s) {
-        Values values;
-        for (const auto& variable : s.variables) values.push_back(evaluate(*variable.second));
-        const Inside inside(*this, scope_);
-        for (size_t i = 0; i < values.size(); i++) assign(s.variables[i].first, values[i]);
-        return execute(s.body);
-    }
-
     void generation(const Statement& s) {
         if (out_ != &root_) fail("{% generation %} inside of a macro or a block is not supported");
         const Inside inside(*this, scope_);
@@ -269,8 +257,7 @@ class Evaluator {
     }
 
     Flow loop(const Statement& s) {
-        const Value over = evaluate(*s.expression);
-        Values items = items_of(work_, over);
+        Values items = items_of(work_, evaluate(*s.expression));
         if (s.condition) {
             Values chosen;
             for (const Value& one : items) {
@@ -293,9 +280,7 @@ class Evaluator {
             assign(s.target, state->items[at]);
             const Flow flow = execute(s.body);
             completes = completes || flow == Flow::On;
-            if (flow != Flow::Break) continue;
-            if (over.is(Kind::Generator) && at + 1 < count) over.as<GeneratorObject>().is_left = true;
-            break;
+            if (flow == Flow::Break) break;
         }
         at = std::min(at, std::max<size_t>(count, 1) - 1);  // as a namespace can keep the variable `loop`
         if (completes) return Flow::On;

@@ -96,39 +96,8 @@ inline Value new_strings(Work& work, const std::vector<std::string>& texts) {
     return new_list(work, std::move(items));
 }
 
-// Uses up a generator. Returns the items that were not used.
-inline Values rest_of(const GeneratorObject& generator) {
-    if (generator.is_left)
-        fail("a generator is used again after a loop over it was left: put | list after what makes it");
-    Values items(generator.items.begin() + static_cast<ptrdiff_t>(generator.next), generator.items.end());
-    generator.next = generator.items.size();
-    if (!generator.error.empty()) throw UserError(generator.error);
-    return items;
-}
-// Uses the next item of a generator. Returns null if there is none.
-inline const Value* next_of(const GeneratorObject& generator) {
-    if (generator.next == generator.items.size() || generator.is_left) {
-        rest_of(generator);
-        return nullptr;
-    }
-    return &generator.items[generator.next++];
-}
-
-// A generator that a filter gives, of the items that make() adds to a list.
-template <class Make>
-Value new_generator(Work& work, const char* filter, Make&& make) {
-    Values items;
-    std::string error;
-    try {
-        make(items);
-    } catch (const UserError& e) {
-        error = format("the filter \"%s\": %s", filter, e.what());
-    }
-    work.spend(items.size() * sizeof(Value));
-    return Value::generator(std::move(items), std::move(error));
-}
-
-// What a loop over a value goes through: items, a dict's keys, a string's characters.
+// What a loop over a value goes through: items, a dict's keys, a string's characters. A generator can be used
+// once: what Jinja gives after that depends on how much of it was used.
 inline Values items_of(Work& work, const Value& v) {
     Values items;
     if (v.has_items()) {
@@ -139,7 +108,9 @@ inline Values items_of(Work& work, const Value& v) {
         work.spend(64 * v.text().size());
         for (const std::string_view c : characters(v.text())) items.push_back(Value::string(std::string(c)));
     } else if (v.is(Kind::Generator)) {
-        items = rest_of(v.as<GeneratorObject>());
+        if (std::exchange(v.as<ListObject>().is_used, true))
+            fail("a generator is used again: put | list after what makes it");
+        items = v.items();
     } else if (!v.is_undefined()) {
         fail("'%s' object is not iterable", type_name(v));
     }
@@ -180,11 +151,6 @@ inline bool contains(Work& work, const Value& whole, const Value& part) {
         return whole.text().find(part.text()) != std::string::npos;
     }
     if (whole.is(Kind::Dict)) return whole.find(work, part) != nullptr;
-    if (whole.is(Kind::Generator)) {
-        while (const Value* next = next_of(whole.as<GeneratorObject>()))
-            if (equal(work, *next, part)) return true;
-        return false;
-    }
     for (const Value& item : items_of(work, whole))
         if (equal(work, item, part)) return true;
     return false;
@@ -208,23 +174,12 @@ inline bool compare(Work& work, std::string_view op, const Value& a, const Value
          type_name(b));
 }
 
-inline Value integer_power(int64_t base, int64_t exponent) {
-    if (exponent < 0) return Value::real(std::pow(static_cast<double>(base), static_cast<double>(exponent)));
-    int64_t result = 1;
-    if (base == 0 || base == 1) return Value::integer(exponent == 0 ? 1 : base);
-    if (base == -1) return Value::integer(exponent % 2 == 0 ? 1 : -1);
-    for (; exponent > 0; exponent--)
-        if (__builtin_mul_overflow(result, base, &result)) fail("a number is too large");
-    return Value::integer(result);
-}
-
 inline Value integer_arithmetic(std::string_view op, int64_t a, int64_t b) {
     int64_t result = 0;
     bool overflows = false;
     if (op == "+") overflows = __builtin_add_overflow(a, b, &result);
     if (op == "-") overflows = __builtin_sub_overflow(a, b, &result);
     if (op == "*") overflows = __builtin_mul_overflow(a, b, &result);
-    if (op == "**") return integer_power(a, b);
     if (op == "/" || op == "//" || op == "%") {
         if (b == 0) fail("division by zero");
         if (op == "/") return Value::real(static_cast<double>(a) / static_cast<double>(b));
@@ -242,7 +197,6 @@ inline Value float_arithmetic(std::string_view op, double a, double b) {
     if (op == "+") return Value::real(a + b);
     if (op == "-") return Value::real(a - b);
     if (op == "*") return Value::real(a * b);
-    if (op == "**") return Value::real(std::pow(a, b));
     if (b == 0) fail("division by zero");
     if (op == "/") return Value::real(a / b);
     double rest = std::fmod(a, b);
@@ -282,22 +236,37 @@ inline Value added(Work& work, const Value& a, const Value& b) {
     refuse_operator("+", a, b);
 }
 
-// Python's `pattern % values`.
-inline Value formatted_values(Work& work, const std::string& pattern, const Values& values) {
+// Python's `pattern % values`, with %s, %r, %d, %i and %%.
+inline Value formatted(Work& work, const std::string& pattern, const Values& values) {
+    std::string out;
+    size_t used = 0;
     work.spend(pattern.size());
-    return new_string(work, formatted(pattern, values.size(), [&](size_t i, const FormatItem& item) {
-                          const Value& v = values[i];
-                          work.spend(static_cast<size_t>(item.width));
-                          if (item.kind == 's' || item.kind == 'r')
-                              return item.padded(item.cut(item.kind == 's' ? str(work, v) : repr(work, v)));
-                          if (!v.is_number())
-                              fail("%%%c format: a real number is required, not %s", item.kind,
-                                   type_name(defined(v)));
-                          if (item.kind != 'd' && item.kind != 'i') return item.number(v.number());
-                          if (v.is_integer()) return item.number(v.integer());
-                          if (!(std::abs(v.number()) < 0x1p63)) fail("a number is too large");
-                          return item.number(static_cast<int64_t>(v.number()));
-                      }));
+    for (size_t at = 0; at < pattern.size(); at++) {
+        if (pattern[at] != '%') {
+            out += pattern[at];
+            continue;
+        }
+        const char kind = ++at < pattern.size() ? pattern[at] : ' ';
+        if (kind == '%') {
+            out += '%';
+            continue;
+        }
+        if (std::string_view("srdi").find(kind) == std::string_view::npos)
+            fail("the format \"%%%s\" is not supported in `%%`; %%s, %%r, %%d and %%i are",
+                 printable(std::string(1, kind)).c_str());
+        if (used == values.size()) fail("not enough arguments for format string");
+        const Value& v = values[used++];
+        if (kind == 's' || kind == 'r') {
+            out += kind == 's' ? str(work, v) : repr(work, v);
+            continue;
+        }
+        if (!v.is_number())
+            fail("%%%c format: a real number is required, not %s", kind, type_name(defined(v)));
+        if (!v.is_integer() && !(std::abs(v.number()) < 0x1p63)) fail("a number is too large");
+        out += std::to_string(v.is_integer() ? v.integer() : static_cast<int64_t>(v.number()));
+    }
+    if (used < values.size()) fail("not all arguments converted during string formatting");
+    return new_string(work, std::move(out));
 }
 
 inline Value arithmetic(Work& work, std::string_view op, const Value& a, const Value& b) {
@@ -309,7 +278,7 @@ inline Value arithmetic(Work& work, std::string_view op, const Value& a, const V
     if (op == "*" && (b.is_string() || b.is_list()) && a.is_integer()) return repeated(work, b, a.integer());
     if (op == "%" && a.is_string()) {
         if (a.is_safe()) fail("a format that is marked as safe is not supported");
-        return formatted_values(work, a.text(), b.is(Kind::Tuple) ? b.items() : Values{b});
+        return formatted(work, a.text(), b.is(Kind::Tuple) ? b.items() : Values{b});
     }
     refuse_operator(op, a, b);
 }
@@ -320,8 +289,6 @@ inline Value arithmetic(Work& work, std::string_view op, const Value& a, const V
 struct LoopObject : Object {
     Values items;
     size_t index = 0;
-    int level = 0;
-    mutable std::optional<Value> last_changed;  // what loop.changed() was given last
 };
 
 inline Value loop_attribute(const LoopObject& loop, const std::string& name) {
@@ -333,8 +300,9 @@ inline Value loop_attribute(const LoopObject& loop, const std::string& name) {
     if (name == "length") return Value::integer(n);
     if (name == "revindex") return Value::integer(n - i);
     if (name == "revindex0") return Value::integer(n - i - 1);
-    if (name == "depth") return Value::integer(loop.level + 1);
-    if (name == "depth0") return Value::integer(loop.level);
+    if (name == "depth") return Value::integer(1);  // as no loop is recursive
+    if (name == "depth0") return Value::integer(0);
+    if (name == "cycle" || name == "changed") fail("loop.%s() is not supported", name.c_str());
     if (name == "previtem")
         return i > 0 ? loop.items[loop.index - 1] : Value::undefined("there is no previous item");
     if (name == "nextitem")
@@ -353,10 +321,8 @@ inline bool is_method(const Value& v, std::string_view name) {
         "isprintable", "isascii",  "translate",  "maketrans", "format_map"};
     static const std::set<std::string_view> dicts = {"get", "items", "keys", "values", "copy", "fromkeys"};
     static const std::set<std::string_view> lists = {"index", "count", "copy"};
-    static const std::set<std::string_view> loops = {"cycle", "changed"};
     if (v.is_string()) return strings.contains(name);
     if (v.is(Kind::Dict)) return dicts.contains(name);
-    if (v.is(Kind::Loop)) return loops.contains(name);
     return v.is_list() && lists.contains(name);
 }
 
@@ -469,82 +435,6 @@ inline Value follow(Work& work, Value v, const Value& path) {
 
 // ---- methods
 
-// A part of a text, and the character at which it begins.
-struct TextPart {
-    std::string_view text;
-    int64_t begin;
-};
-// The part of a text in which find(x, start, end) and the like look. Nothing if `end` is before `start`:
-// Python then does not even find the empty text.
-inline std::optional<TextPart> part_of(const Value& self, const Parameters& p) {
-    std::string_view text = self.text();
-    const int64_t n = length_of(self), start = p.integer(1, 0), end = p.integer(2, n);
-    const int64_t from = std::max<int64_t>(start < 0 ? start + n : start, 0);
-    const int64_t to = std::clamp<int64_t>(end < 0 ? end + n : end, 0, n);
-    if (from > to) return std::nullopt;
-    text = text.substr(byte_of(text, static_cast<size_t>(from)));
-    return TextPart{text.substr(0, byte_of(text, static_cast<size_t>(to - from))), from};
-}
-
-inline Value start_or_end(const Value& self, const Parameters& p, bool start) {
-    const std::optional<TextPart> part = part_of(self, p);
-    if (!part) return Value::boolean(false);
-    const std::string_view text = part->text;
-    const auto matches = [&](const Value& affix) {
-        if (!affix.is_string()) fail("startswith and endswith take a str or a tuple of them");
-        return start ? text.starts_with(affix.text()) : text.ends_with(affix.text());
-    };
-    if (p[0].is(Kind::Tuple)) return Value::boolean(std::ranges::any_of(p[0].items(), matches));
-    return Value::boolean(matches(p[0]));
-}
-
-inline Value found_at(const Value& self, const std::string& name, const Parameters& p) {
-    const std::optional<TextPart> part = part_of(self, p);
-    const std::string_view text = part ? part->text : std::string_view();
-    const size_t at = !part ? text.npos : name[0] == 'r' ? text.rfind(p.text(0)) : text.find(p.text(0));
-    if (at == text.npos && name.ends_with("index")) fail("%s(): substring not found", name.c_str());
-    if (at == text.npos) return Value::integer(-1);
-    return Value::integer(part->begin + static_cast<int64_t>(count_characters(text.substr(0, at))));
-}
-
-inline Value count_of(const Value& self, const Parameters& p) {
-    const std::optional<TextPart> whole = part_of(self, p);
-    if (!whole) return Value::integer(0);
-    const std::string_view text = whole->text;
-    const std::string& part = p.text(0);
-    if (part.empty()) return Value::integer(static_cast<int64_t>(count_characters(text)) + 1);
-    int64_t count = 0;
-    for (size_t at = 0; (at = text.find(part, at)) != text.npos; at += part.size()) count++;
-    return Value::integer(count);
-}
-
-inline Value partition(Work& work, const std::string& text, const std::string& separator, bool right) {
-    if (separator.empty()) fail("empty separator");
-    const size_t at = right ? text.rfind(separator) : text.find(separator);
-    std::string parts[3] = {text, "", ""};
-    if (at == text.npos && right) std::swap(parts[0], parts[2]);
-    if (at != text.npos)
-        parts[0] = text.substr(0, at), parts[1] = separator, parts[2] = text.substr(at + separator.size());
-    Values items;
-    for (const std::string& part : parts) items.push_back(new_string(work, part));
-    return new_list(work, std::move(items), Kind::Tuple);
-}
-
-// str.ljust(), rjust(), center() and zfill()
-inline std::string padded(Work& work, const std::string& text, const std::string& how, int64_t width,
-                          const std::string& with) {
-    if (count_characters(with) != 1) fail("The fill character must be exactly one character long");
-    const int64_t missing = width - static_cast<int64_t>(count_characters(text));
-    if (missing <= 0) return text;
-    if (missing > 1 << 30) fail("makes too long a text");
-    work.spend(static_cast<size_t>(missing) * with.size());
-    const int64_t left = how == "ljust" ? 0 : how == "center" ? missing / 2 + (missing & width & 1) : missing;
-    std::string before, after;
-    for (int64_t i = 0; i < missing; i++) (i < left ? before : after) += with;
-    const size_t sign = how == "zfill" && (text.starts_with('-') || text.starts_with('+')) ? 1 : 0;
-    return text.substr(0, sign) + before + text.substr(sign) + after;
-}
-
 inline std::string join_texts(Work& work, const std::string& separator, const Values& items) {
     std::string out;
     for (size_t i = 0; i < items.size(); i++) {
@@ -559,21 +449,37 @@ inline std::string join_texts(Work& work, const std::string& separator, const Va
 // Methods that tell something about a string; nothing for others.
 inline std::optional<Value> string_question(const Value& self, const std::string& name, const Arguments& a) {
     const std::string& text = self.text();
-    if (name == "startswith" || name == "endswith")
-        return start_or_end(self, Parameters(a, {"prefix", "start", "end"}, 1), name == "startswith");
-    if (name == "find" || name == "rfind" || name == "index" || name == "rindex")
-        return found_at(self, name, Parameters(a, {"sub", "start", "end"}, 1));
-    if (name == "count") return count_of(self, Parameters(a, {"sub", "start", "end"}, 1));
-    if (!name.starts_with("is")) return std::nullopt;
-    const Parameters none(a, {});
-    if (name == "isdigit" || name == "isdecimal") return Value::boolean(all_characters(text, is_digit));
-    if (name == "isalpha") return Value::boolean(all_characters(text, is_alphabetic));
-    if (name == "isspace") return Value::boolean(all_characters(text, is_space));
-    if (name == "isalnum")
+    const auto number = [](size_t n) { return Value::integer(static_cast<int64_t>(n)); };
+    if (name == "startswith" || name == "endswith") {
+        const Value affix = Parameters(a, {"prefix"}, 1)[0];
         return Value::boolean(
-            all_characters(text, [](int32_t c) { return is_alphabetic(c) || is_digit(c); }));
-    if (name == "isupper" || name == "islower") return Value::boolean(has_only_case(text, name == "islower"));
-    return std::nullopt;
+            std::ranges::any_of(affix.is(Kind::Tuple) ? affix.items() : Values{affix}, [&](const Value& one) {
+                if (!one.is_string()) fail("startswith and endswith take a str or a tuple of them");
+                return name == "startswith" ? text.starts_with(one.text()) : text.ends_with(one.text());
+            }));
+    }
+    if (name == "find" || name == "rfind" || name == "index" || name == "rindex") {
+        const std::string part = Parameters(a, {"sub"}, 1).text(0);
+        const size_t at = name[0] == 'r' ? text.rfind(part) : text.find(part);
+        if (at != text.npos) return number(count_characters(std::string_view(text).substr(0, at)));
+        if (name.ends_with("index")) fail("%s(): substring not found", name.c_str());
+        return Value::integer(-1);
+    }
+    if (name == "count") {
+        const std::string part = Parameters(a, {"sub"}, 1).text(0);
+        if (part.empty()) return number(count_characters(text) + 1);
+        return number(split(text, part, -1).size() - 1);
+    }
+    static const std::map<std::string_view, bool (*)(int32_t)> questions = {
+        {"isdigit", is_digit},
+        {"isdecimal", is_digit},
+        {"isalpha", is_alphabetic},
+        {"isspace", is_space},
+        {"isalnum", [](int32_t c) { return is_alphabetic(c) || is_digit(c); }}};
+    const auto question = questions.find(name);
+    if (question == questions.end()) return std::nullopt;
+    const Parameters none(a, {});
+    return Value::boolean(all_characters(text, question->second));
 }
 
 // str.format() with the fields {}, {0} and {name}. Attributes, elements, conversions and formats of fields
@@ -629,12 +535,10 @@ inline Value string_method(Work& work, const Value& self, const std::string& nam
         return new_string(work,
                           std::string(strip(text, p.optional_text(0), name != "rstrip", name != "lstrip")));
     }
-    if (name == "split" || name == "rsplit") {
+    if (name == "split") {
         const Parameters p(a, {"sep", "maxsplit"});
         if (p.is_set(0) && p.text(0).empty()) fail("empty separator");
-        const int64_t most = p.integer(1, -1);
-        return new_strings(work, name == "split" ? split(text, p.optional_text(0), most)
-                                                 : split_from_right(text, p.optional_text(0), most));
+        return new_strings(work, split(text, p.optional_text(0), p.integer(1, -1)));
     }
     if (name == "splitlines")
         return new_strings(work, split_lines(text, Parameters(a, {"keepends"}).truth(0)));
@@ -653,21 +557,12 @@ inline Value string_method(Work& work, const Value& self, const std::string& nam
             return new_string(work, text.starts_with(affix) ? text.substr(affix.size()) : text);
         return new_string(work, text.ends_with(affix) ? text.substr(0, text.size() - affix.size()) : text);
     }
-    if (name == "partition" || name == "rpartition")
-        return partition(work, text, Parameters(a, {"sep"}, 1).text(0), name == "rpartition");
-    if (name == "zfill")
-        return new_string(work, padded(work, text, name, Parameters(a, {"width"}, 1).integer(0, 0), "0"));
-    if (name == "ljust" || name == "rjust" || name == "center") {
-        const Parameters p(a, {"width", "fillchar"}, 1);
-        return new_string(work, padded(work, text, name, p.integer(0, 0), p.has(1) ? p.text(1) : " "));
-    }
-    const bool is_case = name == "upper" || name == "lower" || name == "title" || name == "capitalize";
-    if (!is_case) fail("the method is not supported");
+    static const std::map<std::string_view, std::string (*)(std::string_view)> cases = {
+        {"upper", upper}, {"lower", lower}, {"title", titled}, {"capitalize", capitalized}};
+    const auto changed = cases.find(name);
+    if (changed == cases.end()) fail("the method is not supported");
     const Parameters none(a, {});
-    if (name == "upper") return new_string(work, upper(text));
-    if (name == "lower") return new_string(work, lower(text));
-    if (name == "title") return new_string(work, titled(text));
-    return new_string(work, capitalized(text));
+    return new_string(work, changed->second(text));
 }
 
 inline Value dict_method(Work& work, const Value& self, const std::string& name, const Arguments& a) {
@@ -701,24 +596,11 @@ inline Value list_method(Work& work, const Value& self, const std::string& name,
     return Value::integer(count);
 }
 
-inline Value loop_method(Work& work, const Value& self, const std::string& name, const Arguments& a) {
-    const auto& loop = self.as<LoopObject>();
-    if (name == "cycle") {
-        if (a.positional.empty()) fail("no items for cycling given");
-        return a.positional[loop.index % a.positional.size()];
-    }
-    const Value now = Value::list(a.positional, Kind::Tuple);
-    const bool changed = !loop.last_changed || !equal(work, *loop.last_changed, now);
-    loop.last_changed = now;
-    return Value::boolean(changed);
-}
-
 inline Value call_method(Work& work, const MethodObject& method, const Arguments& a) {
     const auto name = [&] { return format("%s.%s()", type_name(method.self), method.name.c_str()); };
     return about(name, [&] {
         if (method.self.is_string()) return string_method(work, method.self, method.name, a);
         if (method.self.is(Kind::Dict)) return dict_method(work, method.self, method.name, a);
-        if (method.self.is(Kind::Loop)) return loop_method(work, method.self, method.name, a);
         work.spend(16 * method.self.items().size());
         return list_method(work, method.self, method.name, a);
     });
@@ -778,14 +660,9 @@ inline const std::map<std::string_view, Test>& tests() {
              if (by == 0) fail("division by zero");
              return by == -1 || whole_number(v) % by == 0;
          }},
-        {"lower", [](W& w, const V& v, const A&) { return has_only_case(str(w, v), true); }},
-        {"upper", [](W& w, const V& v, const A&) { return has_only_case(str(w, v), false); }},
         {"in", [](W& w, const V& v, const A& a) { return contains(w, only(a), v); }},
         {"sameas",
          [](W& w, const V& v, const A& a) { return v.kind() == only(a).kind() && equal(w, v, only(a)); }},
-        {"filter", [](W&, const V& v, const A&) { return v.is_string() && is_filter(v.text()); }},
-        {"test", [](W&, const V& v, const A&) { return v.is_string() && is_test(v.text()); }},
-        {"escaped", [](W&, const V& v, const A&) { return v.is_safe(); }},
         {"==", is_equal},
         {"!=", is_unequal},
         {"<", is_less},
@@ -807,7 +684,9 @@ inline const std::map<std::string_view, Test>& tests() {
 inline bool is_test(std::string_view name) { return tests().contains(name); }
 
 inline std::string no_test(const std::string& name) {
-    return "the test \"" + printable(name.substr(0, 60)) + "\" is unknown";
+    static const std::set<std::string_view> others = {"escaped", "filter", "lower", "test", "upper"};
+    return "the test \"" + printable(name.substr(0, 60)) + "\" is " +
+           (others.contains(name) ? "not supported" : "unknown");
 }
 
 inline bool apply_test(Work& work, const std::string& name, const Value& v, const Arguments& a) {
@@ -822,19 +701,14 @@ inline bool apply_test(Work& work, const std::string& name, const Value& v, cons
 using Filter = Value (*)(Work&, const Value&, const Arguments&);
 inline Value apply_filter(Work& work, const std::string& name, const Value& v, const Arguments& a);
 
-// What filters that sort compare: strings in lower case, unless `by_case`.
-inline Value sort_key(Work& work, const Value& v, const std::optional<Value>& path, bool by_case) {
-    const Value key = path ? follow(work, v, *path) : v;
-    return key.is_string() && !by_case ? new_string(work, lower(key.text())) : key;
-}
-inline std::optional<Value> path_of(const Parameters& p, size_t i) {
-    return p.is_set(i) ? std::optional(p[i]) : std::nullopt;
-}
-
-inline Values sorted(Work& work, const Values& items, const std::optional<Value>& path, bool by_case,
-                     bool reverse) {
+// Items in the order of what `path` leads to in them, if it is not None. Strings are compared in lower case,
+// unless `by_case`.
+inline Values sorted(Work& work, const Values& items, const Value& path, bool by_case, bool reverse) {
     std::vector<std::pair<Value, Value>> keyed;
-    for (const Value& one : items) keyed.emplace_back(sort_key(work, one, path, by_case), one);
+    for (const Value& one : items) {
+        const Value key = path.is(Kind::None) ? one : follow(work, one, path);
+        keyed.emplace_back(key.is_string() && !by_case ? new_string(work, lower(key.text())) : key, one);
+    }
     std::stable_sort(keyed.begin(), keyed.end(), [&](const auto& a, const auto& b) {
         work.spend();
         return reverse ? less(work, b.first, a.first) : less(work, a.first, b.first);
@@ -872,30 +746,28 @@ inline Value filter_join(Work& work, const Value& v, const Arguments& a) {
     return new_string(work, std::move(out));
 }
 
-inline void add_mapped(Work& work, const Value& v, const Arguments& a, Values& out) {
-    const bool by_attribute = a.positional.empty();
-    if (by_attribute) {
+inline Value filter_map(Work& work, const Value& v, const Arguments& a) {
+    Values out;
+    if (a.positional.empty()) {
         const Parameters p(a, {"attribute", "default"}, 1);
         for (const Value& one : items_if_any(work, v)) {
             const Value got = follow(work, one, p[0]);
             out.push_back(got.is_undefined() && p.has(1) ? p[1] : got);
         }
-        return;
+        return new_list(work, std::move(out), Kind::Generator);
     }
     Arguments rest = a;
     rest.positional.erase(rest.positional.begin());
     if (!a.positional[0].is_string()) fail("needs the name of a filter");
     for (const Value& one : items_if_any(work, v))
         out.push_back(apply_filter(work, a.positional[0].text(), one, rest));
-}
-inline Value filter_map(Work& work, const Value& v, const Arguments& a) {
-    return new_generator(work, "map", [&](Values& out) { add_mapped(work, v, a, out); });
+    return new_list(work, std::move(out), Kind::Generator);
 }
 
 // select, reject, selectattr, rejectattr: the items that pass a test, or that do not.
-inline void add_selected(Work& work, const Value& v, const Arguments& a, bool by_attribute, bool wanted,
-                         Values& out) {
+inline Value filter_select(Work& work, const Value& v, const Arguments& a, bool by_attribute, bool wanted) {
     Arguments rest = a;
+    Values out;
     Value path;
     const auto take_first = [&] {
         const Value first = rest.positional[0];
@@ -917,13 +789,7 @@ inline void add_selected(Work& work, const Value& v, const Arguments& a, bool by
         const bool passes = test.empty() ? got.truth() : apply_test(work, test, got, rest);
         if (passes == wanted) out.push_back(one);
     }
-}
-inline Value filter_select(Work& work, const Value& v, const Arguments& a, bool by_attribute, bool wanted) {
-    const char* const name = wanted         ? (by_attribute ? "selectattr" : "select")
-                             : by_attribute ? "rejectattr"
-                                            : "reject";
-    return new_generator(work, name,
-                         [&](Values& out) { add_selected(work, v, a, by_attribute, wanted, out); });
+    return new_list(work, std::move(out), Kind::Generator);
 }
 
 inline Value filter_indent(Work& work, const Value& v, const Arguments& a) {
@@ -975,31 +841,6 @@ inline Value filter_int(Work&, const Value& v, const Arguments& a) {
     return Value::integer(static_cast<int64_t>(*number));
 }
 
-inline Value filter_float(Work&, const Value& v, const Arguments& a) {
-    const Parameters p(a, {"default"});
-    defined(v);
-    if (v.is_number()) return Value::real(v.number());
-    if (v.is_string())
-        if (const auto number = number_in(v.text(), false)) return Value::real(*number);
-    return p.has(0) ? p[0] : Value::real(0);
-}
-
-inline Value filter_round(Work&, const Value& v, const Arguments& a) {
-    const Parameters p(a, {"precision", "method"});
-    const int64_t digits = p.integer(0, 0);
-    const std::string method = p.has(1) ? p.text(1) : "common";
-    if (!v.is_number()) fail("needs a number, not %s", type_name(defined(v)));
-    if (digits < 0 || digits > 300) fail("only a precision of 0 to 300 is supported");
-    if (method == "common") {
-        if (v.is_integer()) return Value::integer(v.integer());
-        return Value::real(
-            std::strtod(format("%.*f", static_cast<int>(digits), v.number()).c_str(), nullptr));
-    }
-    if (method != "ceil" && method != "floor") fail("the method must be common, ceil or floor");
-    const double scale = std::pow(10., static_cast<double>(digits)), scaled = v.number() * scale;
-    return Value::real((method == "ceil" ? std::ceil(scaled) : std::floor(scaled)) / scale);
-}
-
 inline Value filter_tojson(Work& work, const Value& v, const Arguments& a) {
     const Parameters p(a, {"ensure_ascii", "indent", "separators", "sort_keys"});
     JsonStyle style;
@@ -1022,57 +863,18 @@ inline Value filter_tojson(Work& work, const Value& v, const Arguments& a) {
     return new_string(work, JsonWriter(style, work).write(v));
 }
 
-inline Value filter_extreme(Work& work, const Value& v, const Arguments& a, bool largest) {
-    const Parameters p(a, {"case_sensitive", "attribute"});
-    const Values items = items_of(work, v);
-    if (items.empty()) return Value::undefined("No aggregated item, sequence was empty.");
-    size_t best = 0;
-    Value best_key = sort_key(work, items[0], path_of(p, 1), p.truth(0));
-    for (size_t i = 1; i < items.size(); i++) {
-        const Value key = sort_key(work, items[i], path_of(p, 1), p.truth(0));
-        if (!(largest ? less(work, best_key, key) : less(work, key, best_key))) continue;
-        best = i;
-        best_key = key;
-    }
-    return items[best];
-}
-
-inline Value filter_unique(Work& work, const Value& v, const Arguments& a) {
-    const Parameters p(a, {"case_sensitive", "attribute"});
-    return new_generator(work, "unique", [&](Values& out) {
-        Values keys;
-        for (const Value& one : items_of(work, v)) {
-            const Value key = sort_key(work, one, path_of(p, 1), p.truth(0));
-            if (std::ranges::any_of(keys, [&](const Value& k) { return equal(work, k, key); })) continue;
-            keys.push_back(key);
-            out.push_back(one);
-        }
-    });
-}
-
-inline Value filter_sum(Work& work, const Value& v, const Arguments& a) {
-    const Parameters p(a, {"attribute", "start"});
-    Value sum = p.has(1) ? p[1] : Value::integer(0);
-    for (const Value& one : items_of(work, v))
-        sum = arithmetic(work, "+", sum, p.is_set(0) ? follow(work, one, p[0]) : one);
-    return sum;
-}
-
 inline Value filter_items(Work& work, const Value& v, const Arguments& a) {
     const Parameters none(a, {});
-    return new_generator(work, "items", [&](Values& out) {
-        if (v.is_undefined()) return;
-        if (!v.is(Kind::Dict)) fail("Can only get item pairs from a mapping.");
-        out = dict_method(work, v, "items", {}).items();
-    });
+    if (v.is_undefined()) return Value::list({}, Kind::Generator);
+    if (!v.is(Kind::Dict)) fail("Can only get item pairs from a mapping.");
+    return new_list(work, dict_method(work, v, "items", {}).items(), Kind::Generator);
 }
 
 inline Value filter_reverse(Work& work, const Value& v, const Arguments&) {
     Values items = items_of(work, v);
     std::ranges::reverse(items);
     if (v.is_string()) return new_string(work, join_texts(work, "", items));
-    if (v.is(Kind::Generator)) return new_list(work, std::move(items));
-    return new_generator(work, "reverse", [&](Values& out) { out = std::move(items); });
+    return new_list(work, std::move(items), v.is(Kind::Generator) ? Kind::List : Kind::Generator);
 }
 
 inline Value filter_replace(Work& work, const Value& v, const Arguments& a) {
@@ -1093,47 +895,21 @@ Value filter_text(Work& work, const Value& v, const Arguments& a) {
 }
 inline std::string same_text(std::string_view text) { return std::string(text); }
 
-inline Value filter_escape(Work& work, const Value& v, const Arguments& a) {
-    const Parameters none(a, {});
-    return v.is_safe() ? v : new_string(work, escaped(str(work, v))).as_safe();
-}
-
 inline const std::map<std::string_view, Filter>& filters() {
     using W = Work;
     using V = Value;
     using A = Arguments;
     static const Filter length = [](W&, const V& v, const A&) { return V::integer(length_of(v)); };
     static const std::map<std::string_view, Filter> all = {
-        {"abs",
-         [](W& w, const V& v, const A&) {
-             if (!v.is_number()) fail("needs a number, not %s", type_name(defined(v)));
-             return v.number() < 0 ? arithmetic(w, "*", v, V::integer(-1)) : v;
-         }},
-        {"attr", [](W&, const V& v,
-                    const A& a) { return attribute_only(defined(v), Parameters(a, {"name"}, 1).text(0)); }},
         {"capitalize", filter_text<capitalized>},
         {"count", length},
         {"d", filter_default},
         {"default", filter_default},
         {"dictsort", filter_dictsort},
-        {"e", filter_escape},
-        {"escape", filter_escape},
         {"first",
          [](W& w, const V& v, const A&) {
-             const V none = V::undefined("No first item, sequence was empty.");
-             if (v.is(Kind::Generator)) {
-                 const V* next = next_of(v.as<GeneratorObject>());
-                 return next ? *next : none;
-             }
              const Values items = items_of(w, v);
-             return items.empty() ? none : items[0];
-         }},
-        {"float", filter_float},
-        {"format",
-         [](W& w, const V& v, const A& a) {
-             if (v.is_safe()) fail("a format that is marked as safe is not supported");
-             if (!a.named.empty()) fail("arguments with names are not supported");
-             return formatted_values(w, str(w, v), a.positional);
+             return items.empty() ? V::undefined("No first item, sequence was empty.") : items[0];
          }},
         {"indent", filter_indent},
         {"int", filter_int},
@@ -1149,23 +925,20 @@ inline const std::map<std::string_view, Filter>& filters() {
         {"list", [](W& w, const V& v, const A&) { return new_list(w, items_of(w, v)); }},
         {"lower", filter_text<lower>},
         {"map", filter_map},
-        {"max", [](W& w, const V& v, const A& a) { return filter_extreme(w, v, a, true); }},
-        {"min", [](W& w, const V& v, const A& a) { return filter_extreme(w, v, a, false); }},
         {"reject", [](W& w, const V& v, const A& a) { return filter_select(w, v, a, false, false); }},
         {"rejectattr", [](W& w, const V& v, const A& a) { return filter_select(w, v, a, true, false); }},
         {"replace", filter_replace},
         {"reverse", filter_reverse},
-        {"round", filter_round},
         {"safe", [](W& w, const V& v, const A&) { return new_string(w, str(w, v)).as_safe(); }},
         {"select", [](W& w, const V& v, const A& a) { return filter_select(w, v, a, false, true); }},
         {"selectattr", [](W& w, const V& v, const A& a) { return filter_select(w, v, a, true, true); }},
         {"sort",
          [](W& w, const V& v, const A& a) {
              const Parameters p(a, {"reverse", "case_sensitive", "attribute"});
-             return new_list(w, sorted(w, items_of(w, v), path_of(p, 2), p.truth(1), p.truth(0)));
+             return new_list(w,
+                             sorted(w, items_of(w, v), p.has(2) ? p[2] : V::none(), p.truth(1), p.truth(0)));
          }},
         {"string", filter_text<same_text>},
-        {"sum", filter_sum},
         {"title", filter_text<title_words>},
         {"tojson", filter_tojson},
         {"trim",
@@ -1174,7 +947,6 @@ inline const std::map<std::string_view, Filter>& filters() {
              const std::string text = str(w, v);
              return new_string(w, std::string(strip(text, p.optional_text(0))));
          }},
-        {"unique", filter_unique},
         {"upper", filter_text<upper>},
     };
     return all;
@@ -1183,8 +955,10 @@ inline bool is_filter(std::string_view name) { return filters().contains(name); 
 
 inline std::string no_filter(const std::string& name) {
     static const std::set<std::string_view> others = {
-        "batch",     "center",   "filesizeformat", "forceescape", "groupby",   "pprint",   "random", "slice",
-        "striptags", "truncate", "urlencode",      "urlize",      "wordcount", "wordwrap", "xmlattr"};
+        "abs",       "attr",        "batch",     "center",    "e",      "escape",   "filesizeformat",
+        "float",     "forceescape", "format",    "groupby",   "max",    "min",      "pprint",
+        "random",    "round",       "slice",     "striptags", "sum",    "truncate", "unique",
+        "urlencode", "urlize",      "wordcount", "wordwrap",  "xmlattr"};
     return "the filter \"" + printable(name.substr(0, 60)) + "\" is " +
            (others.contains(name) ? "not supported" : "unknown");
 }

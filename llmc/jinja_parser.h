@@ -129,7 +129,7 @@ class Lexer {
         if (end == std::string_view::npos) fail_at(line_, "a comment does not end");
         const char sign = end > 0 ? rest()[end - 1] : '\0';
         skip(end + 2);
-        sign == '-' ? skip_space() : static_cast<void>(sign != '+' && take("\n"));
+        take_after_tag(sign);
     }
 
     // The length of a tag `NAME %}` that comes next, without what white space control takes after it; 0 if
@@ -145,8 +145,7 @@ class Lexer {
     bool is_raw() const { return tag_length(rest(), "raw") > 0; }
 
     // Skips what is removed behind a tag: all white space after "-%}", one line end after "%}", and nothing
-    // after
-    // "+%}". `last` is the character before "%}".
+    // after "+%}". `last` is the character before "%}".
     void take_after_tag(char last) {
         last == '-' ? skip_space() : static_cast<void>(last != '+' && take("\n"));
     }
@@ -192,10 +191,7 @@ class Lexer {
         if (!signs && !rest().starts_with(end)) return false;
         add(prints ? TokenKind::EndPrint : TokenKind::EndTag, "");
         skip(signs ? 3 : 2);
-        if (signs && sign == '-')
-            skip_space();
-        else if (!signs && !prints)
-            take("\n");
+        if (signs || !prints) take_after_tag(signs ? sign : ' ');
         return true;
     }
 
@@ -212,33 +208,19 @@ class Lexer {
 
     void read_number() {
         const auto digits = [&](size_t from) {
-            while (from < rest().size() && (std::isdigit(static_cast<unsigned char>(rest()[from])) ||
-                                            (rest()[from] == '_' && from + 1 < rest().size() &&
-                                             std::isdigit(static_cast<unsigned char>(rest()[from + 1])))))
-                from++;
-            return from;
+            return std::min(rest().find_first_not_of("0123456789", from), rest().size());
         };
-        size_t end = digits(0);
-        bool is_float = false;
-        if (end + 1 < rest().size() && rest()[end] == '.' &&
-            std::isdigit(static_cast<unsigned char>(rest()[end + 1]))) {
-            is_float = true;
-            end = digits(end + 1);
+        const size_t whole = digits(0);
+        size_t end = whole;
+        if (rest().substr(end).starts_with('.') && digits(end + 1) > end + 1) end = digits(end + 1);
+        if (const std::string_view after = rest().substr(end);
+            after.starts_with('e') || after.starts_with('E')) {
+            const size_t sign = after.substr(1).starts_with('-') || after.substr(1).starts_with('+') ? 1 : 0;
+            if (digits(end + 1 + sign) > end + 1 + sign) end = digits(end + 1 + sign);
         }
-        if (end < rest().size() && (rest()[end] == 'e' || rest()[end] == 'E')) {
-            size_t from = end + 1;
-            if (from < rest().size() && (rest()[from] == '-' || rest()[from] == '+')) from++;
-            if (digits(from) > from) {
-                is_float = true;
-                end = digits(from);
-            }
-        }
-        std::string text(rest().substr(0, end));
-        if (text.size() == 1 && text[0] == '0' && rest().size() > 1 &&
-            std::string_view("xXoObB").find(rest()[1]) != std::string_view::npos)
-            fail_at(line_, "numbers in hexadecimal, octal or binary are not supported");
-        std::erase(text, '_');
-        add(is_float ? TokenKind::Float : TokenKind::Integer, text);
+        if (end < rest().size() && is_name(rest()[end]))
+            fail_at(line_, "numbers are only supported in decimal, without letters or underscores");
+        add(end > whole ? TokenKind::Float : TokenKind::Integer, std::string(rest().substr(0, end)));
         skip(end);
     }
 
@@ -374,9 +356,7 @@ enum class StatementKind {
     Macro,       // name, parameters
     Generation,  // what the assistant says
     Break,
-    Continue,
-    FilterBlock,  // body, with filters
-    With          // body, with variables that only it has
+    Continue
 };
 
 struct Statement {
@@ -388,7 +368,6 @@ struct Statement {
     Statements body, otherwise;
     std::vector<std::pair<ExpressionPtr, Statements>> branches;  // an else has no condition
     std::vector<Argument> parameters;                            // with their defaults, or null
-    std::vector<std::pair<Target, ExpressionPtr>> variables;     // of a with
 };
 
 // ---- the parser
@@ -524,10 +503,8 @@ class Parser {
         if (is_name("for")) return parse_for();
         if (is_name("if")) return parse_if();
         if (is_name("set")) return parse_set();
-        if (is_name("with")) return parse_with();
         if (is_name("macro")) return parse_macro();
-        if (is_name("generation")) return parse_block(StatementKind::Generation, "endgeneration");
-        if (is_name("filter")) return parse_block(StatementKind::FilterBlock, "endfilter");
+        if (is_name("generation")) return parse_generation();
         if (is_name("break") || is_name("continue")) {
             auto s = make_statement(is_name("break") ? StatementKind::Break : StatementKind::Continue);
             if (loops_ == 0) fail_at(now().line, "{% " + now().text + " %} outside of a loop");
@@ -535,9 +512,9 @@ class Parser {
             return s;
         }
         if (now().kind != TokenKind::Name) refuse();
-        static const std::set<std::string> others = {"autoescape", "block",     "call", "debug",
-                                                     "do",         "extends",   "from", "import",
-                                                     "include",    "pluralize", "trans"};
+        static const std::set<std::string> others = {"autoescape", "block",  "call", "debug",  "do",
+                                                     "extends",    "filter", "from", "import", "include",
+                                                     "pluralize",  "trans",  "with"};
         fail_at(now().line, "the tag {% " + printable(now().text.substr(0, 60)) + " %} is " +
                                 (others.contains(now().text) ? "not supported" : "unknown"));
     }
@@ -587,20 +564,6 @@ class Parser {
         return s;
     }
 
-    std::unique_ptr<Statement> parse_with() {
-        auto s = make_statement(StatementKind::With);
-        next();
-        while (now().kind != TokenKind::EndTag && !is_operator(":")) {
-            if (!s->variables.empty()) expect_operator(",");
-            Target target = parse_target(false);
-            expect_operator("=");
-            s->variables.emplace_back(std::move(target), parse_expression());
-        }
-        s->body = parse_rest({"endwith"});
-        next();
-        return s;
-    }
-
     std::unique_ptr<Statement> parse_macro() {
         auto s = make_statement(StatementKind::Macro);
         next();
@@ -624,17 +587,12 @@ class Parser {
         return s;
     }
 
-    std::unique_ptr<Statement> parse_block(StatementKind kind, const char* end) {
-        auto s = make_statement(kind);
+    // transformers makes a function of {% generation %}, so a loop around it cannot be left from inside.
+    std::unique_ptr<Statement> parse_generation() {
+        auto s = make_statement(StatementKind::Generation);
         next();
-        if (kind == StatementKind::FilterBlock) {
-            s->expression = parse_filter(nullptr);
-            s->expression = parse_filters(std::move(s->expression), is_operator("|"));
-        }
-        // transformers makes a function of {% generation %}, so a loop around it cannot be left from inside.
-        const int outer = loops_;
-        if (kind == StatementKind::Generation) loops_ = 0;
-        s->body = parse_rest({end});
+        const int outer = std::exchange(loops_, 0);
+        s->body = parse_rest({"endgeneration"});
         loops_ = outer;
         next();
         return s;
@@ -763,10 +721,11 @@ class Parser {
         return join;
     }
     ExpressionPtr parse_product() {
-        return parse_arithmetic({"*", "/", "//", "%"}, [&] { return parse_power(); });
-    }
-    ExpressionPtr parse_power() {
-        return parse_arithmetic({"**"}, [&] { return parse_unary(true); });
+        return parse_arithmetic({"*", "/", "//", "%"}, [&] {
+            ExpressionPtr value = parse_unary(true);
+            if (is_operator("**")) fail_at(now().line, "the operator ** is not supported");
+            return value;
+        });
     }
     ExpressionPtr parse_unary(bool with_filters) {
         const Deeper deeper(*this);

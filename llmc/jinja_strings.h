@@ -64,7 +64,7 @@ inline std::string_view strip(std::string_view text, const std::optional<std::st
     return text;
 }
 
-// str.split() and str.rsplit(): at white space, or at each `separator`; at most `most` times if not negative.
+// str.split(): at white space, or at each `separator`; at most `most` times if not negative.
 inline std::vector<std::string> split(std::string_view text, const std::optional<std::string>& separator,
                                       int64_t most) {
     std::vector<std::string> parts;
@@ -89,34 +89,6 @@ inline std::vector<std::string> split(std::string_view text, const std::optional
     }
     return parts;
 }
-inline std::vector<std::string> split_from_right(std::string_view text,
-                                                 const std::optional<std::string>& separator, int64_t most) {
-    std::vector<std::string> parts;
-    if (separator) {
-        for (size_t at; most != 0 && (at = text.rfind(*separator)) != text.npos; most--) {
-            parts.emplace_back(text.substr(at + separator->size()));
-            text = text.substr(0, at);
-        }
-        parts.emplace_back(text);
-    }
-    for (text = strip(text, {}, false); !separator && !text.empty(); text = strip(text, {}, false)) {
-        if (most-- == 0) {
-            parts.emplace_back(text);
-            break;
-        }
-        size_t begin = text.size();
-        while (begin > 0) {
-            const size_t start = last_character_start(text.substr(0, begin));
-            if (is_space(first_character(text.substr(start)).code)) break;
-            begin = start;
-        }
-        parts.emplace_back(text.substr(begin));
-        text = text.substr(0, begin);
-    }
-    std::ranges::reverse(parts);
-    return parts;
-}
-
 // str.splitlines(). `keeps` leaves the line ends in the lines.
 inline std::vector<std::string> split_lines(std::string_view text, bool keeps) {
     std::vector<std::string> lines;
@@ -245,115 +217,15 @@ inline bool is_alphabetic(int32_t c) {
     return has_case(c) || category == UTF8PROC_CATEGORY_LM || category == UTF8PROC_CATEGORY_LO;
 }
 inline bool is_digit(int32_t c) { return utf8proc_category(c) == UTF8PROC_CATEGORY_ND; }
-// str.isupper() and str.islower(): some character has a case, and all that have one have this one.
-inline bool has_only_case(std::string_view text, bool lower) {
-    bool any = false;
-    for (const std::string_view c : characters(text)) {
-        const int32_t code = first_character(c).code;
-        if (!has_case(code)) continue;
-        const bool is_lower = utf8proc_category(code) == UTF8PROC_CATEGORY_LL;
-        if (is_lower != lower) return false;
-        any = true;
-    }
-    return any;
-}
-
 // HTML's special characters escaped, as MarkupSafe does.
 inline std::string escaped(std::string_view text) {
+    constexpr std::string_view kSpecial = "&<>'\"";
+    constexpr const char* kEscapes[] = {"&amp;", "&lt;", "&gt;", "&#39;", "&#34;"};
     std::string out;
     for (const char c : text) {
-        if (c == '&')
-            out += "&amp;";
-        else if (c == '<')
-            out += "&lt;";
-        else if (c == '>')
-            out += "&gt;";
-        else if (c == '\'')
-            out += "&#39;";
-        else if (c == '"')
-            out += "&#34;";
-        else
-            out += c;
+        const size_t found = kSpecial.find(c);
+        found == kSpecial.npos ? out += c : out += kEscapes[found];
     }
-    return out;
-}
-
-// One item of a format, as "%-5s" or "%05.2f".
-struct FormatItem {
-    std::string flags;
-    int64_t width = 0, precision = -1;  // -1: none is given
-    char kind = '\0';
-
-    // A text with spaces beside it, up to the width.
-    std::string padded(const std::string& text) const {
-        if (width == 0) return text;
-        const auto size = static_cast<int64_t>(count_characters(text));
-        const std::string spaces(static_cast<size_t>(std::max<int64_t>(width - size, 0)), ' ');
-        return flags.find('-') != flags.npos ? text + spaces : spaces + text;
-    }
-    // As many characters of a text as the precision says.
-    std::string cut(const std::string& text) const {
-        return precision < 0 ? text : text.substr(0, byte_of(text, static_cast<size_t>(precision)));
-    }
-    std::string number(int64_t n) const {
-        if (precision >= 0) fail("a precision of %%%c is not supported", kind);
-        return format_with(("%" + flags + "*" PRId64).c_str(), static_cast<int>(width), n);
-    }
-    std::string number(double d) const {
-        return format_with(("%" + flags + "*.*" + kind).c_str(), static_cast<int>(width),
-                           static_cast<int>(precision < 0 ? 6 : precision), d);
-    }
-
-  private:
-    // printf into a string, with a pattern that is made while the program runs.
-    template <class... A>
-    static std::string format_with(const char* pattern, A... args) {
-        std::string text(static_cast<size_t>(snprintf(nullptr, 0, pattern, args...)), '\0');
-        snprintf(text.data(), text.size() + 1, pattern, args...);
-        return text;
-    }
-};
-
-// The printf-like format of Python's `%`, for %s, %r, %d, %i, %f, %e, %g and %%, with the flags "-", "+", " "
-// and "0", a width and a precision. text_of(i, item) gives the text of value i.
-template <class Text>
-std::string formatted(std::string_view pattern, size_t count, Text&& text_of) {
-    std::string out;
-    size_t used = 0;
-    for (size_t at = 0; at < pattern.size(); at++) {
-        if (pattern[at] != '%') {
-            out += pattern[at];
-            continue;
-        }
-        const auto is_in = [&](std::string_view some) {
-            return at < pattern.size() && some.find(pattern[at]) != some.npos;
-        };
-        const auto number = [&] {
-            int64_t n = 0;
-            for (; is_in("0123456789"); at++) n = std::min<int64_t>(10 * n + (pattern[at] - '0'), 1'000'000);
-            return n;
-        };
-        FormatItem item;
-        for (at++; is_in("-+ 0"); at++) item.flags += pattern[at];
-        item.width = number();
-        if (is_in(".")) {
-            at++;
-            item.precision = number();
-        }
-        if (item.width > 10'000 || item.precision > 300)
-            fail("a width or precision in a format is too large");
-        item.kind = at < pattern.size() ? pattern[at] : '\0';
-        if (item.kind == '%') {
-            out += '%';
-            continue;
-        }
-        if (!is_in("srdifFeEgG"))
-            fail("the format \"%%%s\" is not supported in `%%`; %%s, %%r, %%d, %%i, %%f, %%e and %%g are",
-                 printable(std::string(1, item.kind ? item.kind : ' ')).c_str());
-        if (used == count) fail("not enough arguments for format string");
-        out += text_of(used++, item);
-    }
-    if (used < count) fail("not all arguments converted during string formatting");
     return out;
 }
 

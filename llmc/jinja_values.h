@@ -63,7 +63,7 @@ enum class Kind {
     Tuple,
     View,  // what keys(), values(), items() and range() give: its items are a list's, and it is no list
     Dict,
-    Generator,  // what filters like map and select give: a list that can be gone through once
+    Generator,  // what filters like map and select give: a list that is gone through once
     Namespace,  // namespace(): the only value that a template can change
     Loop,       // the variable `loop`
     Method,     // of a string, list or dict, as in `text.strip`
@@ -100,7 +100,6 @@ class Value {
     static Value undefined(std::string why);
     static Value list(Values items, Kind kind = Kind::List);
     static Value dict(Entries entries);
-    static Value generator(Values items, std::string error);
     static Value object(Kind kind, std::shared_ptr<const Object> object) {
         Value v(kind);
         v.object_ = std::move(object);
@@ -122,7 +121,7 @@ class Value {
     double number() const { return kind_ == Kind::Float ? real_ : static_cast<double>(integer_); }
     const std::string& text() const;  // of a string
     const std::string& why() const;   // of an undefined value
-    const Values& items() const;      // of a list, tuple or view
+    const Values& items() const;      // of a list, tuple, view or generator
     const Entries& entries() const;   // of a dict
     const Object* object() const { return object_.get(); }
     template <class T>
@@ -164,17 +163,10 @@ struct TextObject : Object {
 };
 struct ListObject : Object {
     Values items;
+    mutable bool is_used = false;  // a generator that was gone through
 };
 struct DictObject : Object {
     Entries entries;
-};
-// The items are made at once, where Jinja makes each when it is needed. So the error that ends them is kept
-// until they are used up.
-struct GeneratorObject : Object {
-    Values items;
-    std::string error;             // empty: there was none
-    mutable size_t next = 0;       // how many items were used
-    mutable bool is_left = false;  // a loop was left before its end, and how many it used is not known
 };
 // A namespace belongs to the run of the template; values only refer to it.
 struct Namespace {
@@ -207,19 +199,13 @@ inline Value Value::string(std::string text) {
 inline Value Value::undefined(std::string why) {
     return object(Kind::Undefined, std::make_shared<TextObject>(std::move(why)));
 }
-// The depth of a list of these items. Fails if they cannot be items, or would nest too deeply.
-inline int depth_above(const Values& items) {
-    int depth = 0;
-    for (const Value& item : items) {
-        check_item(item);
-        depth = std::max(depth, item.depth() + 1);
-    }
-    check_depth(depth);
-    return depth;
-}
 inline Value Value::list(Values items, Kind kind) {
     auto made = std::make_shared<ListObject>();
-    made->depth = depth_above(items);
+    for (const Value& item : items) {
+        check_item(item);
+        made->depth = std::max(made->depth, item.depth() + 1);
+    }
+    check_depth(made->depth);
     made->items = std::move(items);
     return object(kind, std::move(made));
 }
@@ -233,14 +219,6 @@ inline Value Value::dict(Entries entries) {
     check_depth(made->depth);
     made->entries = std::move(entries);
     return object(Kind::Dict, std::move(made));
-}
-
-inline Value Value::generator(Values items, std::string error) {
-    auto made = std::make_shared<GeneratorObject>();
-    made->depth = depth_above(items);
-    made->items = std::move(items);
-    made->error = std::move(error);
-    return object(Kind::Generator, std::move(made));
 }
 
 inline const std::string& Value::text() const { return as<TextObject>().text; }
@@ -361,38 +339,13 @@ inline void put(Entries& entries, std::string_view key, const Value& value) {
 
 // The name of a value's type, as Python's error messages give it.
 inline const char* type_name(const Value& v) {
-    switch (v.kind()) {
-        case Kind::Undefined:
-            return "Undefined";
-        case Kind::None:
-            return "NoneType";
-        case Kind::Bool:
-            return "bool";
-        case Kind::Int:
-            return "int";
-        case Kind::Float:
-            return "float";
-        case Kind::String:
-            return "str";
-        case Kind::List:
-            return "list";
-        case Kind::Tuple:
-            return "tuple";
-        case Kind::View:
-            return "view of keys(), items() or range()";
-        case Kind::Dict:
-            return "dict";
-        case Kind::Generator:
-            return "generator";
-        case Kind::Namespace:
-            return "namespace";
-        case Kind::Loop:
-            return "loop";
-        case Kind::Method:
-        case Kind::Function:
-            return "function";
-    }
-    return "";
+    static constexpr const char* kNames[] = {"Undefined", "NoneType",  "bool",
+                                             "int",       "float",     "str",
+                                             "list",      "tuple",     "view of keys(), items() or range()",
+                                             "dict",      "generator", "namespace",
+                                             "loop",      "function",  "function"};
+    static_assert(std::size(kNames) == static_cast<size_t>(Kind::Function) + 1);
+    return kNames[static_cast<size_t>(v.kind())];
 }
 
 // Fails if a value is undefined. Returns it.
@@ -425,20 +378,8 @@ inline std::string float_text(double d) {
 
 // True for the characters that Python's repr() writes as they are.
 inline bool is_printable(int32_t c) {
-    if (c == ' ') return true;
-    switch (utf8proc_category(c)) {
-        case UTF8PROC_CATEGORY_CC:
-        case UTF8PROC_CATEGORY_CF:
-        case UTF8PROC_CATEGORY_CS:
-        case UTF8PROC_CATEGORY_CO:
-        case UTF8PROC_CATEGORY_CN:
-        case UTF8PROC_CATEGORY_ZL:
-        case UTF8PROC_CATEGORY_ZP:
-        case UTF8PROC_CATEGORY_ZS:
-            return false;
-        default:
-            return true;
-    }
+    const std::string_view category = utf8proc_category_string(c);
+    return c == ' ' || (category[0] != 'C' && category[0] != 'Z');
 }
 
 // A string as Python's repr() writes it.

@@ -18,8 +18,8 @@
 #include "llmc/error.h"
 #include "llmc/file.h"
 #include "llmc/graph.h"
-#include "llmc/rates_device.h"
 #include "llmc/run_records.h"
+#include "llmc/save_progress.h"
 #include "llmc/tensor.h"
 #include "llmc/terminal_line.h"
 #include "llmc/text.h"
@@ -144,13 +144,6 @@ class StepLines {
 };
 
 // ---- the results of a step
-
-// The lowest loss of a run's validations.
-struct BestValidation {
-    double loss = 0;
-    int64_t step = 0;
-    int64_t worse_since = 0;  // validations after it, none of which was better
-};
 
 class Metrics {
   public:

@@ -7,26 +7,15 @@
 #include <algorithm>
 #include <array>
 #include <cctype>
-#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <string>
 
 #include "llmc/gpus.h"
 #include "llmc/matmul.h"
-#include "llmc/plan_solver.h"
+#include "llmc/rates.h"
 #include "llmc/random.h"
 #include "llmc/simt_vector.h"
-
-class WallClock {
-  public:
-    double seconds() const {
-        return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
-    }
-
-  private:
-    std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
-};
 
 // Timed work is enqueued this many times before the host looks at the clock, so that the time to start work
 // and to notice its end does not count.

@@ -13,7 +13,6 @@
 #include "llmc/offload_blocks.h"
 #include "llmc/offload_embeddings.h"
 #include "llmc/options.h"
-#include "llmc/plan_fit.h"
 #include "llmc/quant_formats.h"
 #include "llmc/quant_weights.h"
 #include "llmc/run_inputs.h"

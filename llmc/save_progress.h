@@ -14,9 +14,15 @@
 #include <vector>
 
 #include "llmc/error.h"
-#include "llmc/metrics.h"
 #include "llmc/save_folder.h"
 #include "llmc/state.h"
+
+// The lowest loss of a run's validations.
+struct BestValidation {
+    double loss = 0;
+    int64_t step = 0;
+    int64_t worse_since = 0;  // validations after it, none of which was better
+};
 
 // What a run needs besides the tensors to be resumed.
 struct Progress {

@@ -222,6 +222,17 @@ double pass_bytes(const Tensors&... tensors) {
 
 // ---- time of a stream
 //
+// The seconds since it was made.
+class WallClock {
+  public:
+    double seconds() const {
+        return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+    }
+
+  private:
+    std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
 // The time between points of a stream's work (by CUDA events on a GPU, by the clock on a CPU), and how long a
 // step waits for transfers.
 

@@ -12,7 +12,8 @@ LISTED = re.findall(r"^- `([\w.]+)`: (.*)$", README, re.M)
 def test_every_file_is_listed_once():
     there = {path.name for path in (ROOT / "llmc").iterdir() if path.is_file()} - {"README.md"}
     names = [name for name, _ in LISTED]
-    assert sorted(names) == sorted(there)
+    assert len(names) == len(set(names)) and set(names) <= there
+    assert all(name.endswith(".cpp") and name[:-3] + "h" in there for name in there - set(names))  # goes with its header
 
 
 def test_every_line_says_what_a_file_is_for():
@@ -22,6 +23,28 @@ def test_every_line_says_what_a_file_is_for():
 
 def test_every_item_is_a_file():
     assert len(re.findall(r"^\s*[-*] ", README, re.M)) == len(LISTED)
+
+
+def level_of_files():
+    """The subject of each file by its number on the page. A NAME.cpp without an entry of its own has that of its NAME.h."""
+    subjects = re.split(r"^## ", README, flags=re.M)[1:]
+    level = {name: number for number, text in enumerate(subjects) for name in re.findall(r"^- `([\w.]+)`", text, re.M)}
+    return level | {name[:-1] + "cpp": number for name, number in level.items() if name.endswith(".h")}
+
+
+def test_includes_go_down():
+    """A file includes none of a subject further down the page, except for those of this list. It only shrinks."""
+    exceptions = {
+        "offload_embeddings.h": "plan_report.h",
+        "offload_memory.h": "plan_report.h",
+        "run_inputs.h": "plan_report.h",
+    }
+    level, upward = level_of_files(), {}
+    for path in (ROOT / "llmc").glob("*"):
+        for included in re.findall(r'^#include "llmc/([\w.]+)"', path.read_text(), re.M):
+            if level[included] > level[path.name]:
+                upward.setdefault(path.name, []).append(included)
+    assert {name: " ".join(sorted(files)) for name, files in upward.items()} == exceptions
 
 
 def test_other_files_that_are_named_exist():

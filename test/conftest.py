@@ -1,5 +1,7 @@
 """Lets the tests import the scripts of dev/ and dev/data/, and gives the trainer's tests its binaries."""
 
+import collections
+import itertools
 import os
 import pathlib
 import signal
@@ -26,6 +28,7 @@ signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGHUP, signal.SIGINT, signal
 def pytest_configure(config):
     config.addinivalue_line("markers", "quick: make quick runs it")
     config.addinivalue_line("markers", "more: slow, and seldom finds what others do not; make test-more runs it")
+    config.addinivalue_line("markers", "all_combinations: for a test that skips some; pairwise() might choose just these")
     config.addinivalue_line("markers", "on_a_cpu(reason): not with a GPU's binary")
     config.addinivalue_line("markers", "not_played(reason): not on the GPU that test/gpu plays; on real ones it runs")
 
@@ -40,6 +43,26 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize(name, [b for b in binaries() if wanted in ("", b.precision)], ids=str, scope="session")
 
 
+def pairwise(items):
+    """Leaves out tests whose every pair of parameters other tests have: of a function with three parameters or more (the
+    binary is one), make test runs a choice in which each two values of different parameters occur together, make
+    test-more all combinations. The choice is always the same."""
+    functions = collections.defaultdict(dict)
+    for item in items:
+        if hasattr(item, "callspec") and not item.get_closest_marker("all_combinations"):
+            values = enumerate(item.callspec._idlist)  # one name for each parametrize or fixture
+            functions[item.nodeid.partition("[")[0]][item] = set(itertools.combinations(values, 2))
+    left_out = set()
+    for pairs in functions.values():
+        missing = set().union(*pairs.values())
+        left_out |= pairs.keys() if missing else set()
+        while missing:
+            best = max(pairs, key=lambda item: len(pairs[item] & missing))
+            missing -= pairs[best]
+            left_out.discard(best)
+    return [item for item in items if item not in left_out]
+
+
 def pytest_collection_modifyitems(config, items):
     for item in items:
         values = item.callspec.params.values() if hasattr(item, "callspec") else ()
@@ -48,12 +71,13 @@ def pytest_collection_modifyitems(config, items):
             mark = item.get_closest_marker(name)
             if mark and is_excluded:
                 item.add_marker(pytest.mark.skip(reason=f"{name}: {mark.args[0]}"))
-    kept = [item for item in items if MORE or not item.get_closest_marker("more")]
+    kept = items if MORE else pairwise([item for item in items if not item.get_closest_marker("more")])
     if "TEST_PART" in os.environ:  # "3/16": every sixteenth test, from the third on
         number, parts = map(int, os.environ["TEST_PART"].split("/"))
         kept = kept[number - 1::parts]
     if len(kept) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        chosen = set(kept)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = kept
 
 
@@ -62,6 +86,17 @@ def pytest_collection_finish(session):
     parallel, its threads would wait for each other ten times as long as they compute."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Adds the seconds of each file to those of the C++ tests; make test prints the ten longest."""
+    if "TEST_SECONDS" in os.environ and not hasattr(config, "workerinput"):
+        seconds = collections.Counter()
+        for reports in terminalreporter.stats.values():
+            for report in reports:
+                seconds[getattr(report, "nodeid", "").split("::")[0]] += getattr(report, "duration", 0)
+        with open(os.environ["TEST_SECONDS"], "a") as file:
+            file.writelines(f"{took:5.0f} {name}\n" for name, took in seconds.items() if name)
 
 
 @pytest.fixture(scope="session")

@@ -267,6 +267,7 @@ def test_neutral_options_together(train, outcome, count):
     assert tried >= {"fp32": 4, "bf16": 5}[train.precision] if count == 1 else 3
 
 
+@pytest.mark.all_combinations
 @pytest.mark.parametrize("name", CHANGING)
 def test_changing_options_with_neutral_ones(train, outcome, name):
     if not together(train, CHANGING[name]):

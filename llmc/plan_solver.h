@@ -6,22 +6,23 @@
 // stretch of the step is described by its peak and by what it leaves, both relative to what lives when it
 // begins, and stretches follow one another.
 //
-// The search for the best configurations is exact. Let a block of level k keep e bytes, need f bytes at the
-// peak of its forward and b bytes at that of its backward, where m bytes live beside what the blocks keep.
-// Then a block behind others that keep S needs S + max(f, m + e + b) = S + e + r with r = max(f - e, m + b):
-// r is what it needs for a while, beyond what it keeps. Of two neighbours with r1 >= r2, the first in front
-// needs S + e1 + max(r1, e2 + r2). This is no more than the S + e2 + e1 + r1 that the other order needs,
-// because e2 >= 0. So for any configuration the order by falling r is best: the blocks that recompute most
-// come first, where few others have kept anything. (This is Jackson's rule for the largest lateness. It
-// assumes what holds for real blocks: they keep at least nothing, and their backward releases what they kept.
-// It assumes nothing about how the levels compare.) The first block may differ from the others and is tried
-// at each level.
+// The search is exact for any sequence of blocks, alike or not. It goes from the last block to the first. The
+// rest of a step, from a block's place to the end of the backward of the blocks behind it, has a peak Q and a
+// time. A block before it that needs f bytes at the peak of its forward, keeps e, and needs b at the peak of
+// its backward, where the rest has left m bytes, makes the peak Q' = max(f, e + max(Q, m + b)). m is the same
+// at all levels, and Q' never falls as Q rises. So of two rests of the same blocks, one that is both larger
+// and slower can be dropped, whatever comes before it. What remains for each number of blocks is a short
+// list, from small and slow to large and fast: some hundreds of configurations for 48 layers. Only a list
+// that is far longer is thinned out (thin()).
 //
-// With the order fixed, a configuration grows at its front: a block of level k before a rest whose peak is Q
-// has the peak e + max(Q, r). That rises with Q. So of two rests of the same length, one that is both larger
-// and slower can be dropped. What remains for each length is a short list, from small and slow to large and
-// fast: some hundreds of configurations for 48 layers. Only a list that is far longer is thinned out
-// (thin()).
+// Neighbours that are alike need fewer tries, because the order of their levels is known. Let r = max(f - e,
+// m + b), what a block needs for a while beyond what it keeps; then Q' = e + max(Q, r). Of two neighbours
+// with r1 >= r2, the first in front needs e1 + max(r1, e2 + max(r2, Q)). In the other order they need e2 +
+// max(r2, e1 + max(r1, Q)), which is no less, because e2 + e1 + r1 is in it and e2 >= 0. So the order by
+// falling r is best: the blocks that recompute most come first, where few others have kept anything. (This is
+// Jackson's rule for the largest lateness.) It holds if blocks keep at least nothing and their backward
+// releases what they kept, so that m is the same for all of them. Blocks for which it does not hold are each
+// a run alone.
 #pragma once
 
 #include <algorithm>
@@ -210,50 +211,79 @@ struct Solution {
     Choice least, fastest;               // the smallest and the fastest of all
 };
 
-constexpr size_t kMaxLevels = 8;
-
-// A profile as the search needs it. A stretch between two forward blocks belongs to the later one, a stretch
+// What a block takes at one level. A stretch between two forward blocks belongs to the later one, a stretch
 // between two backward blocks to the earlier one.
+struct BlockStretches {
+    Stretch forward, backward;
+    bool operator==(const BlockStretches&) const = default;
+};
+
+// Neighbouring blocks that are alike at every level, or a single block.
+struct BlockRun {
+    std::vector<BlockStretches> levels;
+    size_t length = 1;
+    int64_t left = 0;           // bytes that the rest behind the run leaves
+    std::vector<size_t> order;  // the levels from the front of the run to its back
+
+    // Bytes that a block's forward and backward leave together, at any level.
+    int64_t carried() const { return levels[0].forward.end + levels[0].backward.end; }
+    // True if the order of the levels is known.
+    bool may_be_longer() const {
+        return carried() == 0 && std::all_of(levels.begin(), levels.end(), [](const BlockStretches& level) {
+                   return level.forward.end >= 0;
+               });
+    }
+    void set_order() {
+        const auto rank = [&](size_t k) {  // among equals, the one that keeps least comes first
+            const auto& [forward, backward] = levels[k];
+            return std::pair(-std::max(forward.peak - forward.end, left + backward.peak), forward.end);
+        };
+        for (size_t k = 0; k < levels.size(); k++) order.push_back(k);
+        std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return rank(a) < rank(b); });
+    }
+};
+
+// A profile as the search needs it.
 struct Chain {
-    struct Level {
-        Stretch first_forward, first_backward;  // of block 0
-        Stretch forward, backward;              // of every other block
-    };
-    std::vector<Level> levels;
-    Stretch before, middle;     // up to the first block, and between forward and backward
-    int64_t carried = 0;        // bytes that a forward and a backward block leave together, at any level
-    std::vector<size_t> order;  // the levels from the front of the step to its back
+    Stretch before, middle;      // up to the first block, and between forward and backward
+    std::vector<BlockRun> runs;  // from the last blocks to the first; the first block is a run alone
 
     explicit Chain(const Profile& profile) {
         const size_t layers = static_cast<size_t>(profile.layers());
         before = profile.levels[0][0].after;
         middle = profile.levels[0][layers].after;
-        for (const std::vector<Segment>& s : profile.levels) {
-            assert(s.size() == 2 * layers + 1 && s[0].after == before && s[layers].after == middle);
-            auto forward = [&](size_t l) { return s[l].after.then(s[l + 1].inside); };
-            auto backward = [&](size_t l) { return s[2 * layers - l].inside.then(s[2 * layers - l].after); };
-            levels.push_back({s[1].inside, backward(0), {}, {}});
-            if (layers > 1) levels.back().forward = forward(1), levels.back().backward = backward(1);
-            for (size_t l = 2; l < layers; l++)
-                assert(forward(l) == forward(1) && backward(l) == backward(1));  // blocks are alike
-            order.push_back(order.size());
+        int64_t left = middle.end;
+        for (size_t l = layers; l-- > 0;) {
+            BlockRun run{.levels = {}, .left = left, .order = {}};
+            for (const std::vector<Segment>& s : profile.levels) {
+                assert(s.size() == 2 * layers + 1 && s[0].after == before && s[layers].after == middle);
+                const Segment& backward = s[2 * layers - l];
+                run.levels.push_back({l > 0 ? s[l].after.then(s[l + 1].inside) : s[1].inside,
+                                      backward.inside.then(backward.after)});
+                assert(run.levels.back().forward.end + run.levels.back().backward.end == run.carried());
+            }
+            left += run.carried();
+            if (l > 0 && !runs.empty() && runs.back().levels == run.levels && run.may_be_longer()) {
+                runs.back().length++;
+            } else {
+                run.set_order();
+                runs.push_back(std::move(run));
+            }
         }
-        carried = levels[0].forward.end + levels[0].backward.end;
-        for (const Level& k : levels) assert(k.forward.end + k.backward.end == carried);
-        auto rank = [&](size_t k) {  // among equals, the one that keeps least comes first
-            const Stretch &forward = levels[k].forward, &backward = levels[k].backward;
-            return std::pair(-std::max(forward.peak - forward.end, middle.end + backward.peak), forward.end);
-        };
-        std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return rank(a) < rank(b); });
     }
 };
 
-// A configuration in the search: the first block's level, and how many of the other blocks have each level.
+// A configuration in the search: of the last blocks, and in the end of all.
 struct Mix {
     int64_t bytes;
     double seconds;
-    int profile = 0, first = 0;
-    std::array<uint16_t, kMaxLevels> counts = {};
+    int profile = 0;
+    int path = -1;  // what says its levels: see Path, and Search::levels
+};
+
+// The levels of some blocks: that of the first one, and the path of the others; -1: there are none.
+struct Path {
+    int level, rest;
 };
 
 // Merges two lists that rise in bytes into one that also falls in seconds: drops what is larger and not
@@ -283,65 +313,79 @@ inline void thin(std::vector<Mix>& list, size_t most) {
 
 constexpr size_t kMixesInAll = size_t{1} << 19;  // in the lists of all lengths: 10,922 for each of 48 layers
 
-// The best configurations of all blocks but the first, from the end of its forward to the beginning of its
-// backward.
-inline std::vector<Mix> best_rests(const Chain& chain, int layers) {
-    std::vector<std::vector<Mix>> best(static_cast<size_t>(layers));  // by length
-    best[0] = {{chain.middle.peak, 0}};
+// Puts a run of blocks before each of `rests`, and returns the best configurations.
+inline std::vector<Mix> with_run(const BlockRun& run, std::vector<Mix>&& rests, std::vector<Path>& paths,
+                                 size_t most) {
+    std::vector<std::vector<Mix>> best(run.length + 1);  // by length
+    best[0] = std::move(rests);
     std::vector<Mix> longer;
-    for (auto k = chain.order.rbegin(); k != chain.order.rend(); ++k) {
-        const Stretch &forward = chain.levels[*k].forward, &backward = chain.levels[*k].backward;
+    for (auto k = run.order.rbegin(); k != run.order.rend(); ++k) {
+        const auto& [forward, backward] = run.levels[*k];
         for (size_t length = 1; length < best.size(); length++) {
-            const int64_t left = chain.middle.end + static_cast<int64_t>(length - 1) * chain.carried;
             longer = best[length - 1];
             for (Mix& m : longer) {
-                m.bytes = std::max(forward.peak, forward.end + std::max(m.bytes, left + backward.peak));
+                m.bytes = std::max(forward.peak, forward.end + std::max(m.bytes, run.left + backward.peak));
                 m.seconds += forward.seconds + backward.seconds;
-                m.counts[*k]++;
+                paths.push_back({static_cast<int>(*k), m.path});
+                m.path = static_cast<int>(paths.size()) - 1;
             }
             best[length] = best_of(best[length], longer);
-            thin(best[length], kMixesInAll / best.size());
+            thin(best[length], most);
         }
     }
-    return best.back();
+    return std::move(best.back());
 }
 
 // The configurations that no other beats in both bytes and seconds, from small and slow to large and fast.
-inline std::vector<Mix> best_mixes(const std::vector<Profile>& profiles) {
-    std::vector<Mix> best, of_first;
-    for (size_t p = 0; p < profiles.size(); p++) {
-        const Profile& profile = profiles[p];
-        assert(!profile.levels.empty() && profile.levels.size() <= kMaxLevels);
-        const Chain chain(profile);
-        const int layers = profile.layers();
-        assert(layers >= 1 && layers <= UINT16_MAX);
-        const std::vector<Mix> rests = best_rests(chain, layers);
-        for (size_t first : chain.order) {
-            const Chain::Level& level = chain.levels[first];
-            of_first = rests;
-            for (Mix& m : of_first) {
-                const Stretch rest = {m.bytes, chain.middle.end + (layers - 1) * chain.carried,
-                                      chain.middle.seconds + m.seconds};
-                const Stretch step =
-                    chain.before.then(level.first_forward).then(rest).then(level.first_backward);
-                m.bytes = static_cast<int64_t>(profile.total(step.peak));
-                m.seconds = profile.step(step.seconds);
-                m.profile = static_cast<int>(p);
-                m.first = static_cast<int>(first);
+class Search {
+  public:
+    explicit Search(const std::vector<Profile>& profiles) {
+        std::vector<Path> paths;
+        for (size_t p = 0; p < profiles.size(); p++) {
+            paths.clear();
+            add(profiles[p], static_cast<int>(p), paths);
+            for (Mix& m : best_) {
+                if (m.profile != static_cast<int>(p)) continue;
+                levels_.emplace_back();
+                for (int at = m.path; at >= 0; at = paths[static_cast<size_t>(at)].rest)
+                    levels_.back().push_back(paths[static_cast<size_t>(at)].level);
+                m.path = static_cast<int>(levels_.size()) - 1;
             }
-            best = best_of(best, of_first);
         }
     }
-    return best;
-}
+    const std::vector<Mix>& best() const { return best_; }
+    Choice choice(const Mix& m) const {
+        const auto bytes = static_cast<size_t>(m.bytes);
+        return {static_cast<size_t>(m.profile), levels_[static_cast<size_t>(m.path)], bytes, bytes,
+                m.seconds};
+    }
 
-inline Choice choice_of(const std::vector<Profile>& profiles, const Mix& mix) {
-    Choice c = {
-        static_cast<size_t>(mix.profile), {mix.first}, static_cast<size_t>(mix.bytes), 0, mix.seconds};
-    for (size_t k : Chain(profiles[c.profile]).order)
-        c.levels.insert(c.levels.end(), mix.counts[k], static_cast<int>(k));
-    return c;
-}
+  private:
+    void add(const Profile& profile, int number, std::vector<Path>& paths) {
+        const Chain chain(profile);
+        const size_t most = kMixesInAll / static_cast<size_t>(profile.layers());
+        std::vector<Mix> mixes = {{chain.middle.peak, 0}};
+        for (size_t i = 0; i + 1 < chain.runs.size(); i++)
+            mixes = with_run(chain.runs[i], std::move(mixes), paths, most);
+        // The first block is tried at each level, and only the best of all profiles stay.
+        const BlockRun& first = chain.runs.back();
+        for (size_t k : chain.runs[chain.runs.size() - std::min<size_t>(2, chain.runs.size())].order) {
+            std::vector<Mix> longer = mixes;
+            for (Mix& m : longer) {
+                const Stretch rest = {m.bytes, first.left, chain.middle.seconds + m.seconds};
+                const Stretch step =
+                    chain.before.then(first.levels[k].forward).then(rest).then(first.levels[k].backward);
+                paths.push_back({static_cast<int>(k), m.path});
+                m = {static_cast<int64_t>(profile.total(step.peak)), profile.step(step.seconds), number,
+                     static_cast<int>(paths.size()) - 1};
+            }
+            best_ = best_of(best_, longer);
+        }
+    }
+
+    std::vector<Mix> best_;
+    std::vector<std::vector<int>> levels_;  // by the path of a Mix in best_
+};
 
 // Sets a choice's exact bytes, and more accurate seconds if they are known.
 using Refine = std::function<void(Choice&)>;
@@ -357,12 +401,9 @@ constexpr int kExactTries = 16;
 // tries.)
 inline Solution solve(const std::vector<Profile>& profiles, size_t budget, const Refine& refine = {}) {
     assert(!profiles.empty());
-    const std::vector<Mix> best = best_mixes(profiles);
-    auto choice = [&](ptrdiff_t i) {
-        Choice c = choice_of(profiles, best[static_cast<size_t>(i)]);
-        c.exact = c.bytes;
-        return c;
-    };
+    const Search search(profiles);
+    const std::vector<Mix>& best = search.best();
+    auto choice = [&](ptrdiff_t i) { return search.choice(best[static_cast<size_t>(i)]); };
     auto refined = [&](ptrdiff_t i) {
         Choice c = choice(i);
         if (refine) refine(c);
@@ -391,7 +432,7 @@ inline Solution solve(const std::vector<Profile>& profiles, size_t budget, const
         }
     }
     s.least = choice(0);
-    s.fastest = choice_of(profiles, best.back());
+    s.fastest = search.choice(best.back());
     if (s.chosen && fits > 0) s.next_smaller = choice(fits - 1);
     if (s.chosen && fits + 1 < static_cast<ptrdiff_t>(best.size())) s.next_faster = choice(fits + 1);
     return s;

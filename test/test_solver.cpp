@@ -52,6 +52,7 @@ class RandomStep {
 
     void operator()(Arena& arena, const Levels& level_of) const {
         std::vector<Block> blocks(static_cast<size_t>(layers));
+        for (size_t l = 0; l < kinds.size(); l++) blocks[l].kind = kinds[l];
         Bytes tokens = take(arena, "tokens", 0), d_stream;
         std::vector<Bytes> left;
         {
@@ -71,9 +72,10 @@ class RandomStep {
         }
         Range range("backward");
         for (int l = layers - 1; l >= 0; l--) {
+            const int kind = blocks[size(l)].kind;
             backward(arena, l, level_of[size(l)], blocks[size(l)]);
             blocks.pop_back();
-            if (leaves) left.push_back(take(arena, "left", 2));
+            if (leaves) left.push_back(take(arena, "left", 2 + kind));
         }
         Bytes scratch = take(arena, "column_sums", 3);
         work(3);
@@ -89,12 +91,14 @@ class RandomStep {
         return p;
     }
     int layers, levels;
-    bool leaves = false;  // each block's backward leaves a tensor until the end
+    bool leaves = false;     // each block's backward leaves a tensor until the end
+    std::vector<int> kinds;  // of the blocks: those of a kind are alike; empty: all are
 
   private:
     static constexpr int kTensors = 6;
     struct Block {
         Bytes input, made[kTensors];
+        int kind = 0;
     };
     static size_t size(int i) { return static_cast<size_t>(i); }
 
@@ -110,14 +114,16 @@ class RandomStep {
     double random_uniform(uint64_t a, int b) const {
         return static_cast<double>(random_bits(seed_, a, size(b)) % 1000003) / 1000003.0;
     }
-    bool keeps(int level, int i) const {
-        if (!nested_) return random_bits(seed_, 4, size(level), size(i)) % 2 == 0;
-        return static_cast<int>(random_bits(seed_, 5, size(i)) % size(levels + 1)) >= level;
+    // What a block of a kind takes of something: kinds differ in all but the residual stream.
+    static int of_kind(const Block& b, int which) { return which + 1000 * b.kind; }
+    bool keeps(const Block& b, int level, int i) const {
+        if (!nested_) return random_bits(seed_, 4, size(of_kind(b, level)), size(i)) % 2 == 0;
+        return static_cast<int>(random_bits(seed_, 5, size(of_kind(b, i))) % size(levels + 1)) >= level;
     }
-    void make(Arena& arena, int i, Bytes& made, int scratch) const {
-        made = take(arena, "made", 10 + i);
-        Bytes temporary = take(arena, "scratch", scratch);
-        work(10 + i);
+    void make(Arena& arena, int i, Block& b, int scratch) const {
+        b.made[i] = take(arena, "made", of_kind(b, 10 + i));
+        Bytes temporary = take(arena, "scratch", of_kind(b, scratch));
+        work(of_kind(b, 10 + i));
     }
 
     Bytes forward(Arena& arena, int l, int level, Block& b, Bytes branch) const {
@@ -128,17 +134,17 @@ class RandomStep {
             branch.drop();
         }
         for (int i = 0; i < kTensors; i++) {
-            make(arena, i, b.made[i], nested_ ? 20 : 20 + level);
-            if (i > 0 && !keeps(level, i - 1)) b.made[i - 1].drop();
+            make(arena, i, b, nested_ ? 20 : 20 + level);
+            if (i > 0 && !keeps(b, level, i - 1)) b.made[i - 1].drop();
         }
         Bytes out = take(arena, "branch", 1);
-        if (!keeps(level, kTensors - 1)) b.made[kTensors - 1].drop();
+        if (!keeps(b, level, kTensors - 1)) b.made[kTensors - 1].drop();
         return out;
     }
     void backward(Arena& arena, int l, int level, Block& b) const {
         Range range("block", l);
         auto missing = [&](int i) {
-            if (!b.made[i]) make(arena, i, b.made[i], nested_ ? 30 : 30 + level);
+            if (!b.made[i]) make(arena, i, b, nested_ ? 30 : 30 + level);
         };
         if (level == levels - 1) {
             Range again("forward");
@@ -146,8 +152,8 @@ class RandomStep {
         }
         for (int i = kTensors - 1; i >= 0; i--) {
             missing(i);
-            Bytes gradient = take(arena, "gradient", 10 + i);
-            work(40 + i);
+            Bytes gradient = take(arena, "gradient", of_kind(b, 10 + i));
+            work(of_kind(b, 40 + i));
             if (i != 2) b.made[i].drop();  // that one is dropped after the block's range
         }
     }
@@ -155,6 +161,17 @@ class RandomStep {
     bool nested_;
     int64_t batch_;
 };
+
+// A kind for each of `layers` layers, of `count` kinds: neighbours are of one kind every second time.
+std::vector<int> random_kinds(uint64_t seed, int layers, int count) {
+    std::vector<int> kinds;
+    for (size_t l = 0; l < static_cast<size_t>(layers); l++) {
+        const bool as_before = l > 0 && random_bits(seed, 6, l) % 2 == 0;
+        kinds.push_back(as_before ? kinds.back()
+                                  : static_cast<int>(random_bits(seed, 7, l) % static_cast<uint64_t>(count)));
+    }
+    return kinds;
+}
 
 // Calls visit() with every way to give each of `layers` layers one of `levels` levels.
 template <class Visit>
@@ -207,7 +224,8 @@ TEST(Evaluate, EqualsTheRehearsalOfEveryMixInEveryOrder) {
          {std::tuple{1u, 5, 3}, std::tuple{2u, 4, 4}, std::tuple{3u, 3, 6}, std::tuple{4u, 2, 3},
           std::tuple{5u, 1, 4}})
         for (bool nested : {true, false}) {
-            const RandomStep step(seed, layers, levels, nested);
+            RandomStep step(seed, layers, levels, nested);
+            if (seed % 2 == 1) step.kinds = random_kinds(seed, layers, 3);
             Profile profile = step.profile();
             profile.runs = 3;
             profile.fixed_bytes = 1000;
@@ -339,21 +357,59 @@ TEST(Solve, OrderMattersAndMixesBeatUniformLevels) {
     EXPECT_GT(orders, 5);
 }
 
-// Then the order of levels is a guess, but what is said of the choice is true.
+// Budgets around the bytes of one in `of` choices, and extremes.
+std::vector<size_t> budgets_of(const std::vector<Choice>& all, uint64_t seed, uint64_t of) {
+    std::vector<size_t> budgets = {0, SIZE_MAX};
+    for (size_t i = 0; i < all.size(); i++)
+        if (random_bits(seed, i) % of == 0) {
+            budgets.push_back(all[i].bytes);
+            budgets.push_back(all[i].bytes - 1);
+        }
+    return budgets;
+}
+
+// Blocks of several kinds in any order: their sizes, times and what their levels keep differ.
+TEST(Solve, EqualsTryingEverythingForBlocksOfSeveralKinds) {
+    constexpr int kLevelsOf[] = {0, 6, 6, 5, 4, 4, 3, 3, 2, 2, 2};  // by the number of layers
+    int solved = 0, runs = 0;
+    for (int layers = 1; layers <= 10; layers++)
+        for (int kinds = 2; kinds <= 4; kinds++)
+            for (const bool leaves : {false, true}) {
+                const auto seed = static_cast<uint64_t>(100 * layers + 10 * kinds + leaves);
+                SCOPED_TRACE("seed " + std::to_string(seed));
+                RandomStep step(seed, layers, kLevelsOf[layers], layers % 2 == 0);
+                step.kinds = random_kinds(seed, layers, kinds);
+                step.leaves = leaves;
+                std::vector<Profile> profiles = {step.profile()};
+                if (layers < 6) {  // beside it one with all blocks of the first kind
+                    step.kinds.clear();
+                    profiles.push_back(step.profile());
+                }
+                const std::vector<Choice> all = all_choices(profiles);
+                for (size_t budget : budgets_of(all, seed, std::max<size_t>(1, all.size() / 20))) {
+                    expect_solved(profiles, all, budget);
+                    solved++;
+                }
+                const Chain chain(profiles[0]);
+                runs += chain.runs.size() > 2 && chain.runs.size() < static_cast<size_t>(layers);
+            }
+    EXPECT_GT(solved, 1000);
+    EXPECT_GT(runs, 10);
+}
+
 TEST(Solve, BlocksThatLeaveSomethingBehindAreCounted) {
     for (uint64_t seed = 31; seed < 36; seed++) {
         RandomStep step(seed, 5, 4, true);
         step.leaves = true;
         const std::vector<Profile> profiles = {step.profile()};
-        for (int k = 0; k < 4; k++) {
-            const Estimate uniform = evaluate(profiles[0], Levels(5, k));
+        const std::vector<Choice> all = all_choices(profiles);
+        for (int k = 0; k < 4; k++)
             for (size_t more : {0, 8000, 20000}) {
-                const Solution s = solve(profiles, uniform.total + more);
-                ASSERT_TRUE(s.chosen);
-                EXPECT_LE(s.chosen->seconds, uniform.seconds);
+                const size_t budget = evaluate(profiles[0], Levels(5, k)).total + more;
+                expect_solved(profiles, all, budget);
+                const Solution s = solve(profiles, budget);
                 EXPECT_EQ(s.chosen->bytes, step.rehearse(s.chosen->levels).lower_bound);
             }
-        }
     }
 }
 
@@ -487,6 +543,13 @@ TEST(Solve, SixtySettingsOf48LayersAreSolvedAtOnce) {
         const std::vector<Profile> profiles = scaled(RandomStep(61, 48, 6, nested).profile(), 60);
         EXPECT_LT(seconds_to_solve(profiles, evaluate(profiles[20], Levels(48, 3)).total), 2.0);
     }
+}
+
+TEST(Solve, KindsThatAlternateAreSolvedAsFast) {
+    RandomStep step(65, 48, 6, true);
+    for (int l = 0; l < 48; l++) step.kinds.push_back(l % 6 == 5 ? 2 : l % 2);
+    const std::vector<Profile> profiles = scaled(step.profile(), 60);
+    EXPECT_LT(seconds_to_solve(profiles, evaluate(profiles[20], Levels(48, 3)).total), 2.0);
 }
 
 // Levels whose time falls linearly with their bytes, but for noise: nearly every configuration is the best of

@@ -158,7 +158,7 @@ def test_a_rank_that_does_not_answer(train_fp32, folder, stopped, who):
 
 def test_a_slow_rank_is_waited_for(train_fp32, folder):
     """One that is stopped for less than that time, several times."""
-    with ranks_running(train_fp32, "--advanced", "patience=4", "--steps", 30, cwd=folder) as process:
+    with ranks_running(train_fp32, "--advanced", "patience=4", cwd=folder) as process:
         wait_for_line(process, r"^step +2/")
         rank = process.find_ranks()[1]
         for _ in range(3):
@@ -166,8 +166,11 @@ def test_a_slow_rank_is_waited_for(train_fp32, folder):
             time.sleep(1.5)
             os.kill(rank, signal.SIGCONT)
             wait_for_line(process, r"^step ")
-        assert ends(process, 0)[1] == ""
-    train_fp32(*LONG, "--steps", 30, "--out", "whole", cwd=folder)
+        process.send_signal(signal.SIGTERM)
+        out, error = ends(process, 128 + signal.SIGTERM)
+    assert error == "stopping after this micro-batch; Ctrl-C again: at once, without saving\n"
+    step = re.search(r"interrupted after step (\d+)", out)[1]
+    train_fp32(*LONG, "--steps", step, "--out", "whole", cwd=folder)
     assert saved_bytes(folder / "out" / "latest") == saved_bytes(folder / "whole" / "latest")
 
 
@@ -188,7 +191,7 @@ def test_the_line_of_a_step_names_the_slow_rank(train_fp32, folder, slow):
     subprocess.run(["gcc", "-shared", "-fPIC", "-xc", "-", "-o", folder / "slow.so"], input=SLOW_PRODUCTS, text=True, check=True)
     train = Train(train_fp32.path, **unlike_ranks(folder, f"[ $RANK = {slow} ] && export LD_PRELOAD={folder}/slow.so"))
     waited = r"\d\.\d%" if slow == 0 else r"[2-9]\d\.\d%"
-    with ranks_running(train, "--save-every", 0, "--steps", 50, cwd=folder) as process:
+    with ranks_running(train, "--save-every", 0, cwd=folder) as process:
         for _ in range(2):
             wait_for_line(process, rf"^step .* \| waited {waited} \| rank {slow} is slow \| \d+:\d+ left$")
         process.find_ranks()

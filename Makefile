@@ -91,7 +91,7 @@ $(OBJECTS): build/common/%.o: llmc/%.cpp Makefile
 	@rm -f $@ && ar rcs $@ $^
 COMMON := build/common.a
 $(COMMON): $(OBJECTS)
-build/common/report.o build/test/asan/common/report.o build/test/fuzz/common/report.o: llmc/report_page.html
+build/common/run_records.o build/test/asan/common/run_records.o build/test/fuzz/common/run_records.o: llmc/report_page.html
 
 build/cpu-fp32/train.o: DEFINES :=
 build/cpu-bf16/train.o: DEFINES := -DLLMC_BF16

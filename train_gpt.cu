@@ -896,7 +896,7 @@ void Trainer::bench() {
     replays_ = false;  // a graph has no phases that could be seen
     bench_phases(r, stream_, o_.bench_steps, run_one);
     updates_.wait_for_all_weights();
-    if (!exchange_.is_alone()) r.gather_ranks(exchange_);
+    if (!exchange_.is_alone()) gather_ranks(r, exchange_);
     metrics_.finish();
     replays_ = graphs;
     if (graphs) bench_replays(r, stream_, o_.bench_steps, run_one);

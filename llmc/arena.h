@@ -21,6 +21,7 @@
 
 #include "llmc/arena_occupancy.h"
 #include "llmc/device.h"
+#include "llmc/step_plan.h"
 #include "llmc/tensor.h"
 #include "llmc/work.h"
 
@@ -60,45 +61,6 @@ inline void check_open([[maybe_unused]] const void* p, [[maybe_unused]] size_t b
 }
 
 // ---- the plan and its memory
-
-// One take of the step. Times count takes and releases from the start of the step; the tensor lives in [born,
-// dies).
-struct Take {
-    std::string name;
-    // What it holds, for the report: "activation", "gradient" (of an activation), "parameter_gradient",
-    // "input", "weights", "optimizer_state", "exchange" (between ranks).
-    const char* kind = "activation";
-    Shape shape;
-    const char* dtype = "";
-    size_t bytes = 0;   // as requested
-    size_t offset = 0;  // in the arena, after its workspace
-    int born = 0, dies = 0;
-    std::string_view born_at, dies_at;  // Range::place() at those times
-};
-
-struct Plan {
-    std::vector<Take> takes;
-    size_t lower_bound = 0;  // the most bytes that live at one time
-    int peak_time = 0;       // when that is first reached, and in which range
-    std::string peak_at;
-    size_t bytes = 0;      // of the placement: lower_bound or a little more
-    size_t workspace = 0;  // the largest scratch that was asked for
-    size_t copied = 0;     // the most bytes that a thread copies for a product, outside the arena
-    struct Loop {
-        int takes = 0, time = 0, loops = 0;
-    };
-    std::vector<Loop> loops;          // the counters after one turn of each repeat()
-    std::vector<Work> work;           // the operations, in order
-    std::vector<Transfer> transfers;  // among the operations
-
-    // True until it is rehearsed. The plan of an update on the host has only transfers.
-    bool is_empty() const { return work.empty() && transfers.empty(); }
-};
-
-constexpr size_t kArenaAlignment = 256;
-constexpr size_t arena_align(size_t bytes) {
-    return (bytes + kArenaAlignment - 1) / kArenaAlignment * kArenaAlignment;
-}
 
 // Places takes in the given order, each into the smallest gap that fits, so that takes that live
 // together do not overlap. Returns the bytes that this needs.
@@ -316,18 +278,14 @@ class Arena : simt::Source {
                 arena.plan_ = nullptr;
                 arena.rehearsing_ = simt::launches_off = false;
                 simt::source = nullptr;
-                work_ledger = nullptr;
-                transfer_ledger = nullptr;
-                work_clock = nullptr;
+                dry_run = nullptr;
             }
         } close{*this};
         plan_ = &plan;
         rehearsing_ = simt::launches_off = rehearsing;
         simt::source = this;
-        work_ledger = rehearsing ? &plan.work : nullptr;
-        transfer_ledger = rehearsing ? &plan.transfers : nullptr;
-        transfers_begun = {};
-        work_clock = rehearsing ? &clock_ : nullptr;
+        DryRun dry{plan, clock_};
+        dry_run = rehearsing ? &dry : nullptr;
         next_ = clock_ = loop_ = 0;
         live_.assign(plan.takes.size(), false);
         released_wrongly_ = -1;

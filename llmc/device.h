@@ -15,6 +15,7 @@
 #include "llmc/free_memory.h"
 #include "llmc/gpus.h"
 #include "llmc/simt.h"
+#include "llmc/step_plan.h"
 
 #if defined(SIMT_GPU) || __has_include(<nvtx3/nvToolsExt.h>)
 #include <nvtx3/nvToolsExt.h>
@@ -334,12 +335,17 @@ class Readback {
     Event arrived_;
 };
 
-// Is told of the ranges of a step, for measurements (bench.h).
-struct RangeListener {
-    virtual void range_opens(const char* name) = 0;
-    virtual void range_closes() = 0;
+// Is told of a step as it runs, for measurements (bench.h): of its ranges; of its operations, which may nest;
+// and of where it waits for transfers.
+struct StepListener {
+    virtual void range_opens(const char*) {}
+    virtual void range_closes() {}
+    virtual void operation_begins(const char*, const Product&) {}
+    virtual void operation_ends() {}
+    virtual void wait_begins(Transfer::Of) {}
+    virtual void wait_ends() {}
 };
-inline RangeListener* range_listener = nullptr;  // null unless somebody measures
+inline StepListener* step_listener = nullptr;  // null unless somebody measures
 
 // Begins a span of time in which any thread does something beside the step: an NVTX range for nsys.
 // end_span() ends it, by the number that is returned.
@@ -376,7 +382,7 @@ class [[nodiscard]] EnqueuedRange {
 class Range {
   public:
     explicit Range(const char* name, int index = -1)
-        : length_before_(path().size()), listener_(range_listener) {
+        : length_before_(path().size()), listener_(step_listener) {
         place_ = std::string_view();
         if (!path().empty()) path() += ' ';
         const size_t start = path().size();
@@ -413,5 +419,5 @@ class Range {
   private:
     inline static std::string_view place_;  // place(), until a range opens or closes
     size_t length_before_;
-    RangeListener* listener_;
+    StepListener* listener_;
 };

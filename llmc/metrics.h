@@ -5,145 +5,20 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
 #include <deque>
 #include <functional>
 #include <optional>
 #include <string>
 #include <utility>
 
-#include <nlohmann/json.hpp>
-
 #include "llmc/device.h"
 #include "llmc/error.h"
-#include "llmc/file.h"
 #include "llmc/graph.h"
 #include "llmc/run_records.h"
 #include "llmc/save_progress.h"
 #include "llmc/tensor.h"
-#include "llmc/terminal_line.h"
 #include "llmc/text.h"
 #include "llmc/work.h"
-
-// ---- the line of a step
-//
-// Decides for which steps training prints a line, and prints it.
-
-struct StepFigures {
-    int64_t step;  // from 0
-    double loss, norm, rate, seconds;
-    double waited = -1;  // of these, seconds waiting for streamed data or other ranks; negative: no such
-    std::optional<int> slow_rank = {};
-};
-
-// The rank that the others wait for, given which share of a step each rank waited for others: at least half
-// of the ranks waited a fifth of the step or more, and this one a quarter of that or less.
-inline std::optional<int> slow_rank(const std::vector<double>& waited) {
-    std::vector<double> sorted = waited;
-    std::sort(sorted.begin(), sorted.end());
-    const double usual = sorted[sorted.size() / 2];
-    if (usual < 0.2 || sorted[0] > usual / 4) return std::nullopt;
-    return static_cast<int>(std::min_element(waited.begin(), waited.end()) - waited.begin());
-}
-
-// Prints a line for each of the first steps, then one line per second or, if `every` is not 0, one for every
-// `every`-th step. A terminal shows one short line instead, which is drawn anew as steps are done; the lines
-// that `every` asks for, and that of the last step, stay there. Printed steps are counted from 1 to `steps`.
-class StepLines {
-  public:
-    // A step's tokens and FLOPs. Utilization is relative to peak_flops per second. When a step reaches more,
-    // new_peak() prints and returns what it is relative to from then on. `memory`: the bytes that the run
-    // takes.
-    struct Amounts {
-        double tokens, flops, peak_flops;
-        size_t memory;
-        std::function<double(double reached)> new_peak = [](double reached) { return reached; };
-    };
-    StepLines(int64_t first_step, int64_t steps, int64_t every, Amounts a_step)
-        : first_step_(first_step), steps_(steps), every_(every), a_step_(a_step) {}
-
-    // Tokens of a step.
-    double tokens() const { return a_step_.tokens; }
-    // A step is done; `now` is the time in seconds on any clock.
-    void add(const StepFigures& f, double now) {
-        // The first steps are slower, because products are compiled and graphs recorded. The time left is
-        // estimated from the others.
-        const bool early = f.step - first_step_ < kFirst;
-        const bool asked = every_ > 0 && (f.step + 1) % every_ == 0;
-        seconds_per_step_ = early ? f.seconds : 0.9 * seconds_per_step_ + 0.1 * f.seconds;
-        if (const double reached = a_step_.flops / f.seconds; reached > a_step_.peak_flops)
-            a_step_.peak_flops = a_step_.new_peak(reached);
-        smoothed_.add(f.loss);
-        latest_ = f;
-        now_ = now;
-        if (is_terminal_)
-            show_latest(asked || f.step + 1 == steps_);
-        else if (early || (every_ > 0 ? asked : now >= printed_ + 1))
-            print_latest();
-    }
-
-    // Prints the line of the latest step if it was not printed: before other output, and at the end.
-    void print_latest() {
-        if (!latest_ || is_terminal_) return;
-        const StepFigures f = *std::exchange(latest_, std::nullopt);
-        const int64_t done = f.step + 1;
-        const int64_t left = seconds_left(f);
-        // The device's clock measures the waiting, the host's the step; in very short steps the first may be
-        // longer.
-        std::string waited =
-            f.waited < 0 ? "" : format(" | waited %.1f%%", 100 * std::min(f.waited / f.seconds, 1.0));
-        if (f.slow_rank) waited += format(" | rank %d is slow", *f.slow_rank);
-        print(stdout,
-              "step %5lld/%lld %5.1f%% | loss %.6f | norm %.4f | lr %.3e | %8.2f ms | %8.0f tok/s | MFU "
-              "%4.1f%%%s | %lld:%02lld left\n",
-              static_cast<long long>(done), static_cast<long long>(steps_),
-              100.0 * static_cast<double>(done) / static_cast<double>(steps_), f.loss, f.norm, f.rate,
-              f.seconds * 1e3, a_step_.tokens / f.seconds,
-              100.0 * a_step_.flops / f.seconds / a_step_.peak_flops, waited.c_str(),
-              static_cast<long long>(left / 60), static_cast<long long>(left % 60));
-        fflush(stdout);
-        printed_ = now_;
-    }
-
-  private:
-    static constexpr int64_t kFirst = 3;
-
-    int64_t seconds_left(const StepFigures& f) const {
-        return static_cast<int64_t>(seconds_per_step_ * static_cast<double>(steps_ - f.step - 1));
-    }
-    // The latest step's line on a terminal, at most ten times a second unless it stays.
-    void show_latest(bool stays) {
-        if (!stays && now_ < printed_ + 0.1) return;
-        const StepFigures& f = *latest_;
-        const auto left = static_cast<long long>(seconds_left(f));
-        const double speed = a_step_.tokens / seconds_per_step_;
-        const size_t memory = a_step_.memory;
-        const std::string line = fitting_line(
-            {format("step %lld/%lld", static_cast<long long>(f.step + 1), static_cast<long long>(steps_)),
-             format("  loss %.4f", f.loss), format("  smoothed %.4f", smoothed_.value),
-             speed < 1e5 ? format("  %.0f tokens/s", speed) : format("  %.0fk tokens/s", speed / 1e3),
-             left < 3600 ? format("  %lld:%02lld left", left / 60, left % 60)
-                         : format("  %lldh%02lldm left", left / 3600, left / 60 % 60),
-             f.slow_rank ? format("  rank %d is slow", *f.slow_rank) : "",
-             memory < 1 << 30 ? format("  %.0f MiB", mebibytes(memory))
-                              : format("  %.1f GiB", gibibytes(memory))});
-        if (stays)
-            print(stdout, "%s\n", line.c_str());
-        else
-            draw_line(line);
-        printed_ = now_;
-    }
-
-    bool is_terminal_ = is_terminal(STDOUT_FILENO);
-    int64_t first_step_, steps_, every_;
-    Amounts a_step_;
-    double seconds_per_step_ = 0;
-    SmoothedLoss smoothed_;
-    std::optional<StepFigures> latest_;  // the latest step, if its line was not printed
-    double now_ = 0, printed_ = 0;       // when the latest step was done, and the one printed last
-};
-
-// ---- the results of a step
 
 class Metrics {
   public:

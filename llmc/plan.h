@@ -164,8 +164,7 @@ inline std::string digest_of_exchanges(const Plans& plans) {
         add("a plan");
         for (const Transfer& t : plan->transfers)
             if (t.of == Transfer::Ranks)
-                add(format("%s %s %d", t.waits ? "wait" : t.content,
-                           kRouteNames[static_cast<size_t>(t.route)], t.number));
+                add(format("%s %s %d", t.waits ? "wait" : t.content, kRouteNames[t.route], t.number));
     }
     return std::to_string(digest);
 }
@@ -213,10 +212,10 @@ inline RanksReport report_ranks(const Options& o, const Plans& plans, int micro_
     add(micro_batches > 1 ? plans.add : plans.train, 1);
     add(plans.update, 1);
     r.links = rates.ranks;
-    r.link_rate = rates.transfers[static_cast<size_t>(Route::ToRanks)];
+    r.link_rate = rates.transfers[Route::ToRanks];
     for (const PhaseTime& p : phases) {
-        r.seconds += p.busy[static_cast<size_t>(Cost::Exchange)];
-        r.waited_seconds += p.seconds[static_cast<size_t>(Cost::Exchange)];
+        r.seconds += p.busy[Cost::Exchange];
+        r.waited_seconds += p.seconds[Cost::Exchange];
     }
     return r;
 }
@@ -265,14 +264,18 @@ MemoryReport make_report(const Options& o, const Plans& plans, const InputBytes&
     for (const auto& [plan, runs] :
          {std::pair{&plans.train, 1}, std::pair{&plans.add, passes - 1}, std::pair{&plans.update, 1}})
         for (const Transfer& t : plan->transfers)
-            if (!t.waits) r.moved[static_cast<size_t>(t.route)] += runs * t.bytes;
+            if (!t.waits) r.moved[t.route] += runs * t.bytes;
     r.update_seconds = seconds_of(plans.update.work, rates);
     const double adds_seconds = seconds_of(without_exchanges(plans.add).work, rates);
     r.seconds = seconds_of(plans.train.work, rates) + (o.own_micro_batches() - 1) * adds_seconds +
                 (seconds_of(plans.add.work, rates) - adds_seconds) + r.update_seconds +
                 seconds_waited(r.phases);
     r.rates = o.rates;
-    if (o.rates.empty() && !kHostIsDevice) r.gpu = nominal_gpu().called;
+    if (o.rates.empty() && !kHostIsDevice) {
+        r.gpu = nominal_gpu().called;
+        if (!gpu_named(r.gpu))
+            r.gpu_rates = planned_gpu ? ", at its highest clock" : ", computed from what it reports";
+    }
     if (!o.memory.empty()) r.budget = describe_budget(o.memory, budget_of(o.memory, o.rank));
     r.choice = choices.memory;
     r.batch_choice = choices.batch;
@@ -339,7 +342,6 @@ inline void open_report(Report& page, const Options& o, const MemoryReport& repo
     if (planned_gpu) print_gpu_answer(to, o, report);
     print_summary(to, report, "takes");
     print_phases(to, report);
-    print_ranks(to, report.ranks);
     fclose(to);
     about["plan"] = text;
     free(text);
@@ -378,6 +380,18 @@ inline void print_plan(const Options& o, const MemoryReport& report, const Plan&
         print_summary(stdout, report, "allocating", memory_of_rank(o.rank));
     }
     if (o.plan) remark_shortage(report);
+}
+
+// Prints what a run has taken beside what was planned: `bytes` of the device, pinned host memory, and files.
+inline void print_taken(const MemoryReport& r, size_t bytes) {
+    print(stdout, "taken from the device: %.1f MiB; planned: %.1f MiB\n", mebibytes(bytes),
+          mebibytes(r.total() - r.context));
+    const auto print_memory = [](const char* what, size_t taken, size_t planned) {
+        if (taken + planned > 0)
+            print(stdout, "%s: %.1f MiB; planned: %.1f MiB\n", what, mebibytes(taken), mebibytes(planned));
+    };
+    print_memory("pinned in host memory", pinned_bytes_allocated, r.all_pinned());
+    print_memory("taken in files", working_file_bytes, r.in_files());
 }
 
 // Call it when all memory is allocated: fails if that is not what the report says, to the byte. From then on

@@ -41,7 +41,7 @@ inline Options filling_planned_gpu(Options o, bool with_host) {
 inline std::string gpus_with_room(size_t bytes, size_t pinned) {
     const size_t without_context = bytes - std::min(bytes, context_bytes());
     std::vector<const KnownGpu*> all;
-    for (const KnownGpu& gpu : kKnownGpus) {
+    for (const KnownGpu& gpu : known_gpus()) {
         if (gpu.for_plans_only) continue;
         const size_t free = memory_of(gpu) - cuda_context_bytes(gpu.multiprocessors, gpu.is_hopper());
         if (with_reserve({free, ""}, 0).bytes >= without_context + (gpu.integrated ? pinned : 0))
@@ -109,7 +109,7 @@ inline std::string costs_of_fitting(const MemoryReport& r, int ranks_on_a_machin
     const auto ranks = static_cast<size_t>(ranks_on_a_machine);
     std::string costs;
     const auto add = [&](const std::string& cost) { costs += (costs.empty() ? "" : "; ") + cost; };
-    const auto moved = [&](Route route) { return r.moved[static_cast<size_t>(route)]; };
+    const auto moved = [&](Route route) { return r.moved[route]; };
     if (!r.choice.empty()) {
         const double slower = r.choice[0].slower;
         add(slower < 0.001 ? "a step takes no longer than if the GPU could keep everything"

@@ -87,6 +87,12 @@ struct ExchangeRound {
     std::function<void()> then = {};
 };
 
+// An exchange on a rank, in seconds: by the rank's clock, when it started the exchange and when it began to
+// wait for it; how long the exchange took, and how long the rank waited.
+struct ExchangeTime {
+    double began, asked, took, waited;
+};
+
 // Moves bytes between the ranks. All ranks make the same calls in the same order.
 class RankEngine {
   public:

@@ -89,11 +89,6 @@ inline int nccl_channels(int ranks) {
     while (channels > 1 && channels * (ranks - 1) > 32) channels /= 2;
     return channels;
 }
-// An exchange on a rank, in seconds: by the rank's clock, when it started the exchange and when it began to
-// wait for it; how long the exchange took, and how long the rank waited.
-struct ExchangeTime {
-    double began, asked, took, waited;
-};
 // This process's clock, in seconds.
 inline double exchange_clock() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -441,7 +436,7 @@ class RankTransfers {
 
 #else
 
-// Exchanges between CPUs are measured as they are made (bench_ranks.h).
+// Exchanges between CPUs are measured as they are made (bench.h).
 struct ExchangeTimer {
     static std::vector<ExchangeTime> take() { return {}; }
 };

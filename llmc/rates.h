@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cassert>
 #include <cmath>
 #include <limits>
 #include <map>
@@ -15,8 +16,8 @@
 #include <string_view>
 #include <vector>
 
-#include "llmc/arena.h"
-#include "llmc/work.h"
+#include "llmc/build.h"
+#include "llmc/step_plan.h"
 
 // What a device can do: FLOP/s, bytes/s, and the seconds that each launch takes besides. Products in TF32
 // have FLOP/s of their own, and so has attention unless they are 0.
@@ -112,7 +113,10 @@ struct ProductRates {
 };
 
 // What a phase's time is spent on. Exchange: between the ranks of several devices.
-enum class Cost { Products, Attention, Passes, Disk, Link, Host, Exchange };
+namespace costs {  // Cost::Products indexes arrays
+enum Cost : size_t { Products, Attention, Passes, Disk, Link, Host, Exchange };
+}
+using costs::Cost;
 constexpr size_t kCosts = 7, kComputing = 3;  // the first of them compute, the others move data
 inline constexpr const char* kCostNames[kCosts] = {"products", "attention", "memory passes", "disk",
                                                    "link",     "host",      "exchange"};
@@ -183,8 +187,8 @@ struct Rates {
     std::array<double, kRoutes> measured_transfers() const {
         if (!measured()) return kNoLimits;
         auto all = transfers;
-        if (ranks.link_is_nominal) all[static_cast<size_t>(Route::ToRanks)] = kFree;
-        if (ranks.network_of != kMeasured) all[static_cast<size_t>(Route::ToMachines)] = kFree;
+        if (ranks.link_is_nominal) all[Route::ToRanks] = kFree;
+        if (ranks.network_of != kMeasured) all[Route::ToMachines] = kFree;
         return all;
     }
 
@@ -205,9 +209,7 @@ struct Rates {
     }
     // The seconds that a transfer takes.
     double seconds(const Transfer& t) const { return seconds_moving(t.bytes, t.route); }
-    double seconds_moving(double bytes, Route route) const {
-        return bytes / transfers[static_cast<size_t>(route)];
-    }
+    double seconds_moving(double bytes, Route route) const { return bytes / transfers[route]; }
 };
 
 // The mean of two measurements: the geometric mean of each rate.
@@ -242,20 +244,14 @@ struct PhaseTime {
     // By Cost. For transfers: the time they are waited for, and what computing takes longer beside them.
     std::array<double, kCosts> seconds = {};
     std::array<double, kCosts> busy = {};  // by Cost; for transfers: all their time
-    double total() const {
-        double sum = 0;
-        for (double s : seconds) sum += s;
-        return sum;
-    }
+    double total() const { return std::accumulate(seconds.begin(), seconds.end(), 0.0); }
     // What limits it: transfers if they take longer than what runs meanwhile, otherwise the operations that
     // take longest.
     Cost bound() const {
-        const auto of = [&](Cost c) { return busy[static_cast<size_t>(c)]; };
-        const double computes = of(Cost::Products) + of(Cost::Attention) + of(Cost::Passes);
-        const Cost moves =
-            static_cast<Cost>(std::max_element(busy.begin() + kComputing, busy.end()) - busy.begin());
-        if (of(moves) > computes) return moves;
-        return static_cast<Cost>(std::max_element(busy.begin(), busy.begin() + kComputing) - busy.begin());
+        const auto moves = busy.begin() + kComputing;
+        const auto longest = std::max_element(moves, busy.end());
+        const bool waits = *longest > std::accumulate(busy.begin(), moves, 0.0);
+        return static_cast<Cost>((waits ? longest : std::max_element(busy.begin(), moves)) - busy.begin());
     }
 };
 
@@ -285,7 +281,7 @@ class Media {
     };
     // The span of a transfer that is requested at `now`.
     Span begin(const Transfer& t, double now) {
-        const bool crosses = !kHostIsDevice && !t.stays_with_host;
+        const bool crosses = !kBuild.host_is_device && !t.stays_with_host;
         if (t.route == Route::DiskWrite && crosses) {
             double& link = free_of(Route::ToHost);
             now = link = std::max(now, link) + rates_.seconds_moving(t.bytes, Route::ToHost);
@@ -299,7 +295,7 @@ class Media {
             in = out = at + rates_.seconds_moving(t.bytes, Route::ToRanks);
         }
         double done = free = at + rates_.seconds(t);
-        if (const double share = rates_.beside[static_cast<size_t>(t.route)]; share < 1)
+        if (const double share = rates_.beside[t.route]; share < 1)
             disturbs_.push_back({at, done, share, cost_of(t.route)});
         if (is_exchange(t.route)) done = exchanged_ = std::max(done, exchanged_);
         const bool comes_to_host = t.route == Route::DiskRead && t.stays_with_host;
@@ -407,18 +403,18 @@ inline void add_phases(PhaseTimes& phases, const Plan& plan, double runs, const 
         if (current == phases.size()) phases.push_back({std::string(last)});
         return phases[current];
     };
-    std::vector<size_t> moved;  // the Cost of each transfer
+    std::vector<Cost> moved;  // of each transfer
     simulate(
         plan, rates,
         [&](const Work& w, double, double seconds, double more, Cost beside) {
             PhaseTime& p = phase(w.range);
-            p.seconds[static_cast<size_t>(cost_of(w))] += runs * seconds;
-            p.busy[static_cast<size_t>(cost_of(w))] += runs * seconds;
-            p.seconds[static_cast<size_t>(beside)] += runs * more;
+            p.seconds[cost_of(w)] += runs * seconds;
+            p.busy[cost_of(w)] += runs * seconds;
+            p.seconds[beside] += runs * more;
         },
         [&](const Transfer& t, Cost cost, double, double seconds) {
-            moved.push_back(static_cast<size_t>(cost));
-            phase(t.range).busy[moved.back()] += runs * seconds;
+            moved.push_back(cost);
+            phase(t.range).busy[cost] += runs * seconds;
         },
         [&](const Transfer& t, size_t which, double, double seconds) {
             phase(t.range).seconds[moved[which]] += runs * seconds;

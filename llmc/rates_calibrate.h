@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -66,15 +67,12 @@ class Calibration {
         return mean_of(first, rates_);
     }
 
-    // Calls measure(multiply, seconds), where multiply(i) is a product, and how long it takes alone.
-    template <class Measure>
-    void beside_products(Measure&& measure) {
+    // Calls measure(multiply, seconds), where multiply() is a product, and how long it takes alone.
+    void beside_products(const std::function<void(const std::function<void()>&, double)>& measure) {
         run([&](Bench& b) {
-            const TensorT x = b.template take<T>({kChannels, kChannels});
-            TensorT y = b.template take<T>({kChannels, kChannels});
-            const auto multiply = [&](int64_t) {
-                matmul(b.arena, stream_, y, x, far({kChannels, kChannels}), {});
-            };
+            const TensorT x = b.values({kChannels, kChannels});
+            TensorT y = b.values({kChannels, kChannels});
+            const auto multiply = [&] { matmul(b.arena, stream_, y, x, far({kChannels, kChannels}), {}); };
             const double alone = b.time(multiply);
             if (!b.arena.rehearsing()) measure(multiply, alone);
         });
@@ -85,6 +83,7 @@ class Calibration {
   private:
     using TensorT = Tensor<T>;
     using TensorF = Tensor<float>;
+    using Queue = std::function<void()>;
 
     // ---- how a case is measured
 
@@ -146,13 +145,11 @@ class Calibration {
     // Memory for an activation that is to be kept.
     TensorT kept(Shape shape) { return written_.next(shape); }
 
-    // The seconds that the device takes for what queue(i) enqueues, the median of several runs; `i` counts
-    // them. Runs until two agree on the best, if that does not take too long. The best itself would be a time
-    // that no step reaches.
-    template <class Queue>
-    double typical_run(Queue&& queue) const {
-        int64_t i = 0;
-        queue(i++);
+    // The seconds that the device takes for what queue() enqueues, the median of several runs. Runs until two
+    // agree on the best, if that does not take too long. The best itself would be a time that no step
+    // reaches.
+    double typical_run(const Queue& queue) const {
+        queue();
         stream_synchronize(stream_);
         std::vector<double> runs;
         double best = 1e30, second = 1e30;
@@ -161,7 +158,7 @@ class Calibration {
                           (second > kAgree * best && all.seconds() < kTooLong);
              run++) {
             const WallClock clock;
-            for (int k = 0; k < kTimedTogether; k++) queue(i++);
+            for (int k = 0; k < kTimedTogether; k++) queue();
             stream_synchronize(stream_);
             runs.push_back(clock.seconds() / kTimedTogether);
             second = std::min(second, std::max(best, runs.back()));
@@ -190,7 +187,7 @@ class Calibration {
 
     // What cases are defined with: it takes their tensors, filled, and times what they enqueue.
     struct Bench {
-        const Calibration& of;
+        Calibration& of;
         Arena& arena;
         std::vector<double>& seconds;
 
@@ -200,20 +197,26 @@ class Calibration {
             if (!arena.rehearsing()) of.fill(t);
             return t;
         }
-        // The seconds of what queue(i) enqueues; 0 in a dry run.
-        template <class Queue>
-        double time(Queue&& queue) {
-            if (arena.rehearsing()) return queue(0), 0.0;
+        TensorT values(Shape shape) { return take<T>(shape); }
+        TensorF floats(Shape shape) { return take<float>(shape); }
+        Tensor<uint8_t> codes(Shape shape) { return take<uint8_t>(shape); }
+        // The seconds of what queue() enqueues; 0 in a dry run.
+        double time(const Queue& queue) {
+            if (arena.rehearsing()) return queue(), 0.0;
             seconds.push_back(of.typical_run(queue));
             return seconds.back();
         }
+        // Times what makes an activation of this shape that is kept.
+        void time_kept(Shape shape, const std::function<void(TensorT& made)>& make) {
+            time([&, shape] {
+                TensorT made = of.kept(shape);
+                make(made);
+            });
+        }
     };
-    struct Measured {
-        std::vector<Work> work;
-        std::vector<double> seconds;
-    };
-    template <class Cases>
-    Measured run(Cases&& make) {
+    using Cases = std::function<void(Bench&)>;
+    // Runs the cases, and returns the operations of their dry run, and the seconds of each that was timed.
+    std::pair<std::vector<Work>, std::vector<double>> run(const Cases& make) {
         Arena arena;
         std::vector<double> seconds;
         const auto all = [&] {
@@ -228,17 +231,19 @@ class Calibration {
     }
     // Adds the rates of operations, each timed by itself: FLOP/s by its length for attention, otherwise
     // bytes/s by its bytes.
-    template <class Cases>
-    void add(Cases&& make) {
-        const Measured m = run(make);
-        assert(m.work.size() == m.seconds.size());
-        for (size_t i = 0; i < m.work.size(); i++) {
-            const Work& w = m.work[i];
-            if (cost_of(w) == Cost::Attention)
-                rates_.operations[rate_name(w)].put(w.variant.length, w.flops / m.seconds[i]);
-            else
-                rates_.operations[rate_name(w)].put(w.bytes, w.bytes / m.seconds[i]);
+    void add(const Cases& make) {
+        const auto [work, seconds] = run(make);
+        assert(work.size() == seconds.size());
+        for (size_t i = 0; i < work.size(); i++) {
+            const Work& w = work[i];
+            const bool by_length = cost_of(w) == Cost::Attention;
+            rates_.operations[rate_name(w)].put(by_length ? w.variant.length : w.bytes,
+                                                (by_length ? w.flops : w.bytes) / seconds[i]);
         }
+    }
+    // Adds those of cases(bench, rows), for tensors (rows, kChannels), some of which fit a cache.
+    void add_for_rows(const std::function<void(Bench&, int64_t rows)>& cases) {
+        for (const int64_t rows : kRows) add([&](Bench& b) { cases(b, rows); });
     }
 
     // ---- products
@@ -256,7 +261,7 @@ class Calibration {
     }
     void measure_products() {
         run([&](Bench& b) {
-            const TensorT a = b.template take<T>({kWideElements}), near = b.template take<T>({kWideElements});
+            const TensorT a = b.values({kWideElements}), near = b.values({kWideElements});
             measure_form(b, a, near, false, false);
             measure_form(b, a, near, false, true);
             measure_form(b, a, near, true, false);
@@ -278,8 +283,8 @@ class Calibration {
                 matmul(b.arena, stream_, to, x, far(transpose_b ? Shape{n, k} : Shape{k, n}),
                        {.transpose_a = transpose_a, .transpose_b = transpose_b});
             };
-            if (transpose_a) return b.time([&](int64_t) { multiply(kept({m, n})); });
-            return b.time([&](int64_t) {
+            if (transpose_a) return b.time([&] { multiply(kept({m, n})); });
+            return b.time([&] {
                 multiply(kept({m, n}));
                 multiply(TensorT(near.data(), {m, n}));
             }) / 2;
@@ -288,8 +293,8 @@ class Calibration {
     // Measures the rates of all shapes with seconds(m, n, k), which is 0 in a dry run. A dry run has all
     // shapes, as nobody knows yet which will be quick enough. A shape that takes too long, or too much
     // memory, is assumed to be as fast as the best of those that are smaller by one side.
-    template <class Seconds>
-    void for_shapes(ProductRates& p, bool rehearsing, Seconds&& seconds) const {
+    static void for_shapes(ProductRates& p, bool rehearsing,
+                           const std::function<double(int64_t, int64_t, int64_t)>& seconds) {
         for (size_t i = 0; i < p.sizes[0].size(); i++)
             for (size_t j = 0; j < p.sizes[1].size(); j++)
                 for (size_t k = 0; k < p.sizes[2].size(); k++) {
@@ -323,11 +328,11 @@ class Calibration {
         const int64_t width = 512, row = 3 * width;
         const int heads = static_cast<int>(width) / head_size;
         const Shape qkv_shape = {batch, length, row}, shape = {batch, length, width};
-        const TensorT qkv = b.template take<T>(qkv_shape);
-        TensorT d_qkv = b.template take<T>({batch, length, row});
-        const TensorT d_out = b.template take<T>({batch, length, width});
-        TensorF lse = b.template take<float>({batch, heads, length});
-        TensorF delta = b.template take<float>({batch, heads, length});
+        const TensorT qkv = b.values(qkv_shape);
+        TensorT d_qkv = b.values({batch, length, row});
+        const TensorT d_out = b.values({batch, length, width});
+        TensorF lse = b.floats({batch, heads, length});
+        TensorF delta = b.floats({batch, heads, length});
         const auto of = [&](const TensorT& t) {
             return AttentionInput<T>{.batch = batch,
                                      .heads = heads,
@@ -343,11 +348,9 @@ class Calibration {
                                      .kv_batch = length * row,
                                      .hopper = true};
         };
-        b.time([&](int64_t) { attention_forward(kept(shape).data(), lse.data(), of(qkv), stream_); });
-        b.time([&](int64_t) {
-            attention_delta(delta.data(), d_out.data(), far(shape).data(), of(qkv), stream_);
-        });
-        b.time([&](int64_t) {
+        b.time([&] { attention_forward(kept(shape).data(), lse.data(), of(qkv), stream_); });
+        b.time([&] { attention_delta(delta.data(), d_out.data(), far(shape).data(), of(qkv), stream_); });
+        b.time([&] {
             attention_backward(d_qkv.data(), d_qkv.at(width), d_qkv.at(2 * width), d_out.data(), lse.data(),
                                delta.data(), of(far(qkv_shape)), stream_);
         });
@@ -355,49 +358,25 @@ class Calibration {
 
     // ---- passes over activations
 
-    // Calls f(rows) for tensors (rows, kChannels), some of which fit a cache.
-    template <class F>
-    void for_rows(F&& f) {
-        for (const int64_t rows : kRows) f(rows);
-    }
-
     void measure_passes() {
-        for_rows([&](int64_t rows) {
-            add([&](Bench& b) {
-                const Shape shape = {rows, kChannels}, wide = {rows, 2 * kChannels};
-                TensorT x = b.template take<T>(shape), d_y = b.template take<T>(shape);
-                const TensorT gates = b.template take<T>(wide);
-                TensorT d_gates = b.template take<T>(wide), bias = b.template take<T>({kChannels});
-                TensorF scratch = b.template take<float>(column_sums_scratch(rows, kChannels, 1));
-                b.time([&](int64_t) {
-                    TensorT y = kept(shape);
-                    copy(y, far(shape));
-                });
-                b.time([&](int64_t) {
-                    TensorT y = kept(shape);
-                    residual_forward(y, d_y, x, stream_);
-                });
-                b.time([&](int64_t) {
-                    TensorT y = kept(shape);
-                    gelu_forward(y, x, stream_);
-                });
-                b.time([&](int64_t) { gelu_backward(d_y, x, far(shape), stream_); });
-                b.time([&](int64_t) {
-                    TensorT y = kept(shape);
-                    swiglu_forward(y, gates, stream_);
-                });
-                b.time([&](int64_t) { swiglu_backward(d_gates, x, far(wide), stream_); });
-                b.time([&](int64_t) { bias_backward(bias, scratch, x, stream_); });
-                b.time([&](int64_t) { scale_columns(x, {{768, 768, 768}, {1, 1, 1}}, stream_); });
-                if constexpr (std::is_same_v<T, bf16>) {
-                    TensorF term = b.template take<float>(shape);
-                    Tensor<uint8_t> low = b.template take<uint8_t>({rows, kChannels / 2});
-                    b.time([&](int64_t) {
-                        TensorT sum = kept(shape);
-                        wide_sum_add(sum, low, term, stream_);
-                    });
-                }
-            });
+        add_for_rows([&](Bench& b, int64_t rows) {
+            const Shape shape = {rows, kChannels}, wide = {rows, 2 * kChannels};
+            TensorT x = b.values(shape), d_y = b.values(shape), gates = b.values(wide);
+            TensorT d_gates = b.values(wide), bias = b.values({kChannels});
+            TensorF scratch = b.floats(column_sums_scratch(rows, kChannels, 1));
+            b.time_kept(shape, [&](TensorT& y) { copy(y, far(shape)); });
+            b.time_kept(shape, [&](TensorT& y) { residual_forward(y, d_y, x, stream_); });
+            b.time_kept(shape, [&](TensorT& y) { gelu_forward(y, x, stream_); });
+            b.time([&] { gelu_backward(d_y, x, far(shape), stream_); });
+            b.time_kept(shape, [&](TensorT& y) { swiglu_forward(y, gates, stream_); });
+            b.time([&] { swiglu_backward(d_gates, x, far(wide), stream_); });
+            b.time([&] { bias_backward(bias, scratch, x, stream_); });
+            b.time([&] { scale_columns(x, {{768, 768, 768}, {1, 1, 1}}, stream_); });
+            if constexpr (std::is_same_v<T, bf16>) {
+                TensorF term = b.floats(shape);
+                Tensor<uint8_t> low = b.codes({rows, kChannels / 2});
+                b.time_kept(shape, [&](TensorT& sum) { wide_sum_add(sum, low, term, stream_); });
+            }
         });
     }
     // The operation whose rate stands for those that have none of their own.
@@ -409,30 +388,24 @@ class Calibration {
 
     void measure_norms() {
         for (const NormKind kind : {NormKind::Layer, NormKind::Rms})
-            for_rows([&](int64_t rows) {
-                add([&](Bench& b) {
-                    const Shape shape = {rows, kChannels};
-                    TensorF mean = b.template take<float>({rows}), rstd = b.template take<float>({rows});
-                    Normed<T> n = {std::move(mean), std::move(rstd), {}};
-                    const TensorT x = b.template take<T>(shape);
-                    TensorT d_x = b.template take<T>(shape);
-                    const Norm<T> w = {b.template take<T>({kChannels}), b.template take<T>({kChannels})};
-                    Norm<T> g = {b.template take<T>({kChannels}), b.template take<T>({kChannels})};
-                    TensorF scratch =
-                        b.template take<float>(column_sums_scratch(rows, kChannels, norm_sums(kind)));
-                    b.time([&](int64_t) {
-                        n.out = kept(shape);
-                        norm_forward(kind, n, x, w, 1e-5f, stream_);
-                    });
-                    b.time([&](int64_t) {
-                        TensorT sum = kept(shape);
-                        n.out = kept(shape);
-                        residual_norm_forward(kind, sum, n, x, d_x, w, 1e-5f, stream_);
-                    });
-                    b.time([&](int64_t) { normalize(kind, d_x, far(shape), n, w, stream_); });
-                    b.time(
-                        [&](int64_t) { norm_backward(kind, d_x, g, scratch, x, far(shape), n, w, stream_); });
+            add_for_rows([&](Bench& b, int64_t rows) {
+                const Shape shape = {rows, kChannels};
+                TensorF mean = b.floats({rows}), rstd = b.floats({rows});
+                Normed<T> n = {std::move(mean), std::move(rstd), {}};
+                TensorT x = b.values(shape), d_x = b.values(shape);
+                const Norm<T> w = {b.values({kChannels}), b.values({kChannels})};
+                Norm<T> g = {b.values({kChannels}), b.values({kChannels})};
+                TensorF scratch = b.floats(column_sums_scratch(rows, kChannels, norm_sums(kind)));
+                b.time([&] {
+                    n.out = kept(shape);
+                    norm_forward(kind, n, x, w, 1e-5f, stream_);
                 });
+                b.time_kept(shape, [&](TensorT& sum) {
+                    n.out = kept(shape);
+                    residual_norm_forward(kind, sum, n, x, d_x, w, 1e-5f, stream_);
+                });
+                b.time([&] { normalize(kind, d_x, far(shape), n, w, stream_); });
+                b.time([&] { norm_backward(kind, d_x, g, scratch, x, far(shape), n, w, stream_); });
             });
     }
 
@@ -440,35 +413,31 @@ class Calibration {
 
     void measure_heads() {
         constexpr int kHeads = 12, kSize = 64;
-        for_rows([&](int64_t rows) {
-            add([&](Bench& b) {
-                const Shape shape = {1, rows, 3 * kHeads * kSize};
-                const Tensor<int> none;
-                TensorT qkv = b.template take<T>(shape), d_qkv = b.template take<T>(shape);
-                const TensorF factors = b.template take<float>({kSize / 2});
-                const TensorT q = b.template take<T>({kSize}), k = b.template take<T>({kSize});
-                TensorT d_q = b.template take<T>({kSize}), d_k = b.template take<T>({kSize});
-                TensorF scratch = b.template take<float>(head_norm_scratch(rows, kSize));
-                b.time([&](int64_t) { rope_forward(qkv, factors, 2 * kHeads, 0, none, stream_); });
-                b.time([&](int64_t) { rope_backward(qkv, factors, 2 * kHeads, 0, none, stream_); });
-                b.time([&](int64_t) {
-                    TensorT out = kept(shape);
-                    head_norm_forward(out, qkv, q, k, kHeads, kHeads, stream_, 1e-6f);
-                });
-                b.time([&](int64_t) {
-                    head_norm_backward(d_qkv, d_q, d_k, scratch, far(shape), q, k, kHeads, kHeads, stream_,
-                                       1e-6f);
-                });
+        add_for_rows([&](Bench& b, int64_t rows) {
+            const Shape shape = {1, rows, 3 * kHeads * kSize};
+            const Tensor<int> none;
+            TensorT qkv = b.values(shape), d_qkv = b.values(shape);
+            const TensorF factors = b.floats({kSize / 2});
+            TensorT q = b.values({kSize}), k = b.values({kSize});
+            TensorT d_q = b.values({kSize}), d_k = b.values({kSize});
+            TensorF scratch = b.floats(head_norm_scratch(rows, kSize));
+            b.time([&] { rope_forward(qkv, factors, 2 * kHeads, 0, none, stream_); });
+            b.time([&] { rope_backward(qkv, factors, 2 * kHeads, 0, none, stream_); });
+            b.time_kept(shape, [&](TensorT& out) {
+                head_norm_forward(out, qkv, q, k, kHeads, kHeads, stream_, 1e-6f);
+            });
+            b.time([&] {
+                head_norm_backward(d_qkv, d_q, d_k, scratch, far(shape), q, k, kHeads, kHeads, stream_,
+                                   1e-6f);
             });
         });
         for (const int64_t rows : {kRows[0], kFastCpu ? kRows[1] : 2048})
             add([&](Bench& b) {
-                TensorT logits = b.template take<T>({rows, kVocabulary});
-                TensorF losses = b.template take<float>({rows, 1});
+                TensorT logits = b.values({rows, kVocabulary});
+                TensorF losses = b.floats({rows, 1});
                 const Tensor<int> targets = b.template take<int>({rows, 1});
-                b.time(
-                    [&](int64_t) { cross_entropy_forward(logits, losses, targets, kVocabulary, stream_); });
-                b.time([&](int64_t) {
+                b.time([&] { cross_entropy_forward(logits, losses, targets, kVocabulary, stream_); });
+                b.time([&] {
                     cross_entropy_forward_backward(logits, losses, targets, LossScale{1, nullptr},
                                                    kVocabulary, stream_);
                 });
@@ -485,18 +454,18 @@ class Calibration {
             const int64_t parts = ceil_div(static_cast<int64_t>(passing_bytes()), of_one);
             const int64_t all = parts * kUpdated;
             int64_t passed = 0;
-            TensorT weights = b.template take<T>({all});
-            const TensorT gradients = b.template take<T>({all});
-            TensorF norm = b.template take<float>({1}), scratch = b.template take<float>({kNormBlocks});
+            TensorT weights = b.values({all});
+            const TensorT gradients = b.values({all});
+            TensorF norm = b.floats({1}), scratch = b.floats({kNormBlocks});
             TensorF state[3], scales[2];
-            for (TensorF& t : state) t = b.template take<float>({all});
-            for (TensorF& t : scales) t = b.template take<float>({all / kQuantizedBlock});
-            const Tensor<uint8_t> factors = b.template take<uint8_t>({int64_t{sizeof(UpdateFactors)}});
+            for (TensorF& t : state) t = b.floats({all});
+            for (TensorF& t : scales) t = b.floats({all / kQuantizedBlock});
+            const Tensor<uint8_t> factors = b.codes({int64_t{sizeof(UpdateFactors)}});
             auto* const at = reinterpret_cast<UpdateFactors*>(factors.data());
             if (!b.arena.rehearsing()) set_factors(at, {1e-6f, 0.9f, 0.95f, 1e-8f, 0.1f, 1, 1}, stream_);
-            b.time([&](int64_t) { global_norm(norm, scratch, far({kUpdated}).data(), kUpdated, stream_); });
-            for_formats([&](Optimizer optimizer, Master master, Moment m, Moment v) {
-                b.time([&](int64_t) {
+            b.time([&] { global_norm(norm, scratch, far({kUpdated}).data(), kUpdated, stream_); });
+            const auto update = [&](Optimizer optimizer, Master master, Moment m, Moment v) {
+                b.time([&] {
                     const int64_t first = passed++ % parts * kUpdated, block = first / kQuantizedBlock;
                     const UpdateArrays<T> arrays{.weights = weights.at(first),
                                                  .gradients = gradients.at(first),
@@ -509,29 +478,24 @@ class Calibration {
                                                  .n = kUpdated};
                     optimizer_update(at, arrays, norm, stream_);
                 });
-            });
+            };
+            for (const Master master : {Master::Fp32, Master::Split, Master::None}) {
+                if (master != Master::Fp32 && std::is_same_v<T, float>) break;
+                for (const Moment m : {Moment::Fp32, Moment::Bf16, Moment::Bits8})
+                    for (const Moment v : {Moment::Fp32, Moment::Bf16, Moment::Bits8})
+                        update(Optimizer::AdamW, master, m, v);
+                update(Optimizer::Sgd, master, Moment::Fp32, Moment::Fp32);
+            }
         });
-    }
-    // Calls f with all formats in which a state may be kept.
-    template <class F>
-    static void for_formats(F&& f) {
-        for (const Master master : {Master::Fp32, Master::Split, Master::None}) {
-            if (master != Master::Fp32 && std::is_same_v<T, float>) break;
-            for (const Moment m : {Moment::Fp32, Moment::Bf16, Moment::Bits8})
-                for (const Moment v : {Moment::Fp32, Moment::Bf16, Moment::Bits8})
-                    f(Optimizer::AdamW, master, m, v);
-            f(Optimizer::Sgd, master, Moment::Fp32, Moment::Fp32);
-        }
     }
 
     void measure_formats() {
         for (const WeightFormat* format : kWeightFormats)
             add([&](Bench& b) {
                 constexpr int64_t rows = kFastCpu ? 1024 : 8192, columns = 4096;
-                const Tensor<uint8_t> codes =
-                    b.template take<uint8_t>({quantized_bytes(*format, rows * columns)});
-                TensorT out = b.template take<T>({rows, columns});
-                b.time([&](int64_t) {
+                const Tensor<uint8_t> codes = b.codes({quantized_bytes(*format, rows * columns)});
+                TensorT out = b.values({rows, columns});
+                b.time([&] {
                     dequantize(out.data(), QuantizedView{format, codes.data(), rows, columns}, stream_);
                 });
             });
@@ -573,20 +537,19 @@ class Calibration {
     }
     // Measures how much of its speed a product keeps during transfers. These take cores' time, and more if
     // the disk is a virtual machine's. Starts three transfers, and multiplies for as long as two take.
-    template <class Start>
-    void measure_beside(Route route, OffloadStorage& place, Start&& start) {
-        beside_products([&](auto&& multiply, double alone) {
+    void measure_beside(Route route, OffloadStorage& place, const std::function<size_t(uint64_t)>& start) {
+        beside_products([&](const auto& multiply, double alone) {
             const double products = std::ceil(2 * rates_.seconds_moving(kTransferred, route) / alone);
             std::vector<double> shares;
             for (int i = 0; i < kTransfers; i++) {
                 size_t last = 0;
                 for (uint64_t k = 0; k < 3; k++) last = start((3 * i + k) % kTransfers);
                 const WallClock clock;
-                for (int k = 0; k < products; k++) multiply(k);
+                for (int k = 0; k < products; k++) multiply();
                 shares.push_back(products * alone / clock.seconds());
                 place.join(last, stream_);
             }
-            rates_.beside[static_cast<size_t>(route)] = std::min(1.0, statistics(std::move(shares)).median);
+            rates_.beside[route] = std::min(1.0, statistics(std::move(shares)).median);
         });
     }
     // Updates with AdamW and all of its state in fp32, in several places one after another, so that no cache
@@ -614,8 +577,7 @@ class Calibration {
         measure_route(Route::HostUpdate, update, kChunksUpdated * update_bytes(chunk(0)));
     }
     // Measures a direction, by the median of several transfers.
-    template <class Move>
-    void measure_route(Route route, Move&& move, double bytes = kTransferred) {
+    void measure_route(Route route, const std::function<void(uint64_t)>& move, double bytes = kTransferred) {
         std::vector<double> seconds;
         for (int i = 0; i < kTransfers; i++) {
             const WallClock clock;
@@ -623,7 +585,7 @@ class Calibration {
             stream_synchronize(stream_);
             seconds.push_back(clock.seconds());
         }
-        rates_.transfers[static_cast<size_t>(route)] = bytes / statistics(std::move(seconds)).median;
+        rates_.transfers[route] = bytes / statistics(std::move(seconds)).median;
     }
 
     const Stream stream_;
@@ -651,19 +613,18 @@ class RanksCalibration {
             const Parts parts(hosts_, static_cast<size_t>(rank_.number), here, stream_);
             double seconds = seconds_of(parts);
             if (kHostIsDevice)
-                calibration.beside_products([&](auto&& multiply, double alone) {
+                calibration.beside_products([&](const auto& multiply, double alone) {
                     const Beside b = beside(parts, seconds, multiply, alone);
-                    rates.beside[static_cast<size_t>(here ? Route::ToRanks : Route::ToMachines)] = b.share;
+                    rates.beside[here ? Route::ToRanks : Route::ToMachines] = b.share;
                     seconds = b.seconds;
                 });
             if (parts.sent == 0) continue;
             if (here)
-                rates.transfers[static_cast<size_t>(Route::ToRanks)] = parts.sent / seconds;
+                rates.transfers[Route::ToRanks] = parts.sent / seconds;
             else  // which all ranks of this machine send at the same time
                 rates.ranks.network = parts.sent / seconds * parts.ranks_here;
         }
     }
-    size_t bytes() const { return 2 * static_cast<size_t>(rank_.count) * kSlice; }
 
   private:
     static constexpr size_t kSlice = size_t{4} << 20;
@@ -715,8 +676,7 @@ class RanksCalibration {
     };
     // Starts exchanges, three or as many as last longer than ten products, and multiplies for two thirds of
     // the time that they take alone: all ranks do both at a time.
-    template <class Multiply>
-    Beside beside(const Parts& parts, double seconds, Multiply&& multiply, double alone) {
+    Beside beside(const Parts& parts, double seconds, const std::function<void()>& multiply, double alone) {
         // As many on every rank, though each has measured its own times. One with nothing to send measured
         // how long nothing takes.
         const int enough = parts.sent > 0 ? static_cast<int>(15 * alone / seconds) : 0;
@@ -728,7 +688,7 @@ class RanksCalibration {
             size_t last = 0;
             for (int k = 0; k < exchanges; k++) last = exchange_.transfers().start({parts.round}, stream_);
             const WallClock clock;
-            for (int k = 0; k < products; k++) multiply(k);
+            for (int k = 0; k < products; k++) multiply();
             const double computed = clock.seconds();
             exchange_.transfers().finish(last, stream_);
             const double exchanged = engine_.seconds_of(last);
@@ -766,7 +726,7 @@ void calibrate(const Options& o, RankEngine* engine) {
     Rates rates = calibration.measure();
     if (engine) RanksCalibration(*engine, o.rank).measure(rates, calibration);
     if (!o.rank.is_first()) return;
-    write_rates(file, rates, dtype_name<T>());
+    write_rates(file, rates, measured_on(dtype_name<T>()));
     print(stdout, "measured %s in %.1f s, in %.0f MiB of memory: %s\n", device_name().c_str(),
           clock.seconds(), mebibytes(calibration.most_bytes()), file.c_str());
 }

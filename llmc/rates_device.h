@@ -1,20 +1,22 @@
-// rates_device.h - how fast the device is: according to its maker (gpus.h), and as a matrix product measures
-// it now. Read this to see where the rates of a plan without --rates come from.
+// rates_device.h - the rates that a run plans with: those of --rates, or nominal ones, according to the
+// device's maker (gpus.h); and how fast the device is as a matrix product measures it now. Read this to see
+// where the rates of a plan without --rates come from.
 #pragma once
 
 #include <omp.h>
 
 #include <algorithm>
 #include <array>
-#include <cctype>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "llmc/gpus.h"
 #include "llmc/matmul.h"
-#include "llmc/rates.h"
+#include "llmc/options.h"
 #include "llmc/random.h"
+#include "llmc/rates_file.h"
 #include "llmc/simt_vector.h"
 
 // Timed work is enqueued this many times before the host looks at the clock, so that the time to start work
@@ -22,8 +24,7 @@
 constexpr int kTimedTogether = kFastCpu ? 1 : 8;
 
 // The seconds that the device takes for what queue() enqueues, the best of `times` measurements.
-template <class Queue>
-double best_seconds(int times, Stream stream, Queue&& queue) {
+inline double best_seconds(int times, Stream stream, const std::function<void()>& queue) {
     double best = 1e30;
     for (int i = 0; i < times; i++) {
         const WallClock clock;
@@ -54,6 +55,22 @@ inline GpuFacts gpu_facts() {
              .integrated = attribute(cudaDevAttrIntegrated) != 0};
 #endif
     return facts;
+}
+
+// The device's name: a GPU's from its driver, a CPU's from the kernel. Empty if none is known.
+inline std::string device_name() {
+#if defined(SIMT_GPU)
+    return gpu_facts().name;
+#else
+    return cpu_name();
+#endif
+}
+
+// What rates depend on: they are valid only for the same values.
+inline nlohmann::ordered_json measured_on(const char* precision) {
+    nlohmann::ordered_json on = {{"device", kDevice}, {"name", device_name()}, {"precision", precision}};
+    if (kHostIsDevice) on["threads"] = omp_get_max_threads();
+    return on;
 }
 
 // The GPU of this machine, if it is in the table; null otherwise.
@@ -109,6 +126,50 @@ inline std::array<double, kRoutes> nominal_transfers() {
     if (kHostIsDevice) return {1e9, 1e9, kFree, kFree, kFree, kNominalRanks, kFree};
     const double link = nominal_gpu().link * 0.8, nvlink = nominal_gpu().nvlink * 0.8;
     return {7e9, 5e9, link, link, nominal_gpu().host / 2, nvlink > 0 ? nvlink : link, kFree};
+}
+
+// How the ranks of a run are connected. The rates may have what --calibrate has measured of that; the rest is
+// nominal.
+inline void set_rank_links(Rates& rates, const Options& o) {
+    RankLinks& links = rates.ranks;
+    double& link = rates.transfers[Route::ToRanks];
+    links.link_is_nominal = !rates.measured() || link == 0;
+    if (links.link_is_nominal) link = nominal_transfers()[Route::ToRanks];
+    links.over_host_link = !kHostIsDevice && nominal_gpu().nvlink == 0;
+    links.on_a_machine = std::min(o.devices, o.rank.on_this_machine);
+    if (o.devices == links.on_a_machine) return;
+    links.network_of = o.network > 0                  ? "--network"
+                       : std::isfinite(links.network) ? kMeasured.data()
+                                                      : "nominal";
+    if (o.network > 0)
+        links.network = o.network;
+    else if (!std::isfinite(links.network))
+        links.network = kNominalNetwork;
+    rates.transfers[Route::ToMachines] = links.network / links.on_a_machine;
+}
+
+// The rates that a run plans with: those of the file of --rates, or the nominal ones.
+template <class T>
+Rates rates_of(const Options& o, double threads = omp_get_max_threads()) {
+    Rates nominal(nominal_rates<T>(threads));
+    nominal.transfers = nominal_transfers();
+    Rates rates =
+        o.rates.empty() ? nominal : read_rates(o.rates, nominal.nominal, measured_on(dtype_name<T>()));
+    set_rank_links(rates, o);
+    return rates;
+}
+
+// Makes launches split that would take longer than kLongestLaunch by these rates. Products, whose parts may
+// use another algorithm, are split by the nominal rates alone: so a run has the same bits with any file.
+inline void limit_launches(const Rates& rates, bool tf32) {
+    if (kHostIsDevice) return;  // nothing ends a launch there
+    const DeviceRates& nominal = rates.nominal;
+    double attention = nominal.attention_flops > 0 ? nominal.attention_flops : nominal.flops;
+    for (const auto& [name, curve] : rates.operations)
+        if (name.starts_with("attention_forward") || name.starts_with("attention_backward"))
+            attention = std::min(attention, curve.rates.back());
+    longest_attention = kLongestLaunch * attention;
+    longest_product = kLongestLaunch * (tf32 ? nominal.tf32_flops : nominal.flops);
 }
 
 // The side of a large square product whose three matrices fit `space` bytes: on a GPU a multiple of 256, on a

@@ -23,7 +23,6 @@
 #include "llmc/options.h"
 #include "llmc/options_placement.h"
 #include "llmc/outputs.h"
-#include "llmc/plan_report.h"
 #include "llmc/quant_weights.h"
 #include "llmc/resume.h"
 #include "llmc/tokenizer.h"
@@ -51,6 +50,12 @@ inline std::unique_ptr<Dataset> open_data(const std::vector<std::string>& files,
 struct FilePrompt {
     OrderedJson line;
     std::vector<int> tokens;
+};
+
+// Host memory for what a run reads: what the tokenizer and the data hold, and the most that reading the data
+// took.
+struct InputBytes {
+    size_t tokenizer = 0, data = 0, reading = 0;
 };
 
 class RunInputs {

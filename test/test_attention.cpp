@@ -961,12 +961,14 @@ TEST(AttentionWork, CountsTheScoresThatAreSeen) {
                           Case{2, 6, 8, 50, 100, kCache, 1, 2, 60}, Case{1, 2, 8, 1, 100, kCache},
                           Case{1, 2, 8, 2000, 2000, kPacked, 1, 2, 30}}) {
         SCOPED_TRACE(c.name());
-        std::vector<Work> ledger;
-        work_ledger = &ledger;
+        Plan plan;
+        const int clock = 0;
+        DryRun dry{plan, clock};
+        dry_run = &dry;
         simt::launches_off = true;
         attention_forward<float>(nullptr, nullptr, input_of(c, poisoned_arrays<float>(c)), Stream{});
         simt::launches_off = false;
-        work_ledger = nullptr;
+        dry_run = nullptr;
         double seen = 0;
         for (int i = 0; i < c.queries; i++) {
             const int position = c.keys - c.queries + i;
@@ -974,10 +976,10 @@ TEST(AttentionWork, CountsTheScoresThatAreSeen) {
         }
         const int rows_of_keys = c.window ? std::min(c.keys, c.queries + c.window - 1) : c.keys;
         const double flops_of_score = 2 * 2 * c.head_size, heads = c.batch * c.heads;
-        ASSERT_EQ(ledger.size(), 1u);
-        EXPECT_LE(ledger[0].flops, flops_of_score * heads * seen);
-        EXPECT_GE(ledger[0].flops, flops_of_score * heads * (seen - 0.5 * c.queries));
-        EXPECT_EQ(ledger[0].bytes,
+        ASSERT_EQ(plan.work.size(), 1u);
+        EXPECT_LE(plan.work[0].flops, flops_of_score * heads * seen);
+        EXPECT_GE(plan.work[0].flops, flops_of_score * heads * (seen - 0.5 * c.queries));
+        EXPECT_EQ(plan.work[0].bytes,
                   2.0 * c.batch * (c.channels() * c.queries + c.channels(1) * rows_of_keys) * sizeof(float));
     }
 }

@@ -118,7 +118,7 @@ TEST(DeviceRates, SomeGpusAreConnectedByNvlink) {
 // Each entry is found by its own name, not by an earlier entry's. It has the numbers that a plan divides by,
 // and its rates are ordered as the formats are.
 TEST(DeviceRates, EveryEntryIsFoundAndWhole) {
-    for (const KnownGpu& gpu : kKnownGpus) {
+    for (const KnownGpu& gpu : known_gpus()) {
         if (gpu.for_plans_only) {
             EXPECT_EQ(gpu_named(std::string("NVIDIA GeForce ") + gpu.name + " GPU"), nullptr) << gpu.name;
         } else {

@@ -645,14 +645,16 @@ TEST(OptimizerUpdate, CountsTheBytesItMoves) {
         a.m.format = f.m;
         a.v.format = f.v;
         a.n = 1024;
-        std::vector<Work> ledger;
-        work_ledger = &ledger;
+        Plan plan;
+        const int clock = 0;
+        DryRun dry{plan, clock};
+        dry_run = &dry;
         simt::launches_off = true;
         optimizer_update(nullptr, a, Tensor<float>(nullptr, {1}), kStream);
         simt::launches_off = false;
-        work_ledger = nullptr;
-        EXPECT_EQ(ledger.size(), 1u);
-        return ledger[0].bytes / 1024;
+        dry_run = nullptr;
+        EXPECT_EQ(plan.work.size(), 1u);
+        return plan.work[0].bytes / 1024;
     };
     const Moment coded = Moment::Bits8;
     EXPECT_EQ(bytes(0.f, {}), 4 + 6 * 4);         // the gradient is read, three values are updated

@@ -114,8 +114,8 @@ TEST(Simulate, WhatStaysWithTheHostCrossesNoLink) {
 // when all exchanges before it are.
 TEST(Simulate, ExchangesAreCompleteOneAfterAnother) {
     Rates rates = slow_rates();
-    rates.transfers[static_cast<size_t>(Route::ToRanks)] = 8;
-    rates.transfers[static_cast<size_t>(Route::ToMachines)] = 6;
+    rates.transfers[Route::ToRanks] = 8;
+    rates.transfers[Route::ToMachines] = 6;
     const auto seconds = [&](std::vector<Transfer> transfers) {
         PhaseTimes phases;
         add_phases(phases, plan_of({}, std::move(transfers)), 1, rates);
@@ -132,7 +132,7 @@ TEST(Simulate, ExchangesAreCompleteOneAfterAnother) {
 // GPUs without NVLink exchange over their links to the host, in both directions at once.
 TEST(Simulate, AnExchangeMayShareTheLinkToTheHost) {
     Rates rates = slow_rates();
-    rates.transfers[static_cast<size_t>(Route::ToRanks)] = 10;
+    rates.transfers[Route::ToRanks] = 10;
     const Plan plan = plan_of(
         {}, {begins(Transfer::StreamedBlock, Route::FromHost, 100),
              begins(Transfer::Ranks, Route::ToRanks, 70), begins(Transfer::Offloaded, Route::ToHost, 30),
@@ -140,8 +140,8 @@ TEST(Simulate, AnExchangeMayShareTheLinkToTheHost) {
     PhaseTimes apart, shared;
     add_phases(apart, plan, 1, rates);
     EXPECT_DOUBLE_EQ(total_seconds(apart), 7);
-    EXPECT_DOUBLE_EQ(apart[0].busy[static_cast<size_t>(Cost::Exchange)], 7);
-    EXPECT_DOUBLE_EQ(apart[0].seconds[static_cast<size_t>(Cost::Exchange)], 4);
+    EXPECT_DOUBLE_EQ(apart[0].busy[Cost::Exchange], 7);
+    EXPECT_DOUBLE_EQ(apart[0].seconds[Cost::Exchange], 4);
     rates.ranks.over_host_link = true;
     add_phases(shared, plan, 1, rates);
     EXPECT_DOUBLE_EQ(total_seconds(shared), 5 + 7 + 3);

@@ -18,11 +18,6 @@
 #include "llmc/error.h"
 #include "llmc/text.h"
 
-// The bytes/s of 16 lanes of PCI Express, each way, and of NVLink between a GPU and its own CPU.
-constexpr double kPcie4 = 32e9, kPcie5 = 64e9, kNvlinkC2c = 450e9;
-// The bytes/s of the NVLinks of a GPU to the others of its machine, each way, by generation.
-constexpr double kNvlink3 = 300e9, kNvlink4 = 450e9, kNvlink5 = 900e9;
-
 // A GeForce from its fp32 TFLOP/s and GB/s: products in bf16 have twice that rate, in TF32 the same.
 constexpr KnownGpu geforce(const char* name, int multiprocessors, double memory, double fp32,
                            double bandwidth, double link) {

@@ -8,6 +8,10 @@
 #include <string_view>
 #include <utility>
 
+// The bytes/s of 16 lanes of PCI Express, each way, and of NVLink between a GPU and its own CPU.
+constexpr double kPcie4 = 32e9, kPcie5 = 64e9, kNvlinkC2c = 450e9;
+// The bytes/s of the NVLinks of a GPU to the others of its machine, each way, by generation.
+constexpr double kNvlink3 = 300e9, kNvlink4 = 450e9, kNvlink5 = 900e9;
 // Bytes/s of the memory of the host that a GPU is assumed to be in: eight channels of DDR4-3200, or two of
 // DDR5-5600.
 constexpr double kServer = 205e9, kDesktop = 90e9;

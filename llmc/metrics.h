@@ -75,8 +75,8 @@ class Metrics {
     bool ends_early(int64_t most) {
         if (most == 0 || !best || best->worse_since < most) return false;
         finish();
-        print(stdout, "--early-stopping %lld: no validation was better than that of step %lld, %.6f\n",
-              static_cast<long long>(most), static_cast<long long>(best->step), best->loss);
+        print(stdout, "--early-stopping %ld: no validation was better than that of step %ld, %.6f\n", most,
+              best->step, best->loss);
         return true;
     }
     // False if the run resumes from a save that was not good.
@@ -136,8 +136,8 @@ class Metrics {
                 if (!latest_) explain();
                 judge(format("a loss of %g and a gradient's norm of %g", loss, norm));
                 throw StepError(
-                    format("step %lld: the loss is %g and the gradient's norm %g; the last good save: %s",
-                           static_cast<long long>(step + 1), loss, norm, last_save.c_str()));
+                    format("step %ld: the loss is %g and the gradient's norm %g; the last good save: %s",
+                           step + 1, loss, norm, last_save.c_str()));
             }
             if (loss != 0 || norm != 0) {  // else no token had a loss
                 if (!first_loss) first_loss = loss;

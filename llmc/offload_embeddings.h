@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "llmc/offload_blocks.h"
-#include "llmc/plan_report.h"
 #include "llmc/quant_weights.h"
 #include "llmc/ranks_host_memory.h"
 
@@ -53,7 +52,7 @@ class OffloadedEmbeddings {
         return placement_ == Placement::Host ? bytes_ : DiskBlockSource::bytes(slice_bytes(0), buffers());
     }
     // Adds the memory that they take outside the device. `shared`: the ranks of a machine have it once.
-    void add_to(MemoryReport& report, bool shared) const {
+    void add_to(OutsideDevice& report, bool shared) const {
         if (placement_ == Placement::Disk) report.on_disk += bytes_;
         report.pinned += pinned_bytes();
         if (placement_ == Placement::Host && shared) report.shared += bytes_;

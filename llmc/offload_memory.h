@@ -14,7 +14,6 @@
 #include "llmc/offload_storage.h"
 #include "llmc/options.h"
 #include "llmc/options_placement.h"
-#include "llmc/plan_report.h"
 #include "llmc/quant_weights.h"
 #include "llmc/ranks_host_memory.h"
 #include "llmc/state.h"
@@ -129,7 +128,7 @@ class OffloadedMemory {
         model.keys().offload_to(keys(), key_sums(), key_chunk_rows());
     }
     // Adds the memory that they take outside the device.
-    void add_to(MemoryReport& report) const;
+    void add_to(OutsideDevice& report) const;
 
   private:
     size_t layers() const { return static_cast<size_t>(model_.layout.config().layers); }
@@ -234,7 +233,7 @@ void OffloadedMemory<T>::make(const SharedHostMemory* shared) {
 }
 
 template <class T>
-void OffloadedMemory<T>::add_to(MemoryReport& report) const {
+void OffloadedMemory<T>::add_to(OutsideDevice& report) const {
     for (const Place& p : {place_of_inputs(), place_of_keys(), place_of_key_sums()}) {
         report.pinned += p.pinned();
         report.offloaded += p.in_file();

@@ -17,9 +17,9 @@ constexpr std::pair<const char*, const char*> kKinds[] = {{"weights", "parameter
                                                           {"input", "batch"}};
 
 std::string MemoryChoice::text() const {
-    std::string rows = format("--chunk-rows head=%lld", static_cast<long long>(head_rows));
-    if (mlp_rows > 0) rows += format(",mlp=%lld", static_cast<long long>(mlp_rows));
-    if (attention_rows > 0) rows += format(",attention=%lld", static_cast<long long>(attention_rows));
+    std::string rows = format("--chunk-rows head=%ld", head_rows);
+    if (mlp_rows > 0) rows += format(",mlp=%ld", mlp_rows);
+    if (attention_rows > 0) rows += format(",attention=%ld", attention_rows);
     return format("--recompute %s %s --batch %d --grad-accum %d%s%s", recompute.c_str(), rows.c_str(), batch,
                   grad_accum, formats.c_str(), placements.c_str());
 }
@@ -177,19 +177,15 @@ static void print_choice(FILE* to, const MemoryReport& r) {
 
 void print_summary(FILE* to, const MemoryReport& r, const char* verb, const FreeMemory& free) {
     print_choice(to, r);
-    const std::string trained = r.trained == r.parameters
-                                    ? ""
-                                    : format(", %lld trained beside them", static_cast<long long>(r.trained));
-    const auto rows = [](const char* name, int64_t n) {
-        return n > 0 ? format("%s %lld", name, static_cast<long long>(n)) : "";
-    };
+    const std::string trained =
+        r.trained == r.parameters ? "" : format(", %ld trained beside them", r.trained);
+    const auto rows = [](const char* name, int64_t n) { return n > 0 ? format("%s %ld", name, n) : ""; };
     print(to,
-          "%s: %lld parameters%s; %s, %s\nvocabulary %d%s, batch %d, seq_len %d, recompute %s, head_rows "
-          "%lld%s%s%s\n",
-          r.model.c_str(), static_cast<long long>(r.parameters), trained.c_str(), r.device.c_str(),
-          r.precision.c_str(), r.vocabulary,
+          "%s: %ld parameters%s; %s, %s\nvocabulary %d%s, batch %d, seq_len %d, recompute %s, head_rows "
+          "%ld%s%s%s\n",
+          r.model.c_str(), r.parameters, trained.c_str(), r.device.c_str(), r.precision.c_str(), r.vocabulary,
           r.vocabulary_of.empty() ? "" : format(" (%s)", r.vocabulary_of.c_str()).c_str(), r.batch, r.seq_len,
-          r.recompute.c_str(), static_cast<long long>(r.head_rows), rows(", mlp_rows", r.mlp_rows).c_str(),
+          r.recompute.c_str(), r.head_rows, rows(", mlp_rows", r.mlp_rows).c_str(),
           rows(", attention_rows", r.attention_rows).c_str(),
           r.ranks.devices > 1
               ? format("; each of %d devices, --zero %s", r.ranks.devices, r.ranks.zero.c_str()).c_str()

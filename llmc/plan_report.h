@@ -65,7 +65,7 @@ struct RanksReport {
     double all_sent() const { return std::accumulate(sent.begin(), sent.end(), 0.0); }
 };
 
-struct MemoryReport {
+struct MemoryReport : OutsideDevice {
     // A buffer outside the arena, alive for the whole run. `kind` is also its line in the totals.
     struct Buffer {
         std::string name, kind, shape_text;
@@ -100,13 +100,8 @@ struct MemoryReport {
     size_t reading = 0;    // the most that reading the data took, before the buffers
     size_t context = 0;    // part of process: a GPU's context
     size_t nccl = 0;       // part of process: NCCL's buffers, with several GPUs
-    size_t pinned = 0;     // host memory beside a GPU for what is placed there or passes through it
-    size_t shared = 0;     // part of pinned: weights that a machine has once, however many ranks use them
     size_t staged = 0;     // pinned host memory for batches and metrics in transfer
     size_t unpinned = 0;   // host memory of the tokenizer and the data, if it is known
-    size_t on_disk = 0;    // matrices that are read from their files when used
-    size_t offloaded = 0;  // offloaded inputs of blocks, and keys, in a file; or pinned by a GPU
-    size_t working = 0;    // what is trained in a file
     size_t narrower = 0;   // bytes saved by matrices in fewer bits than the build's
     double widening_seconds = 0;             // the part of a step that dequantizes these
     std::array<double, kRoutes> moved = {};  // bytes that a step moves, by Route

@@ -48,6 +48,13 @@
 #include "llmc/rope.cuh"
 #include "llmc/temporary_file.h"
 
+// The median of what measure(0), measure(1), ... return.
+inline double median_of(int times, const std::function<double(int)>& measure) {
+    std::vector<double> all;
+    for (int i = 0; i < times; i++) all.push_back(measure(i));
+    return statistics(std::move(all)).median;
+}
+
 template <class T>
 class Calibration {
   public:
@@ -169,15 +176,12 @@ class Calibration {
 
     template <class E>
     void fill(Tensor<E>& t) const {
-        std::vector<E> some;
-        for (const float x : draws_) {
+        std::vector<E> some(kDraws);
+        for (size_t i = 0; i < kDraws; i++) {
             if constexpr (std::is_same_v<E, T> || std::is_same_v<E, float>)
-                some.push_back(from_float<E>(x));
-            else if constexpr (std::is_same_v<E, uint8_t>)
-                some.push_back(
-                    static_cast<E>(0x3c + 4 * (x + 0.5f)));  // scales made of them are normal numbers
-            else
-                some.push_back(0);
+                some[i] = from_float<E>(draws_[i]);
+            else if constexpr (std::is_same_v<E, uint8_t>)  // scales made of them are normal numbers
+                some[i] = static_cast<E>(0x3c + 4 * (draws_[i] + 0.5f));
         }
         for (int64_t i = 0; i < t.size(); i += kDraws) {
             const auto count = static_cast<size_t>(std::min<int64_t>(kDraws, t.size() - i));
@@ -540,16 +544,16 @@ class Calibration {
     void measure_beside(Route route, OffloadStorage& place, const std::function<size_t(uint64_t)>& start) {
         beside_products([&](const auto& multiply, double alone) {
             const double products = std::ceil(2 * rates_.seconds_moving(kTransferred, route) / alone);
-            std::vector<double> shares;
-            for (int i = 0; i < kTransfers; i++) {
+            const double share = median_of(kTransfers, [&](int i) {
                 size_t last = 0;
                 for (uint64_t k = 0; k < 3; k++) last = start((3 * i + k) % kTransfers);
                 const WallClock clock;
                 for (int k = 0; k < products; k++) multiply();
-                shares.push_back(products * alone / clock.seconds());
+                const double seconds = clock.seconds();
                 place.join(last, stream_);
-            }
-            rates_.beside[route] = std::min(1.0, statistics(std::move(shares)).median);
+                return products * alone / seconds;
+            });
+            rates_.beside[route] = std::min(1.0, share);
         });
     }
     // Updates with AdamW and all of its state in fp32, in several places one after another, so that no cache
@@ -576,16 +580,13 @@ class Calibration {
         };
         measure_route(Route::HostUpdate, update, kChunksUpdated * update_bytes(chunk(0)));
     }
-    // Measures a direction, by the median of several transfers.
     void measure_route(Route route, const std::function<void(uint64_t)>& move, double bytes = kTransferred) {
-        std::vector<double> seconds;
-        for (int i = 0; i < kTransfers; i++) {
-            const WallClock clock;
-            move(i);
-            stream_synchronize(stream_);
-            seconds.push_back(clock.seconds());
-        }
-        rates_.transfers[route] = bytes / statistics(std::move(seconds)).median;
+        rates_.transfers[route] = bytes / median_of(kTransfers, [&](int i) {
+                                      const WallClock clock;
+                                      move(i);
+                                      stream_synchronize(stream_);
+                                      return clock.seconds();
+                                  });
     }
 
     const Stream stream_;
@@ -660,15 +661,15 @@ class RanksCalibration {
         return false;
     }
     double seconds_of(const Parts& parts) {
-        std::vector<double> seconds;
-        for (int i = 0; i < kTimes; i++) {
+        const auto exchange = [&](int) {
             exchange_.largest(0);  // all ranks begin together
             const WallClock clock;
             exchange_.transfers().finish(exchange_.transfers().start({parts.round}, stream_), stream_);
             stream_synchronize(stream_);
-            if (i > 0) seconds.push_back(clock.seconds());
-        }
-        return statistics(std::move(seconds)).median;
+            return clock.seconds();
+        };
+        exchange(0);  // the first one is slower
+        return median_of(kTimes - 1, exchange);
     }
     // The share of its speed that computing keeps beside exchanges, and the seconds of one of these.
     struct Beside {

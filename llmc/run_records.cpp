@@ -48,12 +48,11 @@ void StepLines::print_latest() {
         f.waited < 0 ? "" : format(" | waited %.1f%%", 100 * std::min(f.waited / f.seconds, 1.0));
     if (f.slow_rank) waited += format(" | rank %d is slow", *f.slow_rank);
     print(stdout,
-          "step %5lld/%lld %5.1f%% | loss %.6f | norm %.4f | lr %.3e | %8.2f ms | %8.0f tok/s | MFU "
-          "%4.1f%%%s | %lld:%02lld left\n",
-          static_cast<long long>(done), static_cast<long long>(steps_),
-          100.0 * static_cast<double>(done) / static_cast<double>(steps_), f.loss, f.norm, f.rate,
-          f.seconds * 1e3, a_step_.tokens / f.seconds, 100.0 * a_step_.flops / f.seconds / a_step_.peak_flops,
-          waited.c_str(), static_cast<long long>(left / 60), static_cast<long long>(left % 60));
+          "step %5ld/%ld %5.1f%% | loss %.6f | norm %.4f | lr %.3e | %8.2f ms | %8.0f tok/s | MFU "
+          "%4.1f%%%s | %ld:%02ld left\n",
+          done, steps_, 100.0 * static_cast<double>(done) / static_cast<double>(steps_), f.loss, f.norm,
+          f.rate, f.seconds * 1e3, a_step_.tokens / f.seconds,
+          100.0 * a_step_.flops / f.seconds / a_step_.peak_flops, waited.c_str(), left / 60, left % 60);
     fflush(stdout);
     printed_ = now_;
 }
@@ -62,15 +61,15 @@ void StepLines::print_latest() {
 void StepLines::show_latest(bool stays) {
     if (!stays && now_ < printed_ + 0.1) return;
     const StepFigures& f = *latest_;
-    const auto left = static_cast<long long>(seconds_left(f));
+    const auto left = seconds_left(f);
     const double speed = a_step_.tokens / seconds_per_step_;
     const size_t memory = a_step_.memory;
     const std::string line = fitting_line(
-        {format("step %lld/%lld", static_cast<long long>(f.step + 1), static_cast<long long>(steps_)),
-         format("  loss %.4f", f.loss), format("  smoothed %.4f", smoothed_.value),
+        {format("step %ld/%ld", f.step + 1, steps_), format("  loss %.4f", f.loss),
+         format("  smoothed %.4f", smoothed_.value),
          speed < 1e5 ? format("  %.0f tokens/s", speed) : format("  %.0fk tokens/s", speed / 1e3),
-         left < 3600 ? format("  %lld:%02lld left", left / 60, left % 60)
-                     : format("  %lldh%02lldm left", left / 3600, left / 60 % 60),
+         left < 3600 ? format("  %ld:%02ld left", left / 60, left % 60)
+                     : format("  %ldh%02ldm left", left / 3600, left / 60 % 60),
          f.slow_rank ? format("  rank %d is slow", *f.slow_rank) : "",
          memory < 1 << 30 ? format("  %.0f MiB", mebibytes(memory))
                           : format("  %.1f GiB", gibibytes(memory))});
@@ -183,8 +182,8 @@ void TensorBoard::open(const std::string& folder, int64_t done) {
     std::error_code error;
     std::filesystem::create_directories(folder, error);
     if (error) fail("--tensorboard %s: %s", folder.c_str(), error.message().c_str());
-    const long long now = std::time(nullptr);
-    const std::string path = format("%s/events.out.tfevents.%lld.%07d", folder.c_str(), now, getpid());
+    const std::time_t now = std::time(nullptr);
+    const std::string path = format("%s/events.out.tfevents.%ld.%07d", folder.c_str(), now, getpid());
     file_.open("--tensorboard", path, O_TRUNC);
     write_event(proto(3, std::string("brain.Event:2")));
     write_event(proto(2, static_cast<uint64_t>(done) + 1) + proto(7, proto(1, uint64_t{1})));

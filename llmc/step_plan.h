@@ -42,9 +42,9 @@ struct Product {
         if (bias_gradient) t += " bias_gradient";
         if (widened) t += " to fp32";
         if (tf32) t += " tf32";
-        if (a_row) t += format(" rows of %lld", static_cast<long long>(a_row));
-        if (b_row) t += format(" b's rows of %lld", static_cast<long long>(b_row));
-        if (out_row) t += format(" out's rows of %lld", static_cast<long long>(out_row));
+        if (a_row) t += format(" rows of %ld", a_row);
+        if (b_row) t += format(" b's rows of %ld", b_row);
+        if (out_row) t += format(" out's rows of %ld", out_row);
         return t;
     }
 };
@@ -167,6 +167,15 @@ struct Plan {
 };
 
 inline const Plan kNoPlan;
+
+// The bytes that a run takes outside the device.
+struct OutsideDevice {
+    size_t pinned = 0;     // host memory beside a GPU for what is placed there or passes through it
+    size_t shared = 0;     // part of pinned: weights that a machine has once, however many ranks use them
+    size_t on_disk = 0;    // matrices that are read from their files when used
+    size_t offloaded = 0;  // offloaded inputs of blocks, and keys, in a file; or pinned by a GPU
+    size_t working = 0;    // what is trained in a file
+};
 
 constexpr size_t kArenaAlignment = 256;
 constexpr size_t arena_align(size_t bytes) {

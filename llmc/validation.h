@@ -54,16 +54,16 @@ inline void report_validation(int64_t step, double loss, bool is_due, const Opti
                               const Batches& batches, Metrics& metrics, RunModel& model) {
     if (!std::isfinite(loss)) {
         if (o.steps > 0)
-            throw StepError(format("step %lld: the validation loss is %g; the last good save: %s",
-                                   static_cast<long long>(step), loss, metrics.last_save.c_str()));
+            throw StepError(format("step %ld: the validation loss is %g; the last good save: %s", step, loss,
+                                   metrics.last_save.c_str()));
         model.check_streamed_finite();
         fail("the validation loss is %g", loss);
     }
     if (o.steps > 0)
-        print(stdout, "step %5lld validation loss %.6f\n", static_cast<long long>(step), loss);
+        print(stdout, "step %5ld validation loss %.6f\n", step, loss);
     else
-        print(stdout, "validation loss %.6f, perplexity %.4f: %llu sequences of %d tokens\n", loss,
-              std::exp(loss), static_cast<unsigned long long>(batches.validation_sequences()), o.seq_len);
+        print(stdout, "validation loss %.6f, perplexity %.4f: %lu sequences of %d tokens\n", loss,
+              std::exp(loss), batches.validation_sequences(), o.seq_len);
     metrics.compare_validation(step, loss, is_due);
     metrics.records().write({{"step", step}, {"val_loss", loss}});
 }

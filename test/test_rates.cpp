@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "llmc/rates.h"
+#include "llmc/tensor.h"
 
 namespace {
 

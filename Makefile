@@ -38,8 +38,7 @@ WARNINGS := -Wall -Wextra $(if $(WERROR),-Werror) -Wno-restrict
 CXX_COMMON := -std=c++20 $(WARNINGS) -Wno-unknown-pragmas -fopenmp -I. -MMD -MP
 CXXFLAGS := $(CXX_COMMON) -O3 --param max-inline-insns-auto=15 -fno-ipa-cp-clone -march=native -fno-math-errno -fno-trapping-math
 TEXT_LIBS := -lpcre2-8 -lutf8proc -lsentencepiece -lz
-DISK_LIBS := -luring
-CPU_LIBS := -ldnnl $(TEXT_LIBS) $(DISK_LIBS)
+CPU_LIBS := -ldnnl $(TEXT_LIBS)
 
 # Chooses the device, the precision and the GPU architectures; compile_cuda, and CUDA_FLAGS, which changes with them.
 include dev/cuda.mk
@@ -59,7 +58,7 @@ define need_headers
 @missing=$$(for h in $(1); do printf '#if !__has_include(<%s>)\n%s\n#endif\n' $$h $$h; done | $(CXX) -E -P -x c++ -); \
   [ -z "$$missing" ] || { echo "missing:" $$missing "(make $(2) installs what is missing)" >&2; exit 1; }
 endef
-HEADERS := CLI/CLI.hpp nlohmann/json.hpp toml++/toml.h pcre2.h utf8proc.h sentencepiece_processor.h zlib.h liburing.h
+HEADERS := CLI/CLI.hpp nlohmann/json.hpp toml++/toml.h pcre2.h utf8proc.h sentencepiece_processor.h zlib.h
 CPU_HEADERS := $(HEADERS) oneapi/dnnl/dnnl.hpp
 
 # The commit, for --version. It has a file of its own, which is rewritten if the commit has changed: then the trainers are only
@@ -121,7 +120,7 @@ build/cuda-fp32/train build/cuda-bf16/train: build/cuda-%/train: build/cuda-%/tr
 
 # Debian packages for building and training.
 DEPS := g++ make libdnnl-dev libcli11-dev nlohmann-json3-dev libtomlplusplus-dev libpcre2-dev libutf8proc-dev libsentencepiece-dev \
-  zlib1g-dev liburing-dev pkg-config libopenmpi-dev openmpi-bin
+  zlib1g-dev pkg-config libopenmpi-dev openmpi-bin
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 # $(call install,PACKAGES) installs those that are missing; if it cannot, its last line names them.
 define install

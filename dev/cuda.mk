@@ -87,7 +87,7 @@ NVCCFLAGS := -std=c++20 -O2 -I. -MMD -MP -Xcompiler -Wall,-Wextra,-Wno-restrict,
              -Xptxas -v,-warn-spills,-warn-lmem-usage $(GENCODE) $(HOPPER)
 # Not among the flags above, so that the tests need not rebuild what a user has built.
 NVCC_WERROR := $(if $(WERROR),-Werror all-warnings -Xcompiler -Werror)
-CUDA_LIBS := $(CUDA_LIB:%=-Xlinker -rpath$(comma)%) -lcublasLt $(TEXT_LIBS) $(DISK_LIBS) -lgomp
+CUDA_LIBS := $(CUDA_LIB:%=-Xlinker -rpath$(comma)%) -lcublasLt $(TEXT_LIBS) -lgomp
 # Stops with one line if nvcc is too old or CUDA_ARCH is not supported; the compilers would print hundreds.
 older_than = $(filter-out $(2),$(shell printf '%s\n' $(1) $(2) | sort -V | head -n 1))
 too_old = $(filter-out $(call able,$(CUDA_ARCH)),$(CUDA_ARCH))

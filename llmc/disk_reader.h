@@ -96,18 +96,29 @@ class DiskReads {
     }
     explicit DiskReads(std::vector<DirectPiece> pieces) { add(std::move(pieces)); }
     size_t count() const { return requests_.size(); }
-    // Request number i, for pieces with destinations relative to `to`.
-    DiskRequest request(size_t i, char* to) const {
+    // Reads request number i to the destinations of its pieces, relative to `to`, by way of `staging`, which
+    // has kRequestBytes, or straight.
+    void read(size_t i, char* to, char* staging) const {
         const Request& r = requests_[i];
-        return {{}, DiskRequest::Sectors{r.file->fd(), r.first, r.bytes(), r.needed}, straight(r, to)};
-    }
-    // Copies what request i has read into `memory` to its destinations.
-    void finish(size_t i, const char* memory, char* to) const {
-        const Request& r = requests_[i];
-        if (straight(r, to)) return;
+        char* const straight = straight_to(i, to);
+        char* const memory = straight ? straight : staging;
+        const ssize_t got = read_at(r.file->fd(), r.first, whole_sectors(r.needed), memory);
+        if (got < 0 || static_cast<size_t>(got) < r.needed) r.file->fail_at(got < 0 ? errno : 0);
+        if (straight) return;
         for (const Copy& c : r.copies) std::memcpy(to + c.to, memory + c.from, c.bytes);
     }
-    [[noreturn]] void fail_at(size_t i, int error) const { requests_[i].file->fail_at(error); }
+    // If request number i is whole sectors of one piece and its destination is aligned to sectors: the
+    // destination. Else null.
+    char* straight_to(size_t i, char* to) const {
+        const Request& r = requests_[i];
+        if (r.copies.size() != 1 || r.copies[0].from > 0 || r.needed % kSector > 0) return nullptr;
+        char* const place = to + r.copies[0].to;
+        return reinterpret_cast<uintptr_t>(place) % kSector == 0 ? place : nullptr;
+    }
+    // Starts all requests. This and `to` must exist until they are done.
+    size_t start(DiskQueue& queue, char* to) const {
+        return queue.start(count(), [this, to](size_t i, char* staging) { read(i, to, staging); });
+    }
     // Fails if a file was changed meanwhile.
     void check() const {
         const DirectFile* last = nullptr;
@@ -124,16 +135,8 @@ class DiskReads {
         uint64_t first;
         size_t needed;  // number of bytes needed from `first` on
         std::vector<Copy> copies;
-        size_t bytes() const { return whole_sectors(needed); }
         uint64_t end() const { return first + needed; }
     };
-    // If a request consists of whole sectors of one piece and its destination is aligned to sectors: the
-    // destination. Else null.
-    static char* straight(const Request& r, char* to) {
-        if (r.copies.size() != 1 || r.copies[0].from > 0 || r.needed % kSector > 0) return nullptr;
-        char* const place = to + r.copies[0].to;
-        return reinterpret_cast<uintptr_t>(place) % kSector == 0 ? place : nullptr;
-    }
 
     void add(std::vector<DirectPiece> pieces) {
         std::sort(pieces.begin(), pieces.end(), [](const DirectPiece& a, const DirectPiece& b) {
@@ -155,17 +158,4 @@ class DiskReads {
     }
 
     std::vector<Request> requests_;
-};
-
-// Reads all of these pieces to an address.
-class DiskRead : public DiskWork {
-  public:
-    DiskRead(const DiskReads& reads, char* to) : reads_(reads), to_(to) {}
-    DiskRequest request(size_t i) const override { return reads_.request(i, to_); }
-    void finish(size_t i, const char* memory) const override { reads_.finish(i, memory, to_); }
-    [[noreturn]] void fail_at(size_t i, bool, int error) const override { reads_.fail_at(i, error); }
-
-  private:
-    const DiskReads& reads_;
-    char* const to_;
 };

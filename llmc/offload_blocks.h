@@ -306,8 +306,7 @@ class DiskBlockSource : public PieceSource {
             r.copied.wait();
             r.free.record(stream);
         }
-        r.number = queue_.start(block.reads.count(),
-                                std::make_shared<DiskRead>(block.reads, kHostIsDevice ? buffer : r.pinned));
+        r.number = block.reads.start(queue_, kHostIsDevice ? buffer : r.pinned);
         return begun_++;
     }
 

@@ -64,10 +64,9 @@ class OffloadStorage {
 class DiskStorage : public OffloadStorage {
   public:
     // Makes the file in `folder`, of `bytes` bytes, all zero. Messages name `option`, which asked for it.
-    // Fails if the disk lacks the space, or if the file system has no such files. With `ring` false, threads
-    // perform the requests.
-    DiskStorage(const std::string& folder, uint64_t bytes, const char* option, bool ring = true)
-        : folder_(folder), option_(option), file_(make()), queue_(nullptr, ring) {
+    // Fails if the disk lacks the space, or if the file system has no such files.
+    DiskStorage(const std::string& folder, uint64_t bytes, const char* option)
+        : folder_(folder), option_(option), file_(make()), queue_(nullptr) {
         if (const int error = posix_fallocate(file_.fd(), 0, static_cast<off_t>(whole_sectors(bytes))); error)
             fail("%s: %s cannot be had in %s (TMPDIR names another folder): %s", option,
                  size_text(bytes).c_str(), folder.c_str(), write_error(error).c_str());
@@ -99,8 +98,11 @@ class DiskStorage : public OffloadStorage {
         const size_t all = whole_sectors(bytes);
         if (to) count_moved(Route::DiskWrite, bytes);
         if (from) count_moved(Route::DiskRead, bytes);
-        return queue_.start((all + kRequestBytes - 1) / kRequestBytes,
-                            std::make_shared<Exchange>(*this, buffer, all, to, from));
+        return queue_.start((all + kRequestBytes - 1) / kRequestBytes, [=, this](size_t i, char*) {
+            const size_t first = i * kRequestBytes, count = std::min(kRequestBytes, all - first);
+            if (to) write_sectors(*to + first, count, buffer + first);
+            if (from) read_sectors(*from + first, count, buffer + first);
+        });
     }
     void join(size_t number, Stream) override { queue_.wait(number); }
 
@@ -108,28 +110,6 @@ class DiskStorage : public OffloadStorage {
     static constexpr size_t kBounceBytes = 1 << 20;  // the buffer of read() and write()
     struct Free {
         void operator()(char* p) const { free(p); }
-    };
-
-    // Writes a buffer to `to`, then reads it anew from `from`; either may be absent.
-    struct Exchange : DiskWork {
-        const DiskStorage& place;
-        char* const buffer;
-        const size_t bytes;
-        const std::optional<uint64_t> to, from;
-        Exchange(const DiskStorage& place, char* buffer, size_t bytes, std::optional<uint64_t> to,
-                 std::optional<uint64_t> from)
-            : place(place), buffer(buffer), bytes(bytes), to(to), from(from) {}
-        DiskRequest request(size_t i) const override {
-            const size_t first = i * kRequestBytes, count = std::min(kRequestBytes, bytes - first);
-            DiskRequest r{{}, {}, buffer + first};
-            if (to) r.write = {place.file_.fd(), *to + first, count, count};
-            if (from) r.read = {place.file_.fd(), *from + first, count, count};
-            return r;
-        }
-        [[noreturn]] void fail_at(size_t, bool writes, int error) const override {
-            errno = error;
-            place.fail_to(writes ? "written" : "read");
-        }
     };
 
     int make() const {

@@ -2,7 +2,6 @@
 // says:
 //
 //   BAD_DISK_DIRECT=none   no file can be opened with O_DIRECT
-//   BAD_DISK_RING=none     there is no io_uring
 //   BAD_DISK_FAILS=FILE    as soon as FILE exists, all direct reads and writes fail
 
 #include <cerrno>
@@ -11,7 +10,6 @@
 
 #include <dlfcn.h>
 #include <fcntl.h>
-#include <liburing.h>
 #include <unistd.h>
 
 namespace {
@@ -54,17 +52,6 @@ ssize_t pwrite(int fd, const void* from, size_t bytes, off_t at) {
     if (!fails(fd)) return next(pwrite, "pwrite")(fd, from, bytes, at);
     errno = EIO;
     return -1;
-}
-
-int io_uring_queue_init(unsigned entries, io_uring* ring, unsigned flags) {
-    if (getenv("BAD_DISK_RING")) return -EPERM;
-    return next(io_uring_queue_init, "io_uring_queue_init")(entries, ring, flags);
-}
-// io_uring_wait_cqe() calls this.
-int __io_uring_get_cqe(io_uring* ring, io_uring_cqe** event, unsigned submit, unsigned wait, sigset_t* mask) {
-    const int error = next(__io_uring_get_cqe, "__io_uring_get_cqe")(ring, event, submit, wait, mask);
-    if (error == 0 && io_uring_cqe_get_data(*event) && fails()) (*event)->res = -EIO;
-    return error;
 }
 
 }  // extern "C"

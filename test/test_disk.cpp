@@ -9,10 +9,6 @@
 #include <vector>
 
 #include <gtest/gtest.h>
-#include <linux/filter.h>
-#include <linux/seccomp.h>
-#include <sys/prctl.h>
-#include <sys/syscall.h>
 
 #include "llmc/disk_queue.h"
 #include "llmc/disk_reader.h"
@@ -24,7 +20,7 @@ namespace {
 // Staging memory, of whole sectors.
 class Staging {
   public:
-    Staging() : memory_(DiskThreads::kStagingBytes, "staging") {}
+    Staging() : memory_(DiskQueue::kStagingBytes, "staging") {}
     char* data() const { return memory_.data(); }
 
   private:
@@ -45,62 +41,17 @@ struct Opened {
     }
 };
 
-// Through io_uring, and by threads. If the kernel does not allow io_uring, both use threads.
-class DiskQueues : public testing::TestWithParam<bool> {
+class DiskQueues : public testing::Test {
   protected:
     Staging staging_;
-    DiskQueue queue_{staging_.data(), GetParam()};
+    DiskQueue queue_{staging_.data()};
     void read(const DiskReads& reads, char* to) {
-        queue_.start(reads.count(), std::make_shared<DiskRead>(reads, to));
+        reads.start(queue_, to);
         queue_.wait();
     }
 };
-INSTANTIATE_TEST_SUITE_P(RingAndThreads, DiskQueues, testing::Bool());
 
-bool kernel_has_rings() {
-    io_uring ring;
-    if (io_uring_queue_init(1, &ring, 0) != 0) return false;
-    io_uring_queue_exit(&ring);
-    return true;
-}
-
-TEST_P(DiskQueues, AreRingsWhereTheKernelHasThem) {
-    EXPECT_EQ(queue_.has_ring(), GetParam() && kernel_has_rings());
-}
-
-// Makes the kernel refuse the process the use of its rings, as a container's filter may, but not their setup.
-bool refuse_rings(uint32_t error) {
-    sock_filter filter[] = {BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
-                            BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, __NR_io_uring_enter, 0, 1),
-                            BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | error),
-                            BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW)};
-    const sock_fprog program = {std::size(filter), filter};
-    return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
-           prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
-}
-
-TEST(DiskQueue, IsThreadsWhereTheUseOfRingsIsRefused) {
-    const TempFolder folder;
-    const std::string text = noise(3 * kSector, 5);
-    const FileReader file(folder.write("a", text));
-    for (const int error : {EPERM, ENOSYS, EACCES})
-        EXPECT_EXIT(
-            {
-                if (!refuse_rings(static_cast<uint32_t>(error))) std::_Exit(0);  // no filters here
-                const Staging staging;
-                DiskQueue queue(staging.data());
-                Opened opened;
-                const DiskReads reads({{&file, 0, text.size(), 0}}, opened);
-                std::string got(text.size(), '.');
-                queue.start(reads.count(), std::make_shared<DiskRead>(reads, got.data()));
-                queue.wait();
-                std::_Exit(!queue.has_ring() && got == text ? 0 : 1);
-            },
-            testing::ExitedWithCode(0), "")
-            << error;
-}
-
-TEST_P(DiskQueues, ReadPiecesOfAnyPlaceAndLength) {
+TEST_F(DiskQueues, ReadPiecesOfAnyPlaceAndLength) {
     const TempFolder folder;
     const std::string a = noise(5 * kRequestBytes + 4321, 1), b = noise(70001, 2);
     const FileReader file_a(folder.write("a", a)), file_b(folder.write("b", b));
@@ -143,7 +94,7 @@ TEST(DiskReads, NeighboursAreReadTogether) {
     EXPECT_EQ(DiskReads({}, opened).count(), 0u);
 }
 
-TEST_P(DiskQueues, AFileThatBecameShorterIsNoticed) {
+TEST_F(DiskQueues, AFileThatBecameShorterIsNoticed) {
     const TempFolder folder;
     const std::string path = folder.write("a", noise(100000, 1));
     const FileReader file(path);
@@ -158,7 +109,7 @@ TEST_P(DiskQueues, AFileThatBecameShorterIsNoticed) {
 
 // Sectors of one piece whose memory is aligned as in the file are read without staging memory, and what is
 // beside them stays as it is.
-TEST_P(DiskQueues, SectorsAreReadWhereTheyBelong) {
+TEST_F(DiskQueues, SectorsAreReadWhereTheyBelong) {
     const TempFolder folder;
     const std::string text = noise(3 * kRequestBytes + 10 * kSector, 1);
     const FileReader file(folder.write("a", text));
@@ -169,90 +120,79 @@ TEST_P(DiskQueues, SectorsAreReadWhereTheyBelong) {
     char* const to = aligned_buffer(memory.data()) + kSector - 100;  // aligned to sectors as the file is
     const DiskReads alike({{&file, first, bytes, 0}}, opened), unlike({{&file, first, bytes, 1}}, opened);
     ASSERT_EQ(alike.count(), 3u);
-    EXPECT_EQ(alike.request(0, to).memory, nullptr);  // begins within a sector
-    EXPECT_EQ(alike.request(1, to).memory, to + 100 - kSector + kRequestBytes);
-    EXPECT_EQ(alike.request(2, to).memory, nullptr);  // ends within one
-    for (size_t i = 0; i < 3; i++) EXPECT_EQ(unlike.request(i, to).memory, nullptr);
+    EXPECT_EQ(alike.straight_to(0, to), nullptr);  // begins within a sector
+    EXPECT_EQ(alike.straight_to(1, to), to + 100 - kSector + kRequestBytes);
+    EXPECT_EQ(alike.straight_to(2, to), nullptr);  // ends within one
+    for (size_t i = 0; i < 3; i++) EXPECT_EQ(unlike.straight_to(i, to), nullptr);
     read(alike, to);
     EXPECT_EQ(std::string(to, bytes), text.substr(first, bytes));
     EXPECT_EQ(to[-1], '.');
     EXPECT_EQ(to[bytes], '.');
 }
 
-// Some of its requests fail, each of them in its own way; all others are done.
-struct SomeFail : DiskWork {
+// Reads of a sector, of which some fail, each in its own way; all others are done.
+struct SomeFail {
     const DirectFile& file;
-    mutable std::atomic<int> done = 0;
-    explicit SomeFail(const DirectFile& file) : file(file) {}
-    DiskRequest request(size_t i) const override {
-        const int fd = i == 37 ? -1 : file.fd();
-        return {{}, DiskRequest::Sectors{fd, kSector * i, kSector, i == 99 ? kSector : 1}, nullptr};
-    }
-    void finish(size_t i, const char* memory) const override {
-        if (memory[0] != static_cast<char>(i)) fail("number %zu has another's", i);
+    std::atomic<int> done = 0;
+    void read(size_t i, char* staging) {
+        const ssize_t got = read_at(i == 37 ? -1 : file.fd(), kSector * i, kSector, staging);
+        if (got < 0) fail("number %zu: %s", i, std::strerror(errno));
+        if (got < static_cast<ssize_t>(kSector)) fail("number %zu: too few", i);
+        if (staging[0] != static_cast<char>(i)) fail("number %zu has another's", i);
         done++;
-    }
-    [[noreturn]] void fail_at(size_t i, bool writes, int error) const override {
-        fail("number %zu: %s, %s", i, writes ? "written" : "read", error ? std::strerror(error) : "too few");
     }
 };
 
-TEST_P(DiskQueues, GoOnAfterAFailure) {
+TEST_F(DiskQueues, GoOnAfterAFailure) {
     const TempFolder folder;
     std::string text;
     for (int i = 0; i < 100; i++) text += std::string(i < 99 ? kSector : 100, static_cast<char>(i));
     const FileReader file(folder.write("a", text));
     const DirectFile direct(file);
-    const auto work = std::make_shared<SomeFail>(direct);
-    for (int round = 1; round <= 5; round++) {
-        queue_.start(37, work);
-        queue_.wait();
-        const size_t number = queue_.start(99, work);
-        queue_.start(10, work);
-        expect_user_error([&] { queue_.wait(number); }, {"number 37: read, Bad file descriptor"});
-        queue_.wait();
-        EXPECT_EQ(work->done, round * (37 + 98 + 10));
-    }
-    queue_.start(100, work);
-    expect_user_error([&] { queue_.wait(); }, {"number 37"});
-    queue_.start(0, work);
-    queue_.wait();
-    queue_.start(36, work);  // still running at the end of the scope
-}
-
-TEST_P(DiskQueues, AFileThatEndsIsNoticed) {
-    struct Last : SomeFail {
-        using SomeFail::SomeFail;
-        DiskRequest request(size_t) const override { return SomeFail::request(99); }
+    SomeFail reads{direct};
+    const auto start = [&](size_t count) {
+        return queue_.start(count, [&](size_t i, char* staging) { reads.read(i, staging); });
     };
-    const TempFolder folder;
-    const FileReader file(folder.write("a", noise(99 * kSector + 100, 1)));
-    const DirectFile direct(file);
-    queue_.start(1, std::make_shared<Last>(direct));
-    expect_user_error([&] { queue_.wait(); }, {"number 0: read, too few"});
+    for (int round = 1; round <= 5; round++) {
+        start(37);
+        queue_.wait();
+        const size_t number = start(99);
+        start(10);
+        expect_user_error([&] { queue_.wait(number); }, {"number 37: Bad file descriptor"});
+        queue_.wait();
+        EXPECT_EQ(reads.done, round * (37 + 98 + 10));
+    }
+    queue_.start(1, [&](size_t, char* staging) { reads.read(99, staging); });
+    expect_user_error([&] { queue_.wait(); }, {"number 99: too few"});
+    start(100);
+    expect_user_error([&] { queue_.wait(); }, {"number"});
+    start(0);
+    queue_.wait();
+    DiskQueue other(staging_.data());
+    other.start(36, [&](size_t i, char* staging) { reads.read(i, staging); });  // still running at the end
 }
 
-TEST(DiskThreads, GoOnAfterAFailure) {
+TEST(DiskQueue, DoesTheOthersAfterAFailure) {
     const Staging staging;
-    DiskThreads threads(staging.data());
+    DiskQueue queue(staging.data());
     for (int round = 0; round < 20; round++) {
         std::vector<int> runs(100);
-        threads.start(runs.size(), [&](size_t i, char*) {
+        queue.start(runs.size(), [&](size_t i, char*) {
             runs[i]++;
             if (i == 37) fail("number 37");
         });
-        expect_user_error([&] { threads.wait(); }, {"number 37"});
+        expect_user_error([&] { queue.wait(); }, {"number 37"});
         EXPECT_EQ(runs, std::vector<int>(100, 1));
     }
-    threads.start(1 << 20, [](size_t, char*) {});  // still running at the end of the scope
+    queue.start(1 << 20, [](size_t, char*) {});  // still running at the end of the scope
 }
 
-TEST(DiskThreads, DoWhatIsBegunInTurn) {
-    DiskThreads threads(nullptr);
+TEST(DiskQueue, DoesWhatIsBegunInTurn) {
+    DiskQueue queue(nullptr);
     std::atomic<int> done[50] = {};
     std::vector<size_t> numbers;
     for (int batch = 0; batch < 50; batch++)
-        numbers.push_back(threads.start(batch % 7 + 1u, [&done, batch](size_t i, char* staging) {
+        numbers.push_back(queue.start(batch % 7 + 1u, [&done, batch](size_t i, char* staging) {
             EXPECT_EQ(staging, nullptr);
             if (batch == 23 && i == 0) fail("number 23");
             done[batch]++;
@@ -260,11 +200,11 @@ TEST(DiskThreads, DoWhatIsBegunInTurn) {
     const auto expect_done = [&](int first, int end) {
         for (int batch = first; batch < end; batch++) EXPECT_EQ(done[batch], batch % 7 + 1) << batch;
     };
-    threads.wait(numbers[20]);
+    queue.wait(numbers[20]);
     expect_done(0, 21);
-    threads.wait(numbers[5]);  // again
-    expect_user_error([&] { threads.wait(numbers[30]); }, {"number 23"});
-    threads.wait();
+    queue.wait(numbers[5]);  // again
+    expect_user_error([&] { queue.wait(numbers[30]); }, {"number 23"});
+    queue.wait();
     expect_done(24, 50);
 }
 
@@ -318,16 +258,16 @@ void exchange_rooms(OffloadStorage& place) {
     }
 }
 
-TEST_P(DiskQueues, ExchangeRooms) {
+TEST_F(DiskQueues, ExchangeRooms) {
     const TempFolder folder;
-    DiskStorage place(folder.path(), kChunks * kRoom, "--state disk", GetParam());
+    DiskStorage place(folder.path(), kChunks * kRoom, "--state disk");
     exchange_rooms(place);
 }
 
 // Staged, as beside a GPU.
-TEST_P(DiskQueues, ExchangeRoomsThroughOthers) {
+TEST_F(DiskQueues, ExchangeRoomsThroughOthers) {
     const TempFolder folder;
-    auto file = std::make_unique<DiskStorage>(folder.path(), kChunks * kRoom, "--state disk", GetParam());
+    auto file = std::make_unique<DiskStorage>(folder.path(), kChunks * kRoom, "--state disk");
     StagedStorage place(std::move(file), kRoom, kRooms);
     exchange_rooms(place);
 }

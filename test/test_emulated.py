@@ -435,12 +435,10 @@ def test_blocks_of_several_chunks_are_updated_by_the_host(tmp_path):
     assert saved_bytes(work / "rest") == first[1]
 
 
-@pytest.mark.parametrize("ring", ["ring", "threads"])
-def test_a_disk_that_fails_beside_the_hosts_updates(tmp_path, bad_disk, ring):
+def test_a_disk_that_fails_beside_the_hosts_updates(tmp_path, bad_disk):
     """In the middle of a step: the run ends with one line."""
     work = prepare(tmp_path, "llama", MODELS)
-    failing = played("bf16", LD_PRELOAD=str(bad_disk), BAD_DISK_FAILS=str(tmp_path / "now"),
-                     **({"BAD_DISK_RING": "none"} if ring == "threads" else {}))
+    failing = played("bf16", LD_PRELOAD=str(bad_disk), BAD_DISK_FAILS=str(tmp_path / "now"))
     with running(failing, *DATA, "--steps", 10**6, "--print-every", 1, "--offload", "state=disk,updates=host", cwd=work, text=True,
                  stderr=-1) as process:
         wait_for_line(process, r"^step +3/")

@@ -1,11 +1,6 @@
 """Streams that are interrupted: files that change, Ctrl-C, disks that fail, and disks without what streams use."""
 
-import ctypes
-import errno
-import os
-import pathlib
 import re
-import resource
 import shutil
 import signal
 
@@ -67,54 +62,6 @@ def test_ctrl_c_saves_what_lives_on_the_disk(train, wide4, tmp_path, where):
     assert done >= 2 and saved_bytes(work / "out") == saved_bytes(work / "whole")
 
 
-def refuse_io_uring(error=errno.EPERM):
-    """Makes the kernel answer this process's io_uring_setup with an error: EPERM, as in a container, or
-    ENOMEM, as older kernels do if locked memory is limited."""
-    class Filter(ctypes.Structure):
-        _fields_ = [("code", ctypes.c_ushort), ("if_true", ctypes.c_ubyte), ("if_false", ctypes.c_ubyte), ("k", ctypes.c_uint)]
-
-    class Program(ctypes.Structure):
-        _fields_ = [("length", ctypes.c_ushort), ("filters", ctypes.POINTER(Filter))]
-
-    load, jump_if_equal, answer = 0x20, 0x15, 0x06
-    filters = (Filter * 4)((load, 0, 0, 0), (jump_if_equal, 0, 1, 425), (answer, 0, 0, 0x50000 | error),
-                           (answer, 0, 0, 0x7fff0000))
-    libc = ctypes.CDLL(None, use_errno=True)
-    no_new_privileges, seccomp = 38, 22
-    if libc.prctl(no_new_privileges, 1, 0, 0, 0) or libc.prctl(seccomp, 2, ctypes.byref(Program(4, filters)), 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl")
-
-
-def lock_no_memory():
-    """Like ulimit -l 0 for a user who is not root; root's CAP_IPC_LOCK has no limit."""
-    ipc_lock, drop_from_bounding_set = 14, 24
-    ctypes.CDLL(None).prctl(drop_from_bounding_set, ipc_lock, 0, 0, 0)
-    resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
-
-
-def test_without_io_uring_the_bits_are_the_same(train, wide, tmp_path):
-    """Threads are used instead, decided at run time. For some kernels a limit on locked memory limits
-    rings."""
-    work = linked(tmp_path, wide)
-    options = (*LORA, "--steps", 3, *DISK, "--offload", "inputs=auto,state=disk", "--sample", "tokens=0", "--print-every", 1)
-    setting = pathlib.Path("/proc/sys/kernel/io_uring_disabled")
-    allowed = setting.exists() and setting.read_text().strip() == "0"
-    rings = []
-    for name, before in (("ring", None), ("threads", refuse_io_uring), ("memory", lambda: refuse_io_uring(errno.ENOMEM)),
-                         ("limit", lock_no_memory)):
-        with running(train, *options, "--out", name, cwd=work, text=True, preexec_fn=before) as process:
-            wait_for_line(process, r"^step +1/")
-            files = pathlib.Path(f"/proc/{process.pid}/fd")
-            rings.append(sum("[io_uring]" in os.readlink(file) for file in files.iterdir()))
-            limits = pathlib.Path(f"/proc/{process.pid}/limits").read_text()
-            assert (name == "limit") == bool(re.search(r"Max locked memory +0 +0", limits))
-            process.communicate(timeout=60)
-        assert process.returncode == 0
-    # For the model's files, for its state, for offloaded inputs.
-    assert rings[1] == rings[2] == 0 and (rings[0] == 3 or not allowed)
-    assert saved_bytes(work / "ring") == saved_bytes(work / "threads") == saved_bytes(work / "memory") == saved_bytes(work / "limit")
-
-
 @pytest.mark.parametrize("train_what, where", [
     ("lora", DISK), ("lora", ("--offload", "embeddings=disk")), ("lora", ("--offload", "inputs=auto")), ("full", DISK), ("full", ("--offload", "state=disk")),
     ("full", ("--offload", "gradients=disk"))], ids=str)
@@ -130,14 +77,12 @@ def test_a_file_system_without_direct_access_is_named(train, wide, tmp_path, bad
     assert not (work / "out").exists()
 
 
-@pytest.mark.parametrize("ring", ["ring", "threads"])
 @pytest.mark.parametrize("train_what, where", [("lora", (*DISK, "--prefetch", 2)), ("lora", ("--offload", "inputs=auto", "--recompute", "block")),
                                                ("full", ("--offload", "state=disk", *DISK))], ids=str)
-def test_a_disk_that_fails_stops_the_run_and_loses_nothing(train, wide4, tmp_path, bad_disk, train_what, where, ring):
+def test_a_disk_that_fails_stops_the_run_and_loses_nothing(train, wide4, tmp_path, bad_disk, train_what, where):
     """The disk fails from some moment on, in the middle of a step."""
     work = linked(tmp_path, wide4)
-    failing = Train(train.path, LD_PRELOAD=str(bad_disk), BAD_DISK_FAILS=str(tmp_path / "now"),
-                    **({"BAD_DISK_RING": "none"} if ring == "threads" else {}))
+    failing = Train(train.path, LD_PRELOAD=str(bad_disk), BAD_DISK_FAILS=str(tmp_path / "now"))
     options = LORA if train_what == "lora" else DATA
     with running(failing, *options, "--steps", 10**6, "--save-every", 2, "--keep", 0, "--out", "out", "--sample", "tokens=0",
                  "--print-every", 1, *where, cwd=work, text=True, stderr=-1) as process:

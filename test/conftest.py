@@ -15,6 +15,9 @@ sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "dev" / "data")]
 # make test-more runs what make test leaves out: tests that are marked `more`, and the other precision of test
 # files whose subject is the same in both. These files name the usual one: USUALLY = "fp32".
 MORE = bool(os.environ.get("MORE_TESTS"))
+# Files that take long begin first, the longest before others, so that no worker still has one when the others have ended.
+LONG = ("emulated", "devices_gpu", "memory", "devices_ends", "devices", "emulated_kernels", "families", "json_lines", "export", "bench_scripts",
+        "attention_rows", "train", "chosen_placements", "streaming")
 
 
 # A test's signals must reach its runs, even if these tests were started with signals ignored (by nohup, or &
@@ -28,7 +31,7 @@ signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGHUP, signal.SIGINT, signal
 def pytest_configure(config):
     config.addinivalue_line("markers", "quick: make quick runs it")
     config.addinivalue_line("markers", "more: slow, and seldom finds what others do not; make test-more runs it")
-    config.addinivalue_line("markers", "all_combinations: for a test that skips some; pairwise() might choose just these")
+    config.addinivalue_line("markers", "usually(precision): make test runs it in this precision only")
     config.addinivalue_line("markers", "on_a_cpu(reason): not with a GPU's binary")
     config.addinivalue_line("markers", "not_played(reason): not on the GPU that test/gpu plays; on real ones it runs")
 
@@ -36,7 +39,8 @@ def pytest_configure(config):
 def pytest_generate_tests(metafunc):
     """A test with the argument `train` runs once for each binary; train_fp32 and train_bf16 are those of one
     precision."""
-    usually = "" if MORE else getattr(metafunc.module, "USUALLY", "")
+    mark = metafunc.definition.get_closest_marker("usually")
+    usually = "" if MORE else mark.args[0] if mark else getattr(metafunc.module, "USUALLY", "")
     for name in {"train", "train_fp32", "train_bf16"} & set(metafunc.fixturenames):
         from trainer_runs import binaries  # imported here because other tests need no binary
         wanted = name.removeprefix("train").removeprefix("_") or usually
@@ -46,10 +50,10 @@ def pytest_generate_tests(metafunc):
 def pairwise(items):
     """Leaves out tests whose every pair of parameters other tests have: of a function with three parameters or more (the
     binary is one), make test runs a choice in which each two values of different parameters occur together, make
-    test-more all combinations. The choice is always the same."""
+    test-more all combinations. The choice is always the same. Such a test must not skip some combinations: just these may be chosen."""
     functions = collections.defaultdict(dict)
     for item in items:
-        if hasattr(item, "callspec") and not item.get_closest_marker("all_combinations"):
+        if hasattr(item, "callspec"):
             values = enumerate(item.callspec._idlist)  # one name for each parametrize or fixture
             functions[item.nodeid.partition("[")[0]][item] = set(itertools.combinations(values, 2))
     left_out = set()
@@ -78,7 +82,8 @@ def pytest_collection_modifyitems(config, items):
     if len(kept) < len(items):
         chosen = set(kept)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = kept
+    names = [f"test_{name}" for name in LONG]
+    items[:] = sorted(kept, key=lambda item: names.index(item.path.stem) if item.path.stem in names else len(names))
 
 
 def pytest_collection_finish(session):

@@ -71,6 +71,7 @@ def resident_bytes(pid):
         return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
+@pytest.mark.usually("fp32")
 @pytest.mark.not_played("what it remembers of memory is the host's too, and 200 steps take minutes")
 @pytest.mark.parametrize("level", ["none", "norm"])
 def test_the_resident_set_does_not_grow(train, tmp_path, level):
@@ -86,6 +87,7 @@ def page_faults(pid):
         return int(file.read().rpartition(")")[2].split()[7])
 
 
+@pytest.mark.usually("bf16")
 @pytest.mark.not_played("the pages are those of what plays it")
 def test_steps_take_no_new_pages(train, tmp_path):
     """Memory for a product's copies of operands is kept. If the system took back and gave its pages each

@@ -62,6 +62,7 @@ def test_twenty_steps(train, work):
     assert by_key(log, "val_loss") == pytest.approx(by_key(expected, "val_loss"), rel=0, abs=bound)
 
 
+@pytest.mark.usually("fp32")
 def test_logits_of_a_save(train, any_work):
     """A save opens in transformers without missing tensors, and has the same logits and loss there as here.
     In bf16, logits of random weights are off by a percent or two in transformers as well; those of six
@@ -96,6 +97,7 @@ def test_greedy(train_fp32, any_work):
     assert list(map(int, got.split())) == greedy(model, [0], 50)
 
 
+@pytest.mark.usually("fp32")
 def test_memory_options_change_no_bit(train, work):
     """Each level, a mix of levels, threads, and updates in backward, which compute the norm block by
     block."""
@@ -114,6 +116,7 @@ def test_update_in_backward_without_clipping_changes_no_bit(train, work, options
     assert after == trained(train, work, "b", "--clip", 0, "--update-in-backward", *options)
 
 
+@pytest.mark.usually("bf16")
 def test_resume_is_the_unbroken_run(train, work):
     train(*DATA, "--steps", 6, "--save-every", 3, "--keep", 0, "--out", "out", "--sample", "tokens=0", cwd=work)
     whole = saved_bytes(work / "out" / "step-00000006")

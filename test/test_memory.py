@@ -60,6 +60,7 @@ def activations(train, *options):
     return train.plan("--sample", "tokens=0", *options)["totals"]["activations"]
 
 
+@pytest.mark.usually("bf16")
 def test_a_checkpointed_layer_costs_its_input(train, tmp_path):
     """With `block`, each further layer costs one (B, T, C) tensor, and memory grows linearly with T."""
     for layers in (4, 13):
@@ -71,6 +72,7 @@ def test_a_checkpointed_layer_costs_its_input(train, tmp_path):
     assert 3.7 < sizes[13, 2048] / sizes[13, 512] < 4.05
 
 
+@pytest.mark.usually("bf16")
 def test_each_level_takes_less(train):
     sizes = [activations(train, "--model", "d12", "--batch", 4, "--seq-len", 256, "--recompute", level)
              for level in LEVELS]
@@ -80,6 +82,7 @@ def test_each_level_takes_less(train):
 # ---- what a process really takes
 
 
+@pytest.mark.usually("fp32")
 @pytest.mark.parametrize("goes_on", [("--steps", 10**6), ("--steps", 0, "--prompt", "a", "--sample", f"tokens={10**6}")],
                          ids=str)
 def test_reading_a_save_stays_in_the_plan(train, tmp_path, goes_on):
@@ -179,6 +182,7 @@ def test_recompute_changes_no_bit(train, folder, baseline, tmp_path, level, opti
     assert trained(train, folder, tmp_path / "out", "--recompute", level, *options) == baseline(train, *options)
 
 
+@pytest.mark.usually("bf16")
 @pytest.mark.parametrize("heads, channels, batch, seq_len", [(1, 8, 1, 1), (2, 74, 2, 33), (1, 128, 1, 64)])
 def test_recompute_of_other_shapes(train, folder, tmp_path, heads, channels, batch, seq_len):
     make(tmp_path / "model", "--layers", 2, "--heads", heads, "--channels", channels, "--positions", 64)
@@ -201,6 +205,7 @@ def test_update_in_backward_without_clipping(train, folder, tmp_path):
     assert plain == trained(train, folder, tmp_path / "out", "--clip", 0, "--update-in-backward")
 
 
+@pytest.mark.usually("bf16")
 def test_update_in_backward_holds_one_block(train):
     """The embeddings' gradient grows until the end of backward; besides it only one block's exists at a
     time."""
@@ -267,7 +272,7 @@ def test_neutral_options_together(train, outcome, count):
     assert tried >= {"fp32": 4, "bf16": 5}[train.precision] if count == 1 else 3
 
 
-@pytest.mark.all_combinations
+@pytest.mark.usually("bf16")
 @pytest.mark.parametrize("name", CHANGING)
 def test_changing_options_with_neutral_ones(train, outcome, name):
     if not together(train, CHANGING[name]):
@@ -279,6 +284,7 @@ def test_changing_options_with_neutral_ones(train, outcome, name):
             assert outcome(train, CHANGING[name], neutral) == alone, neutral
 
 
+@pytest.mark.usually("bf16")
 def test_changing_options_together(train, outcome):
     """The results are reproducible: a second run adds options that change no bit."""
     for names in itertools.combinations(CHANGING, 2):
@@ -317,6 +323,7 @@ def test_no_whole_logits(train):
 ROWS = ["--chunk-rows", "head=auto"]
 
 
+@pytest.mark.usually("bf16")
 @pytest.mark.parametrize("options", [(), ("--model", "d4"), ("--model", "d12", "--batch", 4, "--seq-len", 256),
                                      ("--model", "d12", "--batch", 4, "--seq-len", 1024)], ids=str)
 def test_automatic_head_rows(train, options):
@@ -337,6 +344,7 @@ def test_automatic_head_rows_differ(train):
     assert 64 <= large <= 32768
 
 
+@pytest.mark.usually("fp32")
 def test_a_resume_keeps_the_head_rows(train, folder, tmp_path):
     """The choice is saved and holds even if another batch would lead to another choice; generation chooses
     none."""
@@ -377,6 +385,7 @@ def test_gradient_of_the_head_in_chunks(train_bf16, tmp_path, rows):
 # ---- samples
 
 
+@pytest.mark.usually("fp32")
 def test_a_sample_takes_what_its_tokens_need(train, tmp_path):
     """Sampling takes memory for the sample's tokens, not for training's whole window. If the window is much
     longer than the sample, sampling does not decide the peak; if it does, the plan says so."""
@@ -489,6 +498,7 @@ def test_no_slower_than_a_level_that_fits(train, model, level):
     assert total(chosen) <= 1.05 * total(plan)
 
 
+@pytest.mark.usually("bf16")
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.8])
 def test_what_is_chosen_fits_when_measured(train, tmp_path, share):
     write_text(tmp_path / "text", 60000)
@@ -517,6 +527,7 @@ def unread_library_bytes(pid):
     return sum(min(sizes[file], 15 << 19) for file in with_code) - resident
 
 
+@pytest.mark.usually("fp32")
 @pytest.mark.parametrize("threads", [1, 8, 64, *(pytest.param(threads, marks=pytest.mark.more) for threads in (2, 16))])
 def test_the_plan_holds_with_many_threads(train, tmp_path, threads):
     """The plan is not much more than what a run takes. The difference is what libraries' pages would take that
@@ -544,12 +555,14 @@ def test_the_plan_holds_with_many_threads(train, tmp_path, threads):
     assert planned <= taken + bound + train.plan(*options)["totals"]["workspace"] / MIB
 
 
+@pytest.mark.usually("bf16")
 def test_choice_of_a_large_model_is_quick(train):
     plans = []
     seconds = cpu_seconds(lambda: plans.append(train.plan("--model", "d48", "--batch", 16, "--seq-len", 1024, "--memory", "40GiB")))
     assert seconds < 4 and total(plans[0]) <= 40 << 30
 
 
+@pytest.mark.usually("fp32")
 def test_a_run_with_memory_resumes_as_it_ran(train, folder, tmp_path):
     """The save names what was chosen, so a resumed run has the same bits."""
     budget = f"{total(train.plan('--model', folder / 'model', '--batch', 1, '--seq-len', 20)) + 65536}B"
@@ -563,6 +576,7 @@ def test_a_run_with_memory_resumes_as_it_ran(train, folder, tmp_path):
     assert saved_bytes(tmp_path / "out") == saved_bytes(tmp_path / "constant")
 
 
+@pytest.mark.usually("fp32")
 def test_a_resume_with_another_budget_chooses_anew(train, folder, tmp_path):
     """The save's own choice does not hold for anything that --memory may choose."""
     chosen = {"--by-block", "--offload.weights", "--offload.gradients", "--offload.state", "--offload.inputs", "--prefetch", "--chunk-rows.mlp",
@@ -581,6 +595,7 @@ def test_a_resume_with_another_budget_chooses_anew(train, folder, tmp_path):
     assert saved["--recompute"] != ["block"] and saved.get("--chunk-rows.mlp", ["0"]) == ["0"] and saved["--chunk-rows.head"] == ["0"]
 
 
+@pytest.mark.usually("fp32")
 def test_batch_auto(train):
     options = ("--model", "d4", "--seq-len", 128, "--sample", "tokens=0")
     for budget in (300 * MIB + of_a_gpu(train), 500 * MIB + of_a_gpu(train)):
@@ -590,6 +605,7 @@ def test_batch_auto(train):
     assert train.plan(*options, "--batch", "auto")["batch"] > plan["batch"]
 
 
+@pytest.mark.usually("fp32")
 def test_resume_auto_keeps_the_sequences_of_a_step(train, folder, tmp_path):
     """The same command, as a requeued job gives it, however --memory divided them."""
     step = ("--model", folder / "model", "--data", folder / "text", "--seq-len", 60, "--sample", "tokens=0")
@@ -601,6 +617,7 @@ def test_resume_auto_keeps_the_sequences_of_a_step(train, folder, tmp_path):
         assert int(saved["--batch"][0]) * int(saved.get("--grad-accum", ["1"])[0]) == 32
 
 
+@pytest.mark.usually("fp32")
 def test_batch_auto_leaves_steps(train, folder):
     """An epoch has ten of them, however many micro-batches a step has."""
     for accumulated in (1, 2, 5):
@@ -609,6 +626,7 @@ def test_batch_auto_leaves_steps(train, folder):
         assert plan["batch"] == 179 // accumulated // 10  # of 4000 bytes a tenth is held out
 
 
+@pytest.mark.usually("fp32")
 def test_batch_auto_with_memory_resumes(train, folder, tmp_path):
     """The save has the batch that was found, and the given options; the budget does not apply again."""
     budget = 40 + of_a_gpu(train) // MIB  # with the program and its libraries
@@ -622,6 +640,7 @@ def test_batch_auto_with_memory_resumes(train, folder, tmp_path):
     assert saved_bytes(tmp_path / "out") == saved_bytes(tmp_path / "whole")
 
 
+@pytest.mark.usually("fp32")
 def test_no_micro_batch_beyond_the_data(train, folder):
     """Otherwise the run could not be resumed."""
     options = ("--model", folder / "model", "--data", folder / "text", "--seq-len", 60, "--batch", 4, "--grad-accum", 64)

@@ -109,6 +109,7 @@ def test_placement(train, model, level):
             assert low["dies"] <= high["born"] or high["dies"] <= low["born"], (low, high)
 
 
+@pytest.mark.usually("bf16")
 @pytest.mark.parametrize("model, parameters", [("d12", 124439808), ("d24", 354823168), ("d36", 774030080),
                                                ("d48", 1557611200)])
 def test_parameters_of_gpt2(train, model, parameters):
@@ -122,11 +123,13 @@ def test_less_than_llm_c(train_bf16, level, mib):
     assert plan["totals"]["activations"] <= mib * MIB
 
 
+@pytest.mark.usually("bf16")
 def test_recompute_takes_less(train):
     sizes = [train.plan("--model", "d12", "--recompute", level)["totals"]["activations"] for level in LEVELS]
     assert sizes[0] > sizes[1] > sizes[2]
 
 
+@pytest.mark.usually("bf16")
 def test_no_buffer_grows_with_seq_len_squared(train):
     """The same number of tokens in long and in short sequences."""
     short, long = (train.plan("--model", "d12", "--batch", batch, "--seq-len", seq_len, "--sample", "tokens=0",
@@ -138,6 +141,7 @@ def test_no_buffer_grows_with_seq_len_squared(train):
         assert a["name"] == b["name"] and b["bytes"] <= 1.001 * a["bytes"]
 
 
+@pytest.mark.usually("bf16")
 def test_takes_no_memory_and_no_time(train):
     assert cpu_seconds(lambda: train("--model", "d48", "--batch", 32, "--seq-len", 1024, "--plan")) < 1
 
@@ -163,6 +167,7 @@ def check_summary(text, begins, plan):
     assert f"activations; a step's peak is {plan['activations_lower_bound'] / MIB:.2f} ({plan['peak_at']})\n" in text
 
 
+@pytest.mark.usually("bf16")
 def test_thousands_of_layers_take_no_time(train, tmp_path):
     """Processor time of a plan grows linearly with the layers, not quadratically."""
     (tmp_path / "config.json").write_text(json.dumps(
@@ -186,6 +191,7 @@ def test_text(train):
     assert {line.split(" ")[0] for line in text.splitlines()} > {b["name"] for b in plan["buffers"]} - {"library"}
 
 
+@pytest.mark.usually("fp32")
 def test_a_training_prints_a_summary(train, tmp_path):
     """It prints no table. The free memory is not known to the MiB in this test."""
     write_text(tmp_path / "text")
@@ -221,6 +227,7 @@ def test_model_of_a_folder(train, tmp_path):
     assert {tuple(b["shape"]) for b in plan["buffers"] if b["name"] == "qkv"} == {(8, 48, 120)}
 
 
+@pytest.mark.usually("fp32")
 def test_a_name_in_no_encoding(train, tmp_path):
     make(tmp_path / "model", "--layers", 1, "--heads", 1, "--channels", 16)
     (tmp_path / "model").rename(tmp_path / "m\udcff")  # the byte ff

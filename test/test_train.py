@@ -92,6 +92,7 @@ def test_twenty_steps(train, work, schedule):
     assert by_key(log, "grad_norm") == pytest.approx(by_key(expected, "grad_norm"), rel=bound)
 
 
+@pytest.mark.usually("fp32")
 def test_order_of_shards(train, tmp_path):
     """Each step reads one sequence, which its loss identifies, over more than two epochs."""
     make(tmp_path / "model", *SMALL, "--vocab", 300)
@@ -296,6 +297,7 @@ def test_resume_is_the_unbroken_run(train, work, through):
     assert (state["step"], state["sequences"], state["precision"]) == (12, 12 * 2 * 2, train.precision)
 
 
+@pytest.mark.usually("fp32")
 def test_options_given_to_a_resume_hold(train, work):
     train(*DATA, "--steps", 4, "--schedule", "constant", "--lr", 1e-3, "--warmup", 10, "--out", "out", cwd=work)
     train("--resume", "out", "--steps", 6, "--lr", 2e-3, "--log", "log", cwd=work)
@@ -314,6 +316,7 @@ def test_a_cpu_resumes_what_had_a_gpus_products(train, work):
     assert len(read_log(work / "log")) == 2 and not (work / "found.json").exists()
 
 
+@pytest.mark.usually("bf16")
 def test_a_moved_run_goes_on_where_it_is(train, work):
     train(*DATA, "--steps", 2, "--schedule", "constant", "--out", "out", cwd=work)
     before = saved_bytes(work / "out")
@@ -330,12 +333,14 @@ def test_a_save_generates_whatever_its_run_saved(train, work):
     assert text.startswith(b"a") and len(text) == 1 + 4 + 1
 
 
+@pytest.mark.usually("bf16")
 def test_a_log_beside_the_saves(train, work):
     train(*DATA, "--steps", 1, "--out", "runs/first", "--log", "runs/log", cwd=work)
     train(*DATA, "--steps", 1, "--out", "second", "--log", "second/log", cwd=work)
     assert len(read_log(work / "runs" / "log")) == len(read_log(work / "second" / "log")) == 2
 
 
+@pytest.mark.usually("fp32")
 def test_saves_keep_what_begins_and_ends_a_text(train, work):
     config = json.loads((work / "model" / "config.json").read_text())
     (work / "model" / "config.json").write_text(json.dumps(config | {"bos_token_id": 7, "eos_token_id": 9}))
@@ -345,6 +350,7 @@ def test_saves_keep_what_begins_and_ends_a_text(train, work):
         assert (saved["bos_token_id"], saved["eos_token_id"]) == (7, 9)
 
 
+@pytest.mark.usually("bf16")
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupt(train, work, sent):
     """A run that is told to stop drops the step, saves and says so. Resumed, it equals the uninterrupted
@@ -368,6 +374,7 @@ def test_interrupt(train, work, sent):
     assert saved_bytes(work / "out") == saved_bytes(work / "whole")
 
 
+@pytest.mark.usually("fp32")
 def test_interrupted_sample(train, work):
     with running(train, "--model", "model", "--steps", 0, "--prompt", "a", "--sample", f"tokens={10**8}", cwd=work) as process:
         assert process.stdout.read(2)[:1] == b"a"
@@ -376,6 +383,7 @@ def test_interrupted_sample(train, work):
         assert process.wait(timeout=60) == 143
 
 
+@pytest.mark.usually("bf16")
 def test_another_runs_saves_stay(train, work):
     """Whatever --keep says, if a run starts in their folder or continues there from another one."""
     options = (*DATA, "--schedule", "constant", "--save-every", 1)
@@ -419,6 +427,7 @@ def test_a_killed_check_leaves_nothing_for_ever(train_fp32, work):
     assert probe.read_text() == "mine"
 
 
+@pytest.mark.usually("bf16")
 def test_kill_leaves_a_usable_save(train, work):
     """Killed at random moments of a run that saves all the time, and resumed from what is there."""
     options = (*DATA, "--schedule", "constant", "--save-every", 1, "--steps", 100000, "--out", "out")
@@ -439,6 +448,7 @@ def test_kill_leaves_a_usable_save(train, work):
     assert not [name for name in os.listdir(work / "out") if name.endswith((".tmp", ".old"))]
 
 
+@pytest.mark.usually("bf16")
 def test_what_is_not_finite_is_not_saved(train, work):
     """The run ends at the step where it becomes visible; the saves before are finite, and the folder shows the last good
     one, which is named."""
@@ -463,6 +473,7 @@ def test_graphs_change_nothing(train, work, options):
     assert trained(train, work, "on", *options) == trained(train, work, "off", *options, "--advanced", "graph=off")
 
 
+@pytest.mark.usually("bf16")
 @pytest.mark.parametrize("keep, steps", [(0, [2, 4, 6, 7]), (1, [7]), (2, [6, 7]), (None, [6, 7])])
 def test_keep(train, work, keep, steps):
     train(*DATA, "--steps", 7, "--save-every", 2, "--out", "out", *(() if keep is None else ("--keep", keep)),
@@ -471,6 +482,7 @@ def test_keep(train, work, keep, steps):
     assert os.readlink(work / "out" / "latest") == "step-00000007"
 
 
+@pytest.mark.usually("bf16")
 def test_begin_and_save_without_a_step(train, tmp_path):
     """--steps 0 --out writes a model with GPT-2's initial values, from which another run can start."""
     train("--model", "d2", "--steps", 0, "--sample", "tokens=0", "--out", tmp_path / "out")
@@ -493,6 +505,7 @@ def test_begin_and_save_without_a_step(train, tmp_path):
 # ---- the loop
 
 
+@pytest.mark.usually("fp32")
 def test_validation_and_samples_when_asked(train, work):
     text = train(*RUN, "--steps", 10, "--eval-every", 3, "--sample", "every=4,tokens=5", "--save-every", 6,
                  "--out", "out", "--log", "log", cwd=work).stdout
@@ -505,6 +518,7 @@ def test_validation_and_samples_when_asked(train, work):
     assert list(by_key(log, "val_loss")) == [3, 6, 9, 10] and list(by_key(log, "loss")) == list(range(1, 11))
 
 
+@pytest.mark.usually("fp32")
 def test_log(train, work):
     train(*DATA, "--steps", 3, "--log", "log", cwd=work)
     log = read_log(work / "log")
@@ -524,6 +538,7 @@ def test_prompt_is_continued(train, folder):
     assert listing(folder) == before
 
 
+@pytest.mark.usually("fp32")
 def test_own_text_is_the_default(train):
     """In the project's folder a run needs no options; those here only make it short and keep it from
     saving."""

@@ -116,9 +116,6 @@ class StepWatch : StepListener {
             if (turns_[i].running)
                 turns_[i].running->seconds += marks_.seconds(turns_[i].mark, turns_[i + 1].mark);
         for (const Wait& w : waits_) times_.waits_at(w.place).seconds[w.of] += marks_.seconds(w.from, w.to);
-        for (size_t route = 0; route < kRoutes; route++)
-            times_.moved[route] = bytes_moved[route] - moved_before_[route];
-        moved_before_ = bytes_moved;
         if (MeasuredEngine::now_measured) times_.exchanges = MeasuredEngine::now_measured->take();
         spans_.clear();
         turns_.clear();
@@ -163,6 +160,9 @@ class StepWatch : StepListener {
         running_.pop_back();
         turns_.push_back({marks_.set(), running_.empty() ? nullptr : running_.back()});
     }
+    void transfer_begins(Route route, size_t bytes) override {
+        times_.moved[route] += static_cast<double>(bytes);
+    }
     void wait_begins(Transfer::Of of) override {
         waits_.push_back({place_in_step(Range::path()), of, marks_.set(), 0});
     }
@@ -177,7 +177,6 @@ class StepWatch : StepListener {
     std::vector<Turn> turns_;
     std::vector<OperationTime*> running_;  // the innermost last
     std::vector<Wait> waits_;
-    std::array<double, kRoutes> moved_before_ = bytes_moved;
 };
 
 // ---- measuring

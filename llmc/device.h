@@ -336,12 +336,13 @@ class Readback {
 };
 
 // Is told of a step as it runs, for measurements (bench.h): of its ranges; of its operations, which may nest;
-// and of where it waits for transfers.
+// of transfers; and of where it waits for them.
 struct StepListener {
     virtual void range_opens(const char*) {}
     virtual void range_closes() {}
     virtual void operation_begins(const char*, const Product&) {}
     virtual void operation_ends() {}
+    virtual void transfer_begins(Route, size_t) {}
     virtual void wait_begins(Transfer::Of) {}
     virtual void wait_ends() {}
 };

@@ -96,51 +96,54 @@ inline void check_room_for_ranks(const Options& o) {
               cores == 1 ? "" : "s");
 }
 
+// What has memory beside the arena.
+struct PartsWithMemory {
+    const RunModel& model;
+    const OffloadedMemory<floatX>& offloaded;
+    const Batches& batches;
+    const Metrics& metrics;
+    const LossByPosition& loss_by_position;
+};
+
 // The buffers beside the arena: those of the model's state and the adapter's, the batch's if the run reads
 // data, and what a step's kernels and its metrics need.
-template <class T>
-std::vector<MemoryReport::Buffer> buffers_of(const State<T>& model, const QuantizedWeights* quantized,
-                                             const QuantizedWeights* head, bool offloaded_embeddings,
-                                             const State<T>* adapter, const std::vector<Feeder>* feeders,
-                                             int64_t metrics, size_t dropout_keys,
-                                             int64_t positions_with_loss) {
+inline std::vector<MemoryReport::Buffer> buffers_of(const PartsWithMemory& parts) {
+    const RunModel& run = parts.model;
     std::vector<MemoryReport::Buffer> all;
     const auto add = [&](const std::string& name, const char* kind, Shape shape, const char* dtype,
                          size_t bytes) {
-        all.push_back({name, kind, shape.text(), {shape.dims, shape.dims + shape.count}, dtype, bytes});
+        if (bytes > 0)
+            all.push_back({name, kind, shape.text(), {shape.dims, shape.dims + shape.count}, dtype, bytes});
+    };
+    const auto add_bytes = [&](const char* name, size_t bytes, const char* kind = "workspace") {
+        add(name, kind, {static_cast<int64_t>(bytes)}, "byte", bytes);
     };
     const auto add_floats = [&](const char* name, int64_t count) {
-        if (count > 0) add(name, "workspace", {count}, "fp32", static_cast<size_t>(count) * sizeof(float));
+        add(name, "workspace", {count}, "fp32", static_cast<size_t>(count) * sizeof(float));
     };
-    const auto add_state = [&](const std::string& prefix, const State<T>& state) {
+    const auto add_state = [&](const std::string& prefix, const auto& state) {
         for (const StateBuffer& b : state.buffers())
             if (b.elements > 0) add(prefix + b.name, b.kind, {b.elements}, b.dtype, b.bytes());
     };
-    add_state("", model);
-    const auto add_quantized = [&](const char* name, const QuantizedWeights* q) {
-        const size_t bytes = q ? q->bytes_on_device() : 0;
-        if (bytes > 0) add(name, "weights", {static_cast<int64_t>(bytes)}, "byte", bytes);
-    };
-    add_quantized("quantized_weights", quantized);
+    add_state("", run.state);
+    if (run.quantized) add_bytes("quantized_weights", run.quantized->bytes_on_device(), "weights");
     const size_t disks =
-        (quantized && quantized->placement() == Placement::Disk ? 1 : 0) + (offloaded_embeddings ? 1 : 0);
-    if (const size_t bytes = kHostIsDevice ? disks * DiskQueue::kStagingBytes : 0; bytes > 0)
-        add("disk_staging", "workspace", {static_cast<int64_t>(bytes)}, "byte", bytes);
-    add_quantized("quantized_head", head);
-    if (adapter) add_state("adapter_", *adapter);
-    if (feeders) {
+        (run.quantized && run.quantized->placement() == Placement::Disk ? 1 : 0) + (run.embeddings ? 1 : 0);
+    if (kHostIsDevice) add_bytes("disk_staging", disks * DiskQueue::kStagingBytes);
+    if (run.quantized_head) add_bytes("quantized_head", run.quantized_head->bytes_on_device(), "weights");
+    if (run.adapter) add_state("adapter_", *run.adapter);
+    if (const std::vector<Feeder>* feeders = parts.batches.feeders()) {
         const auto batches = static_cast<int64_t>(feeders->size());
         const Feeder& f = feeders->front();
         add("batch", "input", {batches * Feeder::kCopies, f.count()}, dtype_name<int>(),
             feeders->size() * f.bytes());
     }
-    add_floats("metrics", metrics);
-    add_floats("position_losses", positions_with_loss);
-    add("step_factors", "workspace", {int64_t{sizeof(UpdateFactors)}}, "byte", sizeof(UpdateFactors));
-    if (dropout_keys > 0)
-        add("dropout_key", "workspace", {static_cast<int64_t>(dropout_keys)}, "byte",
-            dropout_keys * sizeof(uint64_t));
-    add_floats("position_factors", static_cast<int64_t>(position_factors(model.layout.config()).size()));
+    add_floats("metrics", parts.metrics.count());
+    add_floats("position_losses", parts.loss_by_position.numbers());
+    add_bytes("step_factors", sizeof(UpdateFactors));
+    const size_t keys = parts.batches.dropout_keys();
+    add("dropout_key", "workspace", {static_cast<int64_t>(keys)}, "byte", keys * sizeof(uint64_t));
+    add_floats("position_factors", static_cast<int64_t>(position_factors(run.state.layout.config()).size()));
     return all;
 }
 
@@ -220,34 +223,36 @@ inline RanksReport report_ranks(const Options& o, const Plans& plans, int micro_
     return r;
 }
 
-// What a run takes beside its buffers, and what its step costs by these rates. The report points to the
-// plans, which must outlive it.
-template <class T>
-MemoryReport make_report(const Options& o, const Plans& plans, const InputBytes& inputs,
-                         const Choices& choices, const Rates& rates) {
-    MemoryReport r;
-    r.model = o.model;
-    r.device = kDevice;
-    r.precision = dtype_name<T>();
-    r.recompute = o.recompute;
-    r.batch = o.batch;
-    r.seq_len = o.seq_len;
-    r.grad_accum = o.grad_accum;
-    r.head_rows = o.head_rows;
-    r.mlp_rows = o.mlp_rows;
-    r.attention_rows = o.attention_rows;
+// ---- the report of a run
+
+// Adds what is saved by matrices in fewer bits than the build's, and what dequantizing them costs a step.
+inline void add_stored(MemoryReport& report, const QuantizedWeights& matrices, const Plans& plans,
+                       int grad_accum, const Rates& rates) {
+    const size_t whole = static_cast<size_t>(matrices.elements()) * sizeof(floatX);
+    report.narrower = whole - std::min(whole, matrices.bytes());
+    for (const auto& [plan, runs] : {std::pair{&plans.train, 1}, std::pair{&plans.add, grad_accum - 1}})
+        for (const Work& w : plan->work)
+            if (w.name == std::string_view("dequantize")) report.widening_seconds += runs * rates.seconds(w);
+}
+
+// Adds what the process takes beside its buffers.
+inline void add_process(MemoryReport& r, const Options& o, const InputBytes& read, const Plans& plans) {
     if (kHostIsDevice) {
-        r.tokenizer = inputs.tokenizer;
-        r.data = inputs.data;
-        r.reading = inputs.reading;
+        r.tokenizer = read.tokenizer;
+        r.data = read.data;
+        r.reading = read.reading;
     } else {
-        r.unpinned = inputs.tokenizer + inputs.data + inputs.reading;
+        r.unpinned = read.tokenizer + read.data + read.reading;
     }
     r.context = context_bytes();
     size_t copied = 0;
     for (const Plan* plan : plans.all()) copied = std::max(copied, plan->copied);
     r.nccl = nccl_bytes(o.devices);
     r.process = process_bytes(copied) + mpi_bytes(o) + r.tokenizer + r.data + r.context + r.nccl;
+}
+
+// Adds the plans, and what a step costs by these rates.
+inline void add_plans(MemoryReport& r, const Options& o, const Plans& plans, const Rates& rates) {
     r.train = &plans.train;
     r.update = &plans.update;
     const bool adds = o.own_micro_batches() > o.micro_batches_together();
@@ -271,63 +276,47 @@ MemoryReport make_report(const Options& o, const Plans& plans, const InputBytes&
                 (seconds_of(plans.add.work, rates) - adds_seconds) + r.update_seconds +
                 seconds_waited(r.phases);
     r.rates = o.rates;
-    if (o.rates.empty() && !kHostIsDevice) {
-        r.gpu = nominal_gpu().called;
-        if (!gpu_named(r.gpu))
-            r.gpu_rates = planned_gpu ? ", at its highest clock" : ", computed from what it reports";
-    }
-    if (!o.memory.empty()) r.budget = describe_budget(o.memory, budget_of(o.memory, o.rank));
-    r.choice = choices.memory;
-    r.batch_choice = choices.batch;
-    r.length_choice = choices.length;
-    return r;
+    if (!o.rates.empty() || kHostIsDevice) return;
+    r.gpu = nominal_gpu().called;
+    if (!gpu_named(r.gpu))
+        r.gpu_rates = planned_gpu ? ", at its highest clock" : ", computed from what it reports";
 }
 
-// Adds what is saved by matrices in fewer bits than the build's, and what dequantizing them costs a step.
-template <class T>
-void add_stored(MemoryReport& report, const QuantizedWeights& matrices, const Plans& plans, int grad_accum,
-                const Rates& rates) {
-    const size_t whole = static_cast<size_t>(matrices.elements()) * sizeof(T);
-    report.narrower = whole - std::min(whole, matrices.bytes());
-    for (const auto& [plan, runs] : {std::pair{&plans.train, 1}, std::pair{&plans.add, grad_accum - 1}})
-        for (const Work& w : plan->work)
-            if (w.name == std::string_view("dequantize")) report.widening_seconds += runs * rates.seconds(w);
-}
-
-// ---- the report of a run
-
-// What has memory beside the arena.
-struct PartsWithMemory {
-    const RunModel& model;
-    const OffloadedMemory<floatX>& offloaded;
-    const Batches& batches;
-    const Metrics& metrics;
-    const LossByPosition& loss_by_position;
-};
-
-// What a run with these plans and parts takes, and how long a step should take. The report points to the
+// What a run with these plans and parts takes, and what a step costs by these rates. The report points to the
 // plans, which must outlive it.
 inline MemoryReport report_of_run(const Options& o, const RunInputs& in, const Plans& plans,
                                   const PartsWithMemory& parts, const Choices& choices, const Rates& rates) {
     const RunModel& model = parts.model;
-    const std::vector<Feeder>* const feeders = parts.batches.feeders();
-    MemoryReport report = make_report<floatX>(o, plans, in.bytes(), choices, rates);
-    parts.offloaded.add_to(report);
-    if (model.embeddings) model.embeddings->add_to(report, shares_host_memory(o.rank));
-    report.staged = parts.metrics.pinned_bytes();
-    if (feeders) report.staged += feeders->size() * feeders->front().pinned_bytes();
-    if (model.quantized) add_stored<floatX>(report, *model.quantized, plans, o.own_micro_batches(), rates);
-    report.parameters = model.whole.count();
-    report.trained = model.trained_count();
-    report.vocabulary = in.config.vocabulary;
-    report.vocabulary_of = in.assumed_vocabulary();
-    report.reads_bytes =
-        parse_new_model(o.model) && in.tokenizer_folder.empty() && in.config.vocabulary == 256;
-    report.buffers =
-        buffers_of(model.state, pointer_to(model.quantized), pointer_to(model.quantized_head),
-                   model.embeddings.has_value(), pointer_to(model.adapter), feeders, parts.metrics.count(),
-                   parts.batches.dropout_keys(), parts.loss_by_position.numbers());
-    return report;
+    MemoryReport r;
+    r.model = o.model;
+    r.device = kDevice;
+    r.precision = dtype_name<floatX>();
+    r.parameters = model.whole.count();
+    r.trained = model.trained_count();
+    r.vocabulary = in.config.vocabulary;
+    r.vocabulary_of = in.assumed_vocabulary();
+    r.reads_bytes = parse_new_model(o.model) && in.tokenizer_folder.empty() && in.config.vocabulary == 256;
+    r.recompute = o.recompute;
+    r.batch = o.batch;
+    r.seq_len = o.seq_len;
+    r.grad_accum = o.grad_accum;
+    r.head_rows = o.head_rows;
+    r.mlp_rows = o.mlp_rows;
+    r.attention_rows = o.attention_rows;
+    if (!o.memory.empty()) r.budget = describe_budget(o.memory, budget_of(o.memory, o.rank));
+    r.choice = choices.memory;
+    r.batch_choice = choices.batch;
+    r.length_choice = choices.length;
+    r.buffers = buffers_of(parts);
+    add_process(r, o, in.bytes(), plans);
+    add_plans(r, o, plans, rates);
+    if (model.quantized) add_stored(r, *model.quantized, plans, o.own_micro_batches(), rates);
+    parts.offloaded.add_to(r);
+    if (model.embeddings) model.embeddings->add_to(r, shares_host_memory(o.rank));
+    r.staged = parts.metrics.pinned_bytes();
+    if (const auto* feeders = parts.batches.feeders())
+        r.staged += feeders->size() * feeders->front().pinned_bytes();
+    return r;
 }
 
 // Begins the page of --report for a plan, or for a run on `data` (data_text).

@@ -61,10 +61,10 @@ inline void note_wait(Transfer::Of of, int number = -1) {
                                            .after = dry_run->plan.work.size()});
 }
 
-// The bytes of all transfers that have begun so far, by Route.
-inline std::array<double, kRoutes> bytes_moved = {};
-
-inline void count_moved(Route route, size_t bytes) { bytes_moved[route] += static_cast<double>(bytes); }
+// Tells measurements of a transfer that begins.
+inline void count_moved(Route route, size_t bytes) {
+    if (step_listener) step_listener->transfer_begins(route, bytes);
+}
 // An asynchronous copy between pinned memory and the device, beside the step.
 inline void move_async(Route route, void* to, const void* from, size_t bytes, Stream stream) {
     const EnqueuedRange range(kRouteNames[route]);

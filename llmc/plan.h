@@ -107,13 +107,12 @@ struct PartsWithMemory {
 
 // The buffers beside the arena: those of the model's state and the adapter's, the batch's if the run reads
 // data, and what a step's kernels and its metrics need.
-inline std::vector<MemoryReport::Buffer> buffers_of(const PartsWithMemory& parts) {
+inline std::vector<Take> buffers_of(const PartsWithMemory& parts) {
     const RunModel& run = parts.model;
-    std::vector<MemoryReport::Buffer> all;
+    std::vector<Take> all;
     const auto add = [&](const std::string& name, const char* kind, Shape shape, const char* dtype,
                          size_t bytes) {
-        if (bytes > 0)
-            all.push_back({name, kind, shape.text(), {shape.dims, shape.dims + shape.count}, dtype, bytes});
+        if (bytes > 0) all.push_back({name, kind, shape, dtype, bytes});
     };
     const auto add_bytes = [&](const char* name, size_t bytes, const char* kind = "workspace") {
         add(name, kind, {static_cast<int64_t>(bytes)}, "byte", bytes);

@@ -2,6 +2,7 @@
 #include "llmc/plan_report.h"
 
 #include <cmath>
+#include <span>
 
 #include "llmc/error.h"
 #include "llmc/text.h"
@@ -113,31 +114,28 @@ ordered_json report_json(const MemoryReport& r, const OperationCosts& operations
     auto& buffers = j["buffers"] = ordered_json::array();
     const int end =
         static_cast<int>(2 * r.train->takes.size());  // the clock of takes and releases stops there
-    auto add = [&](const std::string& name, const std::string& kind, const std::vector<int64_t>& shape,
-                   const char* dtype, size_t bytes, ordered_json offset, int born, int dies) {
-        buffers.push_back({{"name", name},
-                           {"kind", kind},
-                           {"shape", shape},
-                           {"dtype", dtype},
-                           {"bytes", bytes},
+    const auto add = [&](const Take& t, const ordered_json& offset, int born, int dies) {
+        buffers.push_back({{"name", t.name},
+                           {"kind", t.kind},
+                           {"shape", std::span(t.shape.dims, static_cast<size_t>(t.shape.count))},
+                           {"dtype", t.dtype},
+                           {"bytes", t.bytes},
                            {"offset", offset},
                            {"born", born},
                            {"dies", dies}});
     };
-    for (const auto& b : r.buffers) add(b.name, b.kind, b.shape, b.dtype, b.bytes, nullptr, 0, end);
+    for (const Take& b : r.buffers) add(b, nullptr, 0, end);
     const size_t library = r.workspace() - r.of_kind("workspace");
-    add("library", "workspace", {static_cast<int64_t>(library)}, "byte", library, nullptr, 0, end);
-    for (const Take& t : r.train->takes)
-        add(t.name, t.kind, {t.shape.dims, t.shape.dims + t.shape.count}, t.dtype, t.bytes, t.offset, t.born,
-            t.dies);
+    add({"library", "workspace", {static_cast<int64_t>(library)}, "byte", library}, nullptr, 0, end);
+    for (const Take& t : r.train->takes) add(t, t.offset, t.born, t.dies);
     return j;
 }
 
 std::vector<TableLine> table_of(const MemoryReport& r) {
     std::vector<TableLine> table;
     std::map<std::string, size_t> places;
-    for (const auto& b : r.buffers)
-        table.push_back({b.name, b.shape_text, b.dtype, b.kind, "start", "end", b.bytes, 1});
+    for (const Take& b : r.buffers)
+        table.push_back({b.name, b.shape.text(), b.dtype, b.kind, "start", "end", b.bytes, 1});
     for (const Take& t : r.train->takes) {
         const auto [place, is_new] = places.try_emplace(t.name, table.size());
         if (is_new)

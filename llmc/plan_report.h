@@ -66,13 +66,6 @@ struct RanksReport {
 };
 
 struct MemoryReport : OutsideDevice {
-    // A buffer outside the arena, alive for the whole run. `kind` is also its line in the totals.
-    struct Buffer {
-        std::string name, kind, shape_text;
-        std::vector<int64_t> shape;
-        const char* dtype;
-        size_t bytes;
-    };
     std::string model, device, precision, recompute;
     int64_t parameters = 0, trained = 0;
     int vocabulary = 0;
@@ -91,18 +84,18 @@ struct MemoryReport : OutsideDevice {
     std::vector<MemoryChoice> choice;  // the configuration for that, and its neighbours
     std::string batch_choice;          // what --batch auto chose, and why no more
     std::string length_choice;         // what --seq-len auto chose, and its cost in time
-    std::vector<Buffer> buffers;
+    std::vector<Take> buffers;  // outside the arena, for the whole run; their kinds are those of totals
     // What a process takes beside the buffers: code that libraries compile or load, threads' stacks, a
     // tokenizer.
     size_t process = 0;
-    size_t tokenizer = 0;  // part of process, if known
-    size_t data = 0;       // part of process: what the data hold, if many files
-    size_t reading = 0;    // the most that reading the data took, before the buffers
-    size_t context = 0;    // part of process: a GPU's context
-    size_t nccl = 0;       // part of process: NCCL's buffers, with several GPUs
-    size_t staged = 0;     // pinned host memory for batches and metrics in transfer
-    size_t unpinned = 0;   // host memory of the tokenizer and the data, if it is known
-    size_t narrower = 0;   // bytes saved by matrices in fewer bits than the build's
+    size_t tokenizer = 0;                    // part of process, if known
+    size_t data = 0;                         // part of process: what the data hold, if many files
+    size_t reading = 0;                      // the most that reading the data took, before the buffers
+    size_t context = 0;                      // part of process: a GPU's context
+    size_t nccl = 0;                         // part of process: NCCL's buffers, with several GPUs
+    size_t staged = 0;                       // pinned host memory for batches and metrics in transfer
+    size_t unpinned = 0;                     // host memory of the tokenizer and the data, if it is known
+    size_t narrower = 0;                     // bytes saved by matrices in fewer bits than the build's
     double widening_seconds = 0;             // the part of a step that dequantizes these
     std::array<double, kRoutes> moved = {};  // bytes that a step moves, by Route
     // The plans of a micro-batch, and of what uses the arena at other times. They are the trainer's own, as
@@ -137,21 +130,21 @@ struct MemoryReport : OutsideDevice {
         std::pair<std::string, size_t> most{"activations", train->bytes};
         for (const auto& [name, plan] : others)
             if (plan->bytes > most.second) most = {name, plan->bytes};
-        for (const Buffer& b : buffers)
+        for (const Take& b : buffers)
             if (b.bytes > most.second) most = {b.name, b.bytes};
         if (process > most.second) most = {"the process itself", process};
         return most;
     }
     size_t of_kind(const std::string& kind) const {
         size_t bytes = 0;
-        for (const Buffer& b : buffers)
-            if (b.kind == kind) bytes += b.bytes;
+        for (const Take& b : buffers)
+            if (kind == b.kind) bytes += b.bytes;
         return bytes;
     }
     size_t allocated() const {
         size_t bytes = activations() + workspace();
-        for (const Buffer& b : buffers)
-            if (b.kind != "workspace") bytes += b.bytes;
+        for (const Take& b : buffers)
+            if (b.kind != std::string_view("workspace")) bytes += b.bytes;
         return bytes;
     }
     size_t in_steps() const { return allocated() + process; }

@@ -144,7 +144,7 @@ struct Take {
     size_t bytes = 0;   // as requested
     size_t offset = 0;  // in the arena, after its workspace
     int born = 0, dies = 0;
-    std::string_view born_at, dies_at;  // Range::place() at those times
+    std::string_view born_at = {}, dies_at = {};  // Range::place() at those times
 };
 
 struct Plan {

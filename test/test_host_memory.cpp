@@ -230,7 +230,7 @@ TEST(HostMemory, HereAndNow) {
 // A report of `mib` MiB, of a training or of a generation.
 MemoryReport report_of(size_t mib, const Plan* train) {
     MemoryReport r;
-    r.buffers.push_back({"weights", "weights", "", {}, "byte", (mib - 10) * kMiB});
+    r.buffers.push_back({"weights", "weights", {}, "byte", (mib - 10) * kMiB});
     r.process = 10 * kMiB;
     r.train = train;
     return r;

@@ -558,7 +558,7 @@ bool hopper_attention_takes(const AttentionInput<T>& in, std::initializer_list<c
            (!in.in_pieces || in.plain()) && attention_vectors(in, arrays) && device_is_hopper();
 }
 
-// The operation for the work ledger (work.h): `products` matrix products of the unmasked scores' size, and
+// The operation that a dry run records (work.h): `products` matrix products of the unmasked scores' size, and
 // memory traffic of `passes` passes over arrays as large as q and as large as the visible rows of k and v,
 // and of `sum_passes` passes over these rows in fp32.
 template <class T>

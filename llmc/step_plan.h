@@ -125,7 +125,7 @@ struct Transfer {
     double bytes = 0;
     int number = -1;  // of the awaited one among those of its kind, from 0; negative: the last that began
     std::string_view range = {};
-    size_t after = 0;              // how many entries the ledger of work had
+    size_t after = 0;              // how many operations were recorded before it
     bool stays_with_host = false;  // between a disk and a GPU's host, which uses it itself
     const char* content = "";      // of what ranks exchange: one of kExchanged
 };

@@ -141,13 +141,6 @@ inline size_t device_bytes_in_use() {
 #endif
 }
 
-// Bytes of a GPU that a CUDA context takes, by the GPU's multiprocessors. Published: 107 MiB with 34 (RTX
-// 4060 Ti) and 555 with 188 (RTX PRO 6000) in llama.cpp's pull request 23604, 426 with 142 (RTX 6000 Ada) in
-// unsloth-zoo's 1053. Measured on an H200: 527 with 132 (dev/results/gpu-h200.md).
-constexpr size_t cuda_context_bytes(int multiprocessors, bool is_hopper) {
-    return static_cast<size_t>(multiprocessors) * ((is_hopper ? 4 : 3) << 20);
-}
-
 // Bytes of the device that a process takes before it allocates any: on a GPU the CUDA context (an A100's if
 // no GPU answers).
 inline size_t context_bytes() {

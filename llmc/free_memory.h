@@ -291,6 +291,12 @@ inline FreeMemory available_of(size_t bytes, const std::vector<MemoryLimit>& lim
     return free;
 }
 
+// The free memory without a reserve of 5%. `context` is device memory that this process's context already
+// takes.
+inline FreeMemory with_reserve(const FreeMemory& free, size_t context) {
+    return {free.bytes / 20 * 19 + context, "95% of what is free: " + free.limit};
+}
+
 // ---- asking before a large allocation
 //
 // Checks that the process may allocate more memory, before calls that would crash without it.

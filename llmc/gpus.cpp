@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "llmc/error.h"
+#include "llmc/free_memory.h"
 #include "llmc/text.h"
 
 // A GeForce from its fp32 TFLOP/s and GB/s: products in bf16 have twice that rate, in TF32 the same.
@@ -314,4 +315,25 @@ KnownGpu find_gpu(const std::string& name) {
         fail("--gpu %s: the %s that is known has %.1f GiB; --memory SIZE plans for less", name.c_str(),
              gpu->name, gpu->memory);
     return *gpu;
+}
+
+std::string gpus_with_room(size_t bytes, size_t pinned) {
+    std::vector<const KnownGpu*> all;
+    for (const KnownGpu& gpu : known_gpus()) {
+        if (gpu.for_plans_only) continue;
+        const size_t free = memory_of(gpu) - cuda_context_bytes(gpu.multiprocessors, gpu.is_hopper());
+        if (with_reserve({free, ""}, 0).bytes >= bytes + (gpu.integrated ? pinned : 0)) all.push_back(&gpu);
+    }
+    std::stable_sort(all.begin(), all.end(),
+                     [](const KnownGpu* a, const KnownGpu* b) { return a->memory < b->memory; });
+    std::string names;
+    double last = 0;
+    int count = 0;
+    for (const KnownGpu* gpu : all) {
+        if (gpu->memory < last + 2) continue;  // one of each size
+        names += (count > 0 ? ", " : "") + format("%s (%.0f GiB)", gpu->name, gpu->memory);
+        last = gpu->memory;
+        if (++count == 3) break;
+    }
+    return names;
 }

@@ -68,7 +68,17 @@ KnownGpu computed_gpu(const GpuFacts& facts);
 // The GPU that plans are for, whatever is in this machine; absent without --gpu.
 inline std::optional<KnownGpu> planned_gpu;
 
+// Bytes of a GPU that a CUDA context takes, by the GPU's multiprocessors. Published: 107 MiB with 34 (RTX
+// 4060 Ti) and 555 with 188 (RTX PRO 6000) in llama.cpp's pull request 23604, 426 with 142 (RTX 6000 Ada) in
+// unsloth-zoo's 1053. Measured on an H200: 527 with 132 (dev/results/gpu-h200.md).
+constexpr size_t cuda_context_bytes(int multiprocessors, bool is_hopper) {
+    return static_cast<size_t>(multiprocessors) * ((is_hopper ? 4 : 3) << 20);
+}
 constexpr size_t memory_of(const KnownGpu& gpu) { return static_cast<size_t>(gpu.memory * 1073741824.0); }
+
+// The smallest GPUs of the table with room for a run that takes `bytes` of a GPU beside its context, and
+// `pinned` of its host, at most three; "" if there is none. An integrated GPU has both in the same memory.
+std::string gpus_with_room(size_t bytes, size_t pinned);
 
 // How many GPUs a name means, as in "2x RTX 3090", "8xH100", "RTX 3090 x2" or "dual 3090", and the name
 // without that number; -1 and the name if it does not say it. A DGX has eight.

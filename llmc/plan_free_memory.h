@@ -81,12 +81,6 @@ inline std::string describe_budget(const std::string& memory, const FreeMemory& 
                   budget.limit.c_str());
 }
 
-// The free memory without a reserve of 5%. `context` is device memory that this process's context already
-// takes.
-inline FreeMemory with_reserve(const FreeMemory& free, size_t context) {
-    return {free.bytes / 20 * 19 + context, "95% of what is free: " + free.limit};
-}
-
 // How much a run will still take of memory_free_at_start(), which was measured when the GPU's context
 // existed.
 inline size_t still_to_take(const MemoryReport& r) { return r.total() - r.context; }

@@ -36,31 +36,6 @@ inline Options filling_planned_gpu(Options o, bool with_host) {
     return o;
 }
 
-// The smallest GPUs of the table with room for a run that takes `bytes` of the planned one and `pinned` of
-// its host, at most three; "" if there is none. An integrated GPU has both in the same memory.
-inline std::string gpus_with_room(size_t bytes, size_t pinned) {
-    const size_t without_context = bytes - std::min(bytes, context_bytes());
-    std::vector<const KnownGpu*> all;
-    for (const KnownGpu& gpu : known_gpus()) {
-        if (gpu.for_plans_only) continue;
-        const size_t free = memory_of(gpu) - cuda_context_bytes(gpu.multiprocessors, gpu.is_hopper());
-        if (with_reserve({free, ""}, 0).bytes >= without_context + (gpu.integrated ? pinned : 0))
-            all.push_back(&gpu);
-    }
-    std::stable_sort(all.begin(), all.end(),
-                     [](const KnownGpu* a, const KnownGpu* b) { return a->memory < b->memory; });
-    std::string names;
-    double last = 0;
-    int count = 0;
-    for (const KnownGpu* gpu : all) {
-        if (gpu->memory < last + 2) continue;  // one of each size
-        names += (count > 0 ? ", " : "") + format("%s (%.0f GiB)", gpu->name, gpu->memory);
-        last = gpu->memory;
-        if (++count == 3) break;
-    }
-    return names;
-}
-
 // " with 12.3 GiB of the host's memory", if a run takes more than a little of it.
 inline std::string with_host_memory(size_t pinned) {
     return pinned > size_t{1} << 30 ? format(" with %.1f GiB of the host's memory", gibibytes(pinned)) : "";
@@ -89,7 +64,7 @@ inline std::string what_takes_less(const Options& o, const Options& smallest) {
 // least.
 [[noreturn]] inline void fail_to_fit_gpu(const Options& given, const Options& smallest, size_t least,
                                          size_t pinned, const std::string& options) {
-    const std::string others = gpus_with_room(least, pinned);
+    const std::string others = gpus_with_room(least - std::min(least, context_bytes()), pinned);
     const bool several = given.devices > 1;
     fail(
         "this does not fit %s %s: of %s %.1f GiB a run may use %.1f, and this one needs at least %.1f (%s). "
@@ -150,7 +125,8 @@ inline void print_gpu_answer(FILE* to, const Options& o, const MemoryReport& r) 
     const size_t pinned = r.pinned_on_a_machine();
     if (fits && pinned > size_t{1} << 30)
         print(to, ", and %.1f GiB of %s host's memory", gibibytes(pinned), o.machines > 1 ? "each" : "the");
-    if (const std::string others = fits ? "" : gpus_with_room(r.total(), r.all_pinned()); !others.empty())
+    if (const std::string others = fits ? "" : gpus_with_room(r.total() - r.context, r.all_pinned());
+        !others.empty())
         print(to, "; GPUs that have room%s: %s", with_host_memory(r.all_pinned()).c_str(), others.c_str());
     if (!fits && o.steps > 0 && o.has("--recompute"))
         print(to, "; without --recompute, the plan chooses what to recompute and to offload");

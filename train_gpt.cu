@@ -769,7 +769,7 @@ void Trainer::prepare() {
         remark_no_validation(in_, o_.seq_len);
         print_plan();
     }
-    if (!o_.prompts.empty() && !o_.has("--batch")) answer_as_many_as_fit();
+    if (!o_.prompts.empty() && o_.open.batch) answer_as_many_as_fit();
     require_memory(report_, memory_of_rank(o_.rank), trains() ? Suggest::MemoryOption : Suggest::SmallerRun);
     PeakRate peak = {};
     if (trains()) {
@@ -920,52 +920,52 @@ int end_with_error(FILE* errors, const Rank& rank, RankEngine* engine, const std
 
 int run(int argc, char** argv, RankEngine* engine, FILE* errors) {
     RunOptions command(argc, argv);
+    const Asked& asked = command.asked;
     if (command.starts_ranks()) {
-        check_gpus_for_ranks(command.options.devices);
-        check_room_for_ranks(command.options);
+        check_gpus_for_ranks(asked.devices);
+        check_room_for_ranks(asked);
         command.resumed.reset();  // the ranks hold it themselves
-        return launch_ranks(command.options.devices, argv);
+        return launch_ranks(asked.devices, argv);
     }
-    if (engine) engine->set_patience(command.options.patience);
+    if (engine) engine->set_patience(asked.patience);
     command.begin(engine);
-    Options& options = command.options;
-    start_threads(options.threads, options.rank);
+    start_threads(asked.threads, asked.rank);
     if (planned_gpu) keep_memory_of_lists();  // the program ends with its answer
-    tf32_products = options.tf32;
-    if (!options.calibrate.empty()) {
-        check_device(options);
-        calibrate<floatX>(options, engine);
+    tf32_products = asked.tf32;
+    if (!asked.calibrate.empty()) {
+        check_device(asked);
+        calibrate<floatX>(asked, engine);
         return 0;
     }
     Choices choices;
-    options =
-        chosen_by_first_rank(engine, options, [&] { return with_chosen_length<Trainer>(options, choices); });
-    RunInputs inputs(options, std::move(command.resumed));
-    if (options.rank.is_first()) remark_inputs(options, inputs);
-    if (options.show_example > 0) {
-        if (options.rank.is_first()) print_example(options, inputs);
+    const RunConfig with_length =
+        chosen_by_first_rank(engine, asked, [&] { return with_chosen_length<Trainer>(asked, choices); });
+    RunInputs inputs(asked, with_length, std::move(command.resumed));
+    if (asked.rank.is_first()) remark_inputs(inputs.run(), inputs);
+    if (asked.show_example > 0) {
+        if (asked.rank.is_first()) print_example(inputs.run(), inputs);
         return 0;
     }
     malloc_trim(0);  // returns what reading and tokenizing have freed to the system
-    const Options chosen = chosen_by_first_rank(
-        engine, options, [&] { return with_chosen_setting<Trainer>(options, inputs, choices); });
+    const RunConfig run = chosen_by_first_rank(
+        engine, inputs.run(), [&] { return with_chosen_setting<Trainer>(inputs.run(), inputs, choices); });
     if (!planned_gpu) malloc_trim(0);        // and what the search has freed
     std::optional<MeasuredEngine> measured;  // before connect(), so that it sees the first exchange
-    if (engine && !options.bench.empty()) engine = &measured.emplace(*engine);
-    Trainer trainer(chosen, inputs, std::move(choices));
+    if (engine && !run.bench.empty()) engine = &measured.emplace(*engine);
+    Trainer trainer(run, inputs, std::move(choices));
     try {
         trainer.rehearse();
         if (engine) trainer.connect(*engine);
-        if (options.plan)
+        if (run.plan)
             trainer.print_plan();
-        else if (!options.bench.empty())
+        else if (!run.bench.empty())
             trainer.bench();
         else
             trainer.run();
     } catch (...) {
         // All ranks end while the Trainer is there: its destructor could wait for ranks that wait for this
         // one.
-        if (engine) return end_with_error(errors, options.rank, engine, engine->where());
+        if (engine) return end_with_error(errors, run.rank, engine, engine->where());
         throw;
     }
     if (interrupted) return 128 + interrupted;

@@ -50,7 +50,7 @@ class ChatSession {
             std::vector<int> tokens = tokens_of_conversation();
             if (tokens.empty()) continue;
             const int room = window_ - static_cast<int>(tokens.size());
-            const int most = o_.has("--sample.tokens") ? std::min(o_.sample_tokens, room) : room;
+            const int most = o_.limits_answers ? std::min(o_.sample_tokens, room) : room;
             answer_.emplace(o_, in_, tokens, turn_++, most, false, explain_);
             output_.emplace();
             said_.clear();

@@ -11,7 +11,7 @@
 #include "llmc/resume.h"
 
 // Fails if both --steps and --epochs say how long the training is.
-inline void check_length(const Options& o) {
+inline void check_length(const Asked& o) {
     if (o.has("--steps") && o.has("--epochs") && o.steps == 0)
         fail("--epochs %s: nothing is trained without --data", o.first("--epochs"));
     if (o.has("--steps") && o.has("--epochs"))
@@ -20,7 +20,7 @@ inline void check_length(const Options& o) {
 }
 
 // Fails if an option compares the validations of a run, and there is at most the one at its end.
-inline void check_best(const Options& o) {
+inline void check_best(const Asked& o) {
     if (o.keep_best && o.out.empty()) fail("--keep-best: nothing is saved without --out");
     const char* const name = o.keep_best ? "--keep-best" : o.early_stopping > 0 ? "--early-stopping" : "";
     if (*name && (o.eval_every == 0 || o.steps == 0))
@@ -28,7 +28,7 @@ inline void check_best(const Options& o) {
 }
 
 // A bench only measures a run and does not make it: fails on options that only a real run needs.
-inline void check_bench_options(const Options& o) {
+inline void check_bench_options(const Asked& o) {
     if (o.bench.empty()) return;
     for (const std::string& name : words_of(
              "--plan --timeline --resume --out --save-base --save-every --log --loss-by-position --val-data "
@@ -44,9 +44,9 @@ inline void check_bench_options(const Options& o) {
 }
 
 // A calibration measures the device, independent of any training: fails on options for more than that.
-inline void check_calibration(const Options& o) {
+inline void check_calibration(const Asked& o) {
     if (o.calibrate.empty()) return;
-    for (const auto& [name, values] : o.given)
+    for (const auto& [name, values] : o.settings)
         if (name != "--calibrate" && name != "--threads" && name != "--devices" &&
             !(name == "--grad-accum" && o.devices > 1))  // complete_devices() has set it
             fail("--calibrate %s measures the device and stops: leave %s out", o.calibrate.c_str(),
@@ -54,14 +54,14 @@ inline void check_calibration(const Options& o) {
 }
 
 // A conversation, and a file of prompts, only need a model: fails on options for more than that.
-inline void check_answers(const Options& o) {
+inline void check_answers(const Asked& o) {
     if (o.has("--prompt") && o.prompt.empty())
         fail("--prompt: the text is empty; without --prompt, samples of a training begin a new text");
     if (o.raw_prompt && !o.has("--prompt") && o.prompts.empty())
         fail("--raw-prompt: is for a prompt: add --prompt TEXT, or --prompts FILE");
     const bool does_more = o.plan || !o.val_data.empty() || !o.merge.empty() || !o.export_file.empty() ||
                            !o.save_base.empty() || !o.bench.empty();
-    if (o.steps == 0 && o.has("--prompt") && !o.saved.contains("--prompt") && o.sample_tokens == 0 &&
+    if (o.steps == 0 && o.has("--prompt") && !o.of_save.contains("--prompt") && o.sample_tokens == 0 &&
         !does_more)
         fail("--prompt: --sample tokens=0 leaves nothing to answer");
     if (o.has("--prompt") && parse_new_model(o.model) && o.resume.empty() && !o.has("--data") &&
@@ -78,7 +78,7 @@ inline void check_answers(const Options& o) {
          words_of("--data --val-data --prompt --sample.every --out --save-every --merge --export --epochs "
                   "--save-base --log --loss-by-position --eval-every --timeline --bench --memory --report "
                   "--tensorboard"))
-        if (o.has(name) && !o.saved.contains(name))
+        if (o.has(name) && !o.of_save.contains(name))
             fail("%s only answers: leave %s out", self.c_str(), o.spelled(name).c_str());
     if (o.steps > 0) fail("%s trains nothing: leave --steps %s out", self.c_str(), o.first("--steps"));
     if (o.batch == 0) fail("--batch auto is a training's; %s takes a number", self.c_str());
@@ -89,7 +89,7 @@ inline void check_answers(const Options& o) {
 }
 
 // Fails on options of adapters that this run does not use.
-inline void check_adapter_options(const Options& o) {
+inline void check_adapter_options(const Asked& o) {
     for (const char* name : {"--lora-rank", "--lora-alpha", "--lora-targets", "--lora-dropout"}) {
         if (!o.has(name)) continue;
         if (!o.adapter.empty() && name != std::string("--lora-dropout"))
@@ -102,7 +102,7 @@ inline void check_adapter_options(const Options& o) {
         if (o.train != "prompt") fail("--soft-prompt %s: add --train prompt", prompt);
         if (!o.adapter.empty()) fail("--soft-prompt %s: --adapter %s has its own", prompt, o.adapter.c_str());
     }
-    if (o.has("--adapter") && !o.resume.empty() && !o.saved.contains("--adapter"))
+    if (o.has("--adapter") && !o.resume.empty() && !o.of_save.contains("--adapter"))
         fail("--adapter %s: --resume %s goes on with its own", o.adapter.c_str(), o.resume.c_str());
     if (!o.merge.empty() && !o.trains_adapter() && o.resume.empty())
         fail("--merge %s: there is no adapter to merge; give --train lora or --adapter", o.merge.c_str());
@@ -121,7 +121,7 @@ inline void check_adapter_options(const Options& o) {
 }
 
 // Fails if --seq-len auto has nothing to choose, or is combined with options that it would choose.
-inline void check_auto_length(const Options& o) {
+inline void check_auto_length(const Asked& o) {
     if (!o.auto_length) return;
     if (!o.resume.empty())
         fail("--seq-len auto: --resume %s goes on with its own length: leave --seq-len out",
@@ -137,7 +137,7 @@ inline void check_auto_length(const Options& o) {
 }
 
 // Fails on chunks that the kernels cannot process.
-inline void check_chunk_rows(const Options& o) {
+inline void check_chunk_rows(const Asked& o) {
     if (o.mlp_rows > 0 && o.mlp_rows % 8)
         fail("--chunk-rows mlp=%lld: a multiple of 8 is needed, or all or auto",
              static_cast<long long>(o.mlp_rows));
@@ -145,7 +145,7 @@ inline void check_chunk_rows(const Options& o) {
         fail("--chunk-rows attention=%lld: a multiple of 128 is needed, or all or auto",
              static_cast<long long>(o.attention_rows));
     // A save has none where auto chose none, because sequences are short.
-    const bool chose_no_rows = o.saved.contains("--chunk-rows.attention");
+    const bool chose_no_rows = o.of_save.contains("--chunk-rows.attention");
     if (o.offload_keys && o.attention_rows == 0 && !chose_no_rows)
         fail(
             "--offload keys=%s needs --chunk-rows attention=N or auto: keys are offloaded in pieces of N "
@@ -159,7 +159,7 @@ inline void check_chunk_rows(const Options& o) {
 }
 
 // Fails if --memory is combined with what it chooses itself, or with nothing to choose.
-inline void check_memory(const Options& o) {
+inline void check_memory(const Asked& o) {
     if (o.has("--memory") && o.batch != 0 && o.has("--recompute"))
         fail("--memory %s chooses what to recompute itself: leave --recompute %s out", o.memory.c_str(),
              o.recompute.c_str());
@@ -185,7 +185,7 @@ inline void check_memory(const Options& o) {
 }
 
 // Fails if --gpu is combined with more than a plan.
-inline void check_gpu_plan(const Options& o) {
+inline void check_gpu_plan(const Asked& o) {
     if (!o.has("--gpu")) return;
     if (o.gpu.empty()) fail("--gpu: names no GPU; there are RTX 4090, H100 and others");
     if (!o.plan) fail("--gpu %s is for plans: add --plan", o.gpu.c_str());
@@ -197,7 +197,7 @@ inline void check_gpu_plan(const Options& o) {
 }
 
 // Fails on options for another build, or for another optimizer than the one that was chosen.
-inline void check_build(const Options& o) {
+inline void check_build(const Asked& o) {
     if (o.has("--advanced.algorithms") && !kSearchesAlgorithms)
         fail("--advanced algorithms=%s is for cuBLASLt on a GPU; on the CPU oneDNN chooses for itself",
              o.matmul_algorithms.c_str());
@@ -212,7 +212,7 @@ inline void check_build(const Options& o) {
 }
 
 // Fails if several devices cannot divide a frozen model (--zero 3).
-inline void check_divided_base(const Options& o) {
+inline void check_divided_base(const Asked& o) {
     if (parse_new_model(o.model))
         fail("--zero 3: divides a frozen model that is in files, and --model %s is a new one: give --zero 1",
              o.model.c_str());
@@ -222,7 +222,7 @@ inline void check_divided_base(const Options& o) {
 }
 
 // Fails if several devices cannot share this run.
-inline void check_devices(const Options& o) {
+inline void check_devices(const Asked& o) {
     if (o.devices == 1) {
         if (o.has("--zero") && o.zero != "auto")
             fail("--zero %s is for several devices: add --devices N", o.zero.c_str());
@@ -263,7 +263,7 @@ inline void check_devices(const Options& o) {
 }
 
 // Fails if gradients would be needed in backward that are not complete yet.
-inline void check_update_in_backward(const Options& o) {
+inline void check_update_in_backward(const Asked& o) {
     if (o.update_in_backward && o.own_micro_batches() > 1 && !o.by_block)
         fail(
             "--update-in-backward consumes gradients at once: with --grad-accum %d it needs --by-block, so "
@@ -276,7 +276,7 @@ inline void check_update_in_backward(const Options& o) {
 }
 
 // Fails if options that are valid by themselves cannot be combined.
-inline void check_options(const Options& o) {
+inline void check_options(const Asked& o) {
     check_adapter_options(o);
     check_auto_length(o);
     check_answers(o);

@@ -150,7 +150,7 @@ class OptionGroup {
     const char* name_;
 };
 
-inline void declare_model_options(CLI::App& app, Options& o) {
+inline void declare_model_options(CLI::App& app, RunConfig& o) {
     OptionGroup group(app, "Model and data");
     group.add("--model", o.model, "DIR|FILE|ORG/NAME|dN",
               "A folder of a Hugging Face model, a GGUF file, or the folder of an adapter, which names its "
@@ -204,7 +204,7 @@ inline void declare_model_options(CLI::App& app, Options& o) {
         ->transform(whole(0, 0x1.fffffffffffffp63));  // the last number below 2^64 that a double has
 }
 
-inline void declare_training_options(CLI::App& app, Options& o) {
+inline void declare_training_options(CLI::App& app, RunConfig& o) {
     OptionGroup group(app, "Training");
     group
         .add("--batch", o.batch, "N|auto",
@@ -283,7 +283,7 @@ inline void declare_training_options(CLI::App& app, Options& o) {
 
 // Reads --base: a format for all linear layers, LAYERS=FORMAT for some, head=FORMAT for the head. Returns
 // what is wrong, or "".
-inline std::string set_base(Options& o, const std::vector<std::string>& texts) {
+inline std::string set_base(RunConfig& o, const std::vector<std::string>& texts) {
     o.base.clear(), o.store.clear(), o.head.clear(), o.any_base = false;
     std::vector<std::string> parts;
     for (const std::string& text : texts)
@@ -308,7 +308,7 @@ inline std::string set_base(Options& o, const std::vector<std::string>& texts) {
     return "";
 }
 
-inline void declare_adapter_options(CLI::App& app, Options& o) {
+inline void declare_adapter_options(CLI::App& app, RunConfig& o) {
     OptionGroup group(app, "Adapters");
     group
         .add("--train", o.train, "all|lora|prompt",
@@ -363,7 +363,7 @@ inline void declare_adapter_options(CLI::App& app, Options& o) {
               "Before training, saves the base in NF4 as bitsandbytes does; the adapter then names it.");
 }
 
-inline void declare_plan_options(CLI::App& app, Options& o) {
+inline void declare_plan_options(CLI::App& app, RunConfig& o) {
     OptionGroup group(app, "Memory");
     group.add(
         "--memory", o.memory, "SIZE[,host=SIZE]",
@@ -391,7 +391,7 @@ inline void declare_plan_options(CLI::App& app, Options& o) {
               "A file of --calibrate, by which times are estimated. Without it, by nominal rates.");
 }
 
-inline void declare_memory_options(CLI::App& app, Options& o) {
+inline void declare_memory_options(CLI::App& app, RunConfig& o) {
     OptionGroup group(app, "Memory");
     group.add("--recompute", o.recompute, "LEVEL|LEVEL:N,...",
               "What backward computes again instead of keeping it: " + joined(recompute_names(), ", ") +
@@ -450,7 +450,7 @@ inline void declare_memory_options(CLI::App& app, Options& o) {
         ->transform(whole(0, kMostLayers));
 }
 
-inline void declare_logging_options(CLI::App& app, Options& o) {
+inline void declare_logging_options(CLI::App& app, RunConfig& o) {
     OptionGroup group(app, "Logging");
     group.add("--print-every", o.print_every, "N", "Steps between printed lines; 0: a line a second.")
         ->transform(whole(0, 1e12));
@@ -477,7 +477,7 @@ inline void declare_logging_options(CLI::App& app, Options& o) {
 }
 
 // Reads --bench: "step", "forward", and with them "ops" and "json". Returns what is wrong, or "".
-inline std::string set_bench(Options& o, const std::string& text) {
+inline std::string set_bench(RunConfig& o, const std::string& text) {
     o.bench = "step", o.profile_ops = o.json = false;
     for (const std::string& word : CLI::detail::split(text, ',')) {
         if (word == "step" || word == "forward" || word == "true")
@@ -492,7 +492,7 @@ inline std::string set_bench(Options& o, const std::string& text) {
     return "";
 }
 
-inline void declare_output_options(CLI::App& app, Options& o) {
+inline void declare_output_options(CLI::App& app, RunConfig& o) {
     OptionGroup sampling(app, "Sampling"), saving(app, "Saving");
     sampling.add(
         "--prompt", o.prompt, "TEXT",
@@ -555,7 +555,7 @@ inline void declare_output_options(CLI::App& app, Options& o) {
                "good save in --out, or from the start where there is none.");
 }
 
-inline void declare_advanced_options(CLI::App& app, Options& o) {
+inline void declare_advanced_options(CLI::App& app, RunConfig& o) {
     OptionGroup advanced(app, "Advanced");
     advanced
         .add_set("--bench", "[step|forward][,ops][,json]",
@@ -602,7 +602,7 @@ inline void declare_advanced_options(CLI::App& app, Options& o) {
 }
 
 // Declares every option on the parser, bound to `o`. --config, --help and --version are read before.
-inline void declare_options(CLI::App& app, Options& o) {
+inline void declare_options(CLI::App& app, RunConfig& o) {
     app.option_defaults()->always_capture_default();
     app.set_help_flag();
     declare_model_options(app, o);

@@ -26,7 +26,7 @@
 #include "llmc/text.h"
 
 // Sets an option to these words, and remembers that it was given. Fails if its range does not have them.
-inline void set_option(CLI::App& app, Options& o, const std::string& name,
+inline void set_option(CLI::App& app, RunConfig& o, const std::string& name,
                        const std::vector<std::string>& words) {
     CLI::Option* const option = app.get_option(name);
     try {
@@ -38,7 +38,7 @@ inline void set_option(CLI::App& app, Options& o, const std::string& name,
         if (line.starts_with(name + ":")) line.replace(0, name.size(), setting_name(name));
         fail("%s", line.c_str());
     }
-    o.given[name] = words;
+    o.settings[name] = words;
 }
 
 // Prints the help, the version or the names of known models and exits, if the settings ask for it.
@@ -63,14 +63,14 @@ inline void answer_questions(const CLI::App& app, const Settings& settings) {
 // The settings of the command line that differ from those of the save, as in "--lr 1e-4 (was 5e-5)". Those
 // that only say where to write, what to print and which machine to use are not among them, nor, with --resume
 // auto, those that were chosen when the run began.
-inline std::map<std::string, std::string> changed_settings(const CLI::App& app, const Options& o,
+inline std::map<std::string, std::string> changed_settings(const CLI::App& app, const Asked& o,
                                                            const SavedOptions& before, bool automatic) {
     constexpr const char* kOfTheRun =
         "--resume --out --log --timeline --loss-by-position --print-every --plan --threads --devices --zero "
         "--machines --network --rates --save-every --keep --prompt --merge --save-base --model --adapter "
         "--raw-prompt --memory --report --report.with --tensorboard";
     std::map<std::string, std::string> all;
-    for (const auto& [name, words] : o.given) {
+    for (const auto& [name, words] : o.settings) {
         if (has_word(kOfTheRun, name) || name.starts_with("--sample.") || name.starts_with("--advanced.") ||
             name.starts_with("--export"))
             continue;
@@ -92,17 +92,18 @@ inline std::map<std::string, std::string> changed_settings(const CLI::App& app, 
 
 // With --resume auto the command says again with which adapter the run began, as --adapter or as --model. The
 // run goes on with that of the save instead.
-inline void forget_first_adapter(Options& o, const SavedOptions& before) {
+inline void forget_first_adapter(Asked& o, const SavedOptions& before) {
     const auto saved = before.here.find("--adapter");
     if (saved == before.here.end() || !saved->is_array() || saved->empty() || !(*saved)[0].is_string())
         return;
     const std::string first = (*saved)[0].get<std::string>();
-    if (o.has("--adapter") && same_file(o.adapter, first)) o.given.erase("--adapter"), o.adapter.clear();
-    if (o.has("--model") && !parse_new_model(o.model) && same_file(o.model, first)) o.given.erase("--model");
+    if (o.has("--adapter") && same_file(o.adapter, first)) o.settings.erase("--adapter"), o.adapter.clear();
+    if (o.has("--model") && !parse_new_model(o.model) && same_file(o.model, first))
+        o.settings.erase("--model");
 }
 
 // Takes from a save what holds in the run that resumes from it. `automatic`: --resume auto.
-inline void set_saved(CLI::App& app, Options& o, const SavedOptions& before, bool automatic) {
+inline void set_saved(CLI::App& app, Asked& o, const SavedOptions& before, bool automatic) {
     if (automatic) forget_first_adapter(o, before);
     check_saved_parts(before, o);
     o.directory = before.directory;
@@ -120,29 +121,29 @@ inline void set_saved(CLI::App& app, Options& o, const SavedOptions& before, boo
         taken.push_back(name);
     }
     for (const std::string& name : taken) {
-        o.saved.insert(name);
+        o.of_save.insert(name);
         try {
             set_option(app, o, name, before.here[name].get<std::vector<std::string>>());
         } catch (const nlohmann::json::exception&) {
             fail("--resume %s: its %s is no list of texts", o.resume.c_str(), name.c_str());
         }
-        o.given[name] = before.written[name].get<std::vector<std::string>>();
+        o.settings[name] = before.written[name].get<std::vector<std::string>>();
     }
     // With --seq-len auto, a resumed run keeps the length that was chosen when it began.
-    if (automatic && o.seq_len == 0) o.seq_len = Options().seq_len, o.given.erase("--seq-len");
+    if (automatic && o.seq_len == 0) o.seq_len = Asked().seq_len, o.settings.erase("--seq-len");
 }
 
 // True if a run generates without training, because it has a model and a prompt but no data.
-inline bool only_generates(const Options& o) {
+inline bool only_generates(const Asked& o) {
     return o.has("--prompt") && o.data.empty() && !o.has("--steps") && !parse_new_model(o.model) && !o.plan &&
            o.bench.empty();
 }
 
 // --model ORG/NAME and --adapter ORG/NAME become the folders that Hugging Face's tools have downloaded.
-inline void open_from_hub(Options& o) {
+inline void open_from_hub(Asked& o) {
     const auto open = [&](const char* option, std::string& value) {
-        const std::string found = find_on_hub(option, value, o.saved.contains(option));
-        if (found != value) value = found, o.given[option] = {found};
+        const std::string found = find_on_hub(option, value, o.of_save.contains(option));
+        if (found != value) value = found, o.settings[option] = {found};
     };
     const KnownModel* const planned = o.plan && !parse_new_model(o.model) ? known_shape(o.model) : nullptr;
     const bool nf4 = planned && !o.has("--base") && spelling_in(words_of_model(o.model), "-nf4- -q4-") != "";
@@ -158,24 +159,24 @@ inline void open_from_hub(Options& o) {
 // If --model is an adapter's folder, replaces it by the model that the adapter belongs to and makes the
 // folder the value of --adapter. Unless options say otherwise, the model is quantized as it was when the
 // adapter was trained.
-inline void open_adapter_as_model(Options& o) {
+inline void open_adapter_as_model(Asked& o) {
     const std::string folder = o.model;
     if (parse_new_model(folder) || !is_adapter_folder(resolve_save(folder))) return;
     if (!o.adapter.empty())
         fail("--model %s is an adapter, and so is --adapter %s: give the model that they are of as --model",
              folder.c_str(), o.adapter.c_str());
     o.model = find_adapter_model(folder), o.adapter = folder;
-    o.given["--model"] = {o.model}, o.given["--adapter"] = {o.adapter};
+    o.settings["--model"] = {o.model}, o.settings["--adapter"] = {o.adapter};
     const std::optional<AdapterBase> base = read_adapter_base(resolve_save(folder));
     if (o.has("--base") || !base || is_quantized_model(o.model) || !base->has_options()) return;
     if (!base->is_quantized()) return;
-    o.given["--base"] = {base->option_value()};
-    const std::string wrong = set_base(o, o.given["--base"]);
+    o.settings["--base"] = {base->option_value()};
+    const std::string wrong = set_base(o, o.settings["--base"]);
     if (!wrong.empty()) fail("%s: %s: %s", folder.c_str(), kAdapterBaseFile, wrong.c_str());
 }
 
 // A rank learns from what started it how many there are. By default each computes one micro-batch of a step.
-inline void complete_devices(Options& o) {
+inline void complete_devices(Asked& o) {
     if (!o.rank.is_alone()) {
         if (o.has("--devices") && o.devices != o.rank.count)
             fail("--devices %d: %d ranks were started: leave it out, or start as many", o.devices,
@@ -187,24 +188,53 @@ inline void complete_devices(Options& o) {
     // A save without --grad-accum is of one device and one micro-batch a step, which cannot be shared.
     if (o.devices == 1 || o.has("--grad-accum") || !o.resume.empty()) return;
     o.grad_accum = o.devices;
-    o.given["--grad-accum"] = {std::to_string(o.grad_accum)};  // so that a resume on other devices keeps it
+    o.settings["--grad-accum"] = {
+        std::to_string(o.grad_accum)};  // so that a resume on other devices keeps it
 }
 
 // Fills in what depends on other options.
-inline void complete_options(Options& o) {
+inline void complete_options(Asked& o) {
     complete_devices(o);
-    if (o.seq_len == 0) o.auto_length = true, o.seq_len = Options().seq_len;
+    if (o.seq_len == 0) o.auto_length = true, o.seq_len = Asked().seq_len;
     if (!o.has("--lr"))
         o.lr = o.train == "prompt"        ? kPromptRate
                : o.trains_adapter()       ? kLoraRate
                : parse_new_model(o.model) ? kNewRate
                                           : kFineTuningRate;
-    if (only_generates(o)) o.steps = 0, o.given["--steps"] = {"0"};
+    if (only_generates(o)) o.steps = 0, o.settings["--steps"] = {"0"};
     if (o.bench.empty()) return;
-    const Options standard;
+    const Asked standard;
     if (o.has("--steps")) o.bench_steps = static_cast<int>(std::min<int64_t>(o.steps, INT32_MAX));
     if (o.has("--warmup")) o.bench_warmup = static_cast<int>(std::min<int64_t>(o.warmup, INT32_MAX));
     o.steps = standard.steps, o.warmup = standard.warmup;
+}
+
+// Says in the run's own values what follows from which settings were given.
+inline void note_what_is_open(Asked& o, bool automatic) {
+    o.is_default_model = !o.has("--model");
+    o.begins_anew = automatic && o.resume.empty();
+    o.validates_by_position = o.has("--loss-by-position");
+    o.limits_answers = o.has("--sample.tokens");
+    for (const auto& [name, setting] : o.changed) {
+        o.changes.push_back(setting);
+        o.validates_otherwise |= has_word("--seq-len --eval-batches --batch --grad-accum", name);
+    }
+    Open& open = o.open;
+    open.length = !o.has("--seq-len");
+    open.steps = !o.has("--steps");
+    open.warmup = !o.has("--warmup");
+    open.batch = !o.has("--batch");
+    open.recompute = !o.has("--recompute");
+    open.prefetch = !o.has("--prefetch");
+    open.mlp_rows = !o.has("--chunk-rows.mlp");
+    open.attention_rows = !o.has("--chunk-rows.attention");
+    open.master = o.allow_8bit && !o.has("--state-formats.master");
+    open.adam_m = o.allow_8bit && o.optimizer == "adamw" && !o.has("--state-formats.m");
+    open.adam_v = o.allow_8bit && o.optimizer == "adamw" && !o.has("--state-formats.v");
+    for (const PlacementOption& p : kPlacements)
+        if (!o.has(p.setting())) open.placements.insert(p.key);
+    const auto state = o.settings.find("--offload.state");
+    open.state_buffers = state == o.settings.end() || state->second[0].find(':') == std::string::npos;
 }
 
 // Runs the planner (simt.h) in place of this program; it is where make or make install puts it.
@@ -218,7 +248,7 @@ inline void complete_options(Options& o) {
 
 // Sets the GPU that plans are for, if --gpu names one, and --devices, if it names several. In a build for a
 // CPU this does not return.
-inline void plan_for_named_gpu(CLI::App& app, Options& o, char** argv) {
+inline void plan_for_named_gpu(CLI::App& app, Asked& o, char** argv) {
     if (o.gpu.empty()) return;
     if (!o.rank.is_alone()) fail("--gpu %s: a plan needs one process: without mpirun", o.gpu.c_str());
     if (kHostIsDevice) become_planner(o.gpu, argv);
@@ -236,7 +266,7 @@ inline void plan_for_named_gpu(CLI::App& app, Options& o, char** argv) {
 
 // Sets the options of the command line and of the config file that it names; the command line counts. Values
 // that do not count, because an option was given again, must be valid too.
-inline void set_given(CLI::App& app, Options& o, int argc, char** argv) {
+inline void set_given(CLI::App& app, Asked& o, int argc, char** argv) {
     WordReader reader(app);
     Settings settings = reader.command_line(std::vector<std::string>(argv + 1, argv + argc));
     answer_questions(app, settings);
@@ -269,14 +299,14 @@ inline void set_given(CLI::App& app, Options& o, int argc, char** argv) {
 // Reads the command line. For a resumed run, saved(save) returns that save's SavedOptions; those that were
 // not given are taken from there. Prints the help and exits if asked to. Fails on mistakes.
 template <class Saved>
-Options parse_options(int argc, char** argv, Saved&& saved) {
-    Options o;
+Asked parse_options(int argc, char** argv, Saved&& saved) {
+    Asked o;
     o.rank = rank_of_environment();
     CLI::App app;
     declare_options(app, o);
     set_given(app, o, argc, argv);
     plan_for_named_gpu(app, o, argv);
-    if (o.only_answers() && !o.has("--steps")) o.steps = 0, o.given["--steps"] = {"0"};
+    if (o.only_answers() && !o.has("--steps")) o.steps = 0, o.settings["--steps"] = {"0"};
     const bool automatic = o.resume == "auto";
     if (automatic) resume_what_is_there(o);
     if (!o.resume.empty()) set_saved(app, o, saved(o.resume), automatic);
@@ -285,6 +315,7 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
     complete_options(o);
     check_options(o);
     if (o.update_in_backward && o.clip > 0) o.clip_per_block = true;
+    note_what_is_open(o, automatic);
     if (!o.bench.empty()) {
         o.steps = o.bench == "forward" ? 0 : 1 + int64_t{o.bench_warmup} + o.bench_steps;
         o.sample_tokens = 0;
@@ -296,7 +327,7 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
 
 class RunOptions {
   public:
-    Options options;
+    Asked asked;
     std::optional<HeldSave> resumed;  // the save of --resume, held until it is loaded
 
     // Reads the command line; prints the help and exits if asked to. `argv` must outlive this.
@@ -304,17 +335,17 @@ class RunOptions {
     RunOptions(const RunOptions&) = delete;
 
     // True if this process trains nothing itself, but starts the ranks of --devices.
-    bool starts_ranks() const { return options.devices > 1 && options.rank.is_alone() && !options.plan; }
+    bool starts_ranks() const { return asked.devices > 1 && asked.rank.is_alone() && !asked.plan; }
 
     // Completes the options of a process that trains; `engine` connects it to other ranks, or is null. All
     // ranks must call it: the first rank of a run that saves takes the lock of --out, or fails if another run
     // holds it.
     void begin(RankEngine* engine) {
         complete_rank(engine);
-        if (options.plan && !options.out.empty()) check_writable(options.out);
-        if (options.saves() && options.rank.is_first()) lock_.emplace(options.out);
-        if (engine) engine->wait_for_all(options.rank);
-        if (!options.saves() || !options.has("--resume")) return;
+        if (asked.plan && !asked.out.empty()) check_writable(asked.out);
+        if (asked.saves() && asked.rank.is_first()) lock_.emplace(asked.out);
+        if (engine) engine->wait_for_all(asked.rank);
+        if (!asked.saves() || !asked.has("--resume")) return;
         parse();  // the run that held the folder may have saved since
         complete_rank(engine);
     }
@@ -322,7 +353,7 @@ class RunOptions {
   private:
     void parse() {
         resumed.reset();
-        options = parse_options(argc_, argv_, [this](const std::string& folder) {
+        asked = parse_options(argc_, argv_, [this](const std::string& folder) {
             return saved_options(resumed.emplace(folder).path());
         });
     }
@@ -330,10 +361,10 @@ class RunOptions {
     // names of files are cleared: but for those of --out, --merge and --export, to which they contribute, and
     // that of --advanced algorithms, which each reads and completes.
     void complete_rank(const RankEngine* engine) {
-        if (engine) options.rank = engine->rank();
-        if (options.rank.is_first()) return;
-        for (std::string* path : {&options.log, &options.loss_by_position, &options.save_base,
-                                  &options.timeline, &options.report, &options.tensorboard})
+        if (engine) asked.rank = engine->rank();
+        if (asked.rank.is_first()) return;
+        for (std::string* path : {&asked.log, &asked.loss_by_position, &asked.save_base, &asked.timeline,
+                                  &asked.report, &asked.tensorboard})
             path->clear();
     }
 

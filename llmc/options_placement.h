@@ -15,11 +15,11 @@ struct PlacementOption {
     const char* values;  // of the key, for the help
     const char* help;
     // The value in the options, as it would be written: "disk", "host:8".
-    std::string (*value)(const Options&);
+    std::string (*value)(const RunConfig&);
     // Sets the value. Returns what is wrong with it, or "".
-    std::string (*set)(Options&, const std::string&);
+    std::string (*set)(RunConfig&, const std::string&);
     // True if --memory may try the value that the options have.
-    bool (*may_try)(const Options&);
+    bool (*may_try)(const RunConfig&);
     // True if a resumed run that does not train leaves it out: it then has the save's own weights.
     bool of_training_only;
 
@@ -28,7 +28,7 @@ struct PlacementOption {
 
 // True if the host's cores can do the updates: the state is not on the device, neither gradients nor trained
 // weights are on a disk. With several devices, which exchange these, both are on the device.
-inline bool host_can_update(const Options& o) {
+inline bool host_can_update(const RunConfig& o) {
     const auto may_be = [&](const std::string& placement) {
         return placement == "device" || (o.devices == 1 && placement != "disk");
     };
@@ -74,22 +74,22 @@ inline const char* activation_placement_name() {
 
 constexpr int kMostChunks = 1 << 30;
 
-inline std::string set_state(Options& o, const std::string& value) {
+inline std::string set_state(RunConfig& o, const std::string& value) {
     std::string placement;
     int buffers;
-    if (!split_count(value, "block", Options().state_buffers, kMostChunks, placement, buffers))
+    if (!split_count(value, "block", RunConfig().state_buffers, kMostChunks, placement, buffers))
         return "the number of chunks on the device, or block, follows the colon, as in host:8";
     if (placement == "device" && placement != value) return "chunks are of a state outside the device";
     const std::string wrong = set_home(o.state, placement);
     if (wrong.empty()) o.state_buffers = buffers;
     return wrong;
 }
-inline std::string state_value(const Options& o) {
-    if (o.state_buffers == Options().state_buffers) return o.state;
+inline std::string state_value(const RunConfig& o) {
+    if (o.state_buffers == RunConfig().state_buffers) return o.state;
     return o.state + ":" + (o.state_buffers < 0 ? "block" : std::to_string(o.state_buffers));
 }
 
-inline std::string set_inputs(Options& o, const std::string& value) {
+inline std::string set_inputs(RunConfig& o, const std::string& value) {
     std::string placement;
     int layers;
     if (!split_count(value, "", -1, kMostLayers, placement, layers))
@@ -100,7 +100,7 @@ inline std::string set_inputs(Options& o, const std::string& value) {
     if (wrong.empty()) o.offloaded_inputs = placement == "device" ? 0 : layers;
     return wrong;
 }
-inline std::string inputs_value(const Options& o) {
+inline std::string inputs_value(const RunConfig& o) {
     if (o.offloaded_inputs == 0) return "device";
     return "auto" + (o.offloaded_inputs < 0 ? "" : ":" + std::to_string(o.offloaded_inputs));
 }
@@ -108,25 +108,25 @@ inline std::string inputs_value(const Options& o) {
 inline const PlacementOption kPlacements[] = {
     {"weights", "device|host|disk",
      "Weights of the blocks. A frozen model's are read from its own files, others from a file of the run's.",
-     [](const Options& o) { return o.weights; },
-     [](Options& o, const std::string& value) { return set_home(o.weights, value); },
-     [](const Options&) { return true; }, true},
+     [](const RunConfig& o) { return o.weights; },
+     [](RunConfig& o, const std::string& value) { return set_home(o.weights, value); },
+     [](const RunConfig&) { return true; }, true},
     {"embeddings", "device|host|disk", "Token embedding and head of a frozen model.",
-     [](const Options& o) { return o.embeddings; },
-     [](Options& o, const std::string& value) { return set_home(o.embeddings, value); },
-     [](const Options&) { return true; }, true},
+     [](const RunConfig& o) { return o.embeddings; },
+     [](RunConfig& o, const std::string& value) { return set_home(o.embeddings, value); },
+     [](const RunConfig&) { return true; }, true},
     {"gradients", "device|host|disk", "Gradients of the blocks.",
-     [](const Options& o) { return o.gradients; },
-     [](Options& o, const std::string& value) { return set_home(o.gradients, value); },
-     [](const Options&) { return true; }, false},
+     [](const RunConfig& o) { return o.gradients; },
+     [](RunConfig& o, const std::string& value) { return set_home(o.gradients, value); },
+     [](const RunConfig&) { return true; }, false},
     {"state", "device|host|disk[:N|:block]",
      "The optimizer's moments and the master. N chunks of about 3 MB are on the device at a time (default "
      "32); with :block as many as a block has.",
-     state_value, set_state, [](const Options&) { return true; }, false},
+     state_value, set_state, [](const RunConfig&) { return true; }, false},
     {"updates", "device|host",
      "Where offloaded state is updated, beside a GPU: on the device, or by the host's cores.",
-     [](const Options& o) { return o.updates; },
-     [](Options& o, const std::string& value) -> std::string {
+     [](const RunConfig& o) { return o.updates; },
+     [](RunConfig& o, const std::string& value) -> std::string {
          if (value != "device" && value != "host")
              return "'" + printable(value) + "' is none of device, host";
          return o.updates = value, "";
@@ -135,17 +135,17 @@ inline const PlacementOption kPlacements[] = {
     {"inputs", "device|auto[:N]",
      "Inputs of the blocks, or of the first N blocks, until backward needs them. auto is host beside a GPU, "
      "and disk on a CPU; these names work there too.",
-     inputs_value, set_inputs, [](const Options&) { return true; }, false},
+     inputs_value, set_inputs, [](const RunConfig&) { return true; }, false},
     {"keys", "device|auto",
      "Keys and values of a sequence, and the sums of their gradients, to where inputs go. Needs --chunk-rows "
      "attention=. With a sliding window or packed documents last bits differ.",
-     [](const Options& o) -> std::string { return o.offload_keys ? "auto" : "device"; },
-     [](Options& o, const std::string& value) {
+     [](const RunConfig& o) -> std::string { return o.offload_keys ? "auto" : "device"; },
+     [](RunConfig& o, const std::string& value) {
          const std::string wrong = wrong_activation_placement(value);
          if (wrong.empty()) o.offload_keys = value != "device";
          return wrong;
      },
-     [](const Options& o) { return o.offloaded_inputs == -1; }, false},
+     [](const RunConfig& o) { return o.offloaded_inputs == -1; }, false},
 };
 
 // The placement with this key.
@@ -156,7 +156,7 @@ inline const PlacementOption& placement(const std::string& key) {
 }
 
 // What was chosen differently from the given options, as on a command line.
-inline std::string placements_text(const Options& chosen, const Options& given) {
+inline std::string placements_text(const RunConfig& chosen, const RunConfig& given) {
     std::string offload, text;
     for (const PlacementOption& p : kPlacements) {
         std::string value = p.value(chosen);

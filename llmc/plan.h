@@ -334,7 +334,7 @@ inline void open_report(Report& page, const Options& o, const MemoryReport& repo
     about["plan"] = text;
     free(text);
     about["memory"] = timeline_page(report, update, rates);
-    for (const auto& [name, values] : o.given) about["options"][setting_name(name)] = joined(values, " ");
+    for (const auto& [name, values] : o.settings) about["options"][setting_name(name)] = joined(values, " ");
     page.open(o.report, about);
     if (!o.plan && !o.resume.empty() && std::filesystem::is_regular_file(o.log)) page.add_log(o.log);
     if (!o.report_with.empty()) page.add_run(o.report_with);

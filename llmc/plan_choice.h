@@ -33,8 +33,8 @@
 
 // The memory that a run may take: --memory or, without it, most of what is free. Fails if there is no device
 // to ask.
-inline FreeMemory memory_for(const Options& o) {
-    if (o.has("--memory")) return {budget_of(o.memory, o.rank).bytes, "--memory"};
+inline FreeMemory memory_for(const RunConfig& o) {
+    if (!o.memory.empty()) return {budget_of(o.memory, o.rank).bytes, "--memory"};
     check_device(o);
     FreeMemory free = with_reserve(memory_of_rank(o.rank), context_bytes());
     free.at_most(least_of_ranks.device.bytes, least_of_ranks.device.limit);
@@ -44,7 +44,7 @@ inline FreeMemory memory_for(const Options& o) {
 // The questions that the choosers ask of a trial. A run without training chooses its chunks of rows by a
 // validation.
 template <class Trial>
-Rehearsals rehearsals_of(Trial& trial, const Options& o, const RunInputs& inputs, int64_t most_sequences) {
+Rehearsals rehearsals_of(Trial& trial, const RunConfig& o, const RunInputs& inputs, int64_t most_sequences) {
     using T = typename Trial::Element;
     return {
         .layers = static_cast<size_t>(inputs.config.layers),
@@ -69,10 +69,10 @@ Rehearsals rehearsals_of(Trial& trial, const Options& o, const RunInputs& inputs
 // Calls choose(way) for each way in which several devices may share what is trained without changing other
 // options, and returns the answer of which size(answer) is largest; the first of those. Fails if all do.
 template <class Choose, class Size>
-auto largest_of_ways(const Options& given, Choose&& choose, Size&& size) {
+auto largest_of_ways(const RunConfig& given, Choose&& choose, Size&& size) {
     std::optional<decltype(choose(given))> best;
     std::string why;
-    for (const Options& way : ways_to_share_alone(given)) {
+    for (const RunConfig& way : ways_to_share_alone(given)) {
         try {
             auto answer = choose(way);
             if (!best || size(answer) > size(*best)) best = std::move(answer);
@@ -88,15 +88,15 @@ auto largest_of_ways(const Options& given, Choose&& choose, Size&& size) {
 // fits what is free, because it sends the least. Returns the given options if none fits, and for the plan of
 // a GPU that may not be here.
 template <class Trial>
-Options with_way_that_fits(const Options& given, RunInputs& inputs) {
-    const std::vector<Options> ways = ways_to_share_alone(given);
+RunConfig with_way_that_fits(const RunConfig& given, RunInputs& inputs) {
+    const std::vector<RunConfig> ways = ways_to_share_alone(given);
     if (ways.size() == 1 || (given.plan && !kHostIsDevice)) return given;
     for (size_t i = 0; i < ways.size(); i++) {
-        Options way = ways[i];
+        RunConfig way = ways[i];
         Trial trial(way, inputs);
         if (trial.rehearse(Offsets::None).total() > memory_for(way).bytes) continue;
         if (i == 0) break;  // what --zero auto does
-        way.given["--zero"] = {way.zero};
+        way.settings["--zero"] = {way.zero};
         return way;
     }
     return given;
@@ -104,10 +104,10 @@ Options with_way_that_fits(const Options& given, RunInputs& inputs) {
 
 // The options with all open settings chosen for the memory that they name, or for what is free.
 template <class Trial>
-Options with_setting_for_memory(const Options& given, RunInputs& inputs, Choices& choices) {
+RunConfig with_setting_for_memory(const RunConfig& given, RunInputs& inputs, Choices& choices) {
     using T = typename Trial::Element;
     if (kHostIsDevice) measure_free_memory();
-    const bool has_budget = given.has("--memory");
+    const bool has_budget = !given.memory.empty();
     if (!has_budget && given.batch > 0 && given.head_rows >= 0 && given.mlp_rows >= 0 &&
         given.attention_rows >= 0)
         return with_way_that_fits<Trial>(given, inputs);
@@ -117,12 +117,12 @@ Options with_setting_for_memory(const Options& given, RunInputs& inputs, Choices
         epoch = SequenceLoader(*inputs.data, given.seq_len, given.seed, true).sequences_per_epoch();
         most = std::min(most, static_cast<int64_t>(*epoch));
     }
-    Options chosen = given;
+    RunConfig chosen = given;
     if (has_budget && given.batch > 0) {
         const auto configurations = [&](bool with_files) {
             return placements_to_try(given, movable<T>(given, inputs, with_files));
         };
-        const auto fit = [&](const Options& configuration, const BesideDevice& space, const Fit* best) {
+        const auto fit = [&](const RunConfig& configuration, const BesideDevice& space, const Fit* best) {
             Trial trial(configuration, inputs);
             return fit_settings(configuration, std::is_same_v<T, bf16>,
                                 rehearsals_of(trial, given, inputs, most), space, best);
@@ -136,13 +136,13 @@ Options with_setting_for_memory(const Options& given, RunInputs& inputs, Choices
     } else {
         MemorySetting open = setting_of(given);
         open.levels = recompute_levels(given.recompute, inputs.config.layers);
-        const auto choose_rows = [&](const Options& o) {
+        const auto choose_rows = [&](const RunConfig& o) {
             Trial trial(o, inputs);
             return rehearsals_of(trial, o, inputs, most).with_rows(open);
         };
         // A step has as many sequences of each micro-batch.
         if (epoch) *epoch /= static_cast<uint64_t>(given.grad_accum);
-        const auto choose_batch = [&](const Options& way) {
+        const auto choose_batch = [&](const RunConfig& way) {
             Trial trial(way, inputs);
             std::string why;
             const MemorySetting s = fit_batch(open, memory_for(way), batch_cap(way.seq_len, epoch),
@@ -165,7 +165,7 @@ Options with_setting_for_memory(const Options& given, RunInputs& inputs, Choices
 // The options with all open settings chosen; how they were chosen goes to `choices`. For a GPU that --gpu
 // names, first with everything on it; if that does not fit, also with its host's memory.
 template <class Trial>
-Options with_chosen_setting(const Options& given, RunInputs& inputs, Choices& choices) {
+RunConfig with_chosen_setting(const RunConfig& given, RunInputs& inputs, Choices& choices) {
     if (choices.for_length) return *choices.for_length;
     if (fills_planned_gpu(given)) {
         const bool host_has_its_own = !planned_gpu->integrated;
@@ -208,12 +208,12 @@ int fit_length(int most, Fits&& fits) {
 // may choose. That takes long, so the length is found with the options that take the least memory for the
 // longest sequences, if they are known, and only the answer is compared with all others.
 template <class Fits>
-int longest_of_smallest(int most, int fewest, const std::optional<Options>& smallest, Fits&& fits) {
+int longest_of_smallest(int most, int fewest, const std::optional<RunConfig>& smallest, Fits&& fits) {
     const auto with_all = [&](int tokens) { return fits(nullptr, tokens); };
-    std::optional<Options> fixed = smallest;
+    std::optional<RunConfig> fixed = smallest;
     if (fixed) {  // nothing is left to choose
-        for (const char* budget : {"--memory", "--memory.host"}) fixed->given.erase(budget);
-        fixed->given["--recompute"] = {fixed->recompute};
+        fixed->memory.clear(), fixed->host_memory.clear();
+        fixed->open.recompute = false;
         if (fits(&*fixed, fewest)) {
             const int longest = fit_length(most, [&](int tokens) { return fits(&*fixed, tokens); });
             // The search among all need not find these options, whose estimate may have been too high.
@@ -226,12 +226,12 @@ int longest_of_smallest(int most, int fewest, const std::optional<Options>& smal
 
 // The length in tokens that sequences need for the longest training example, at most `most`; less if an epoch
 // would otherwise have fewer than `batch` sequences.
-inline uint64_t most_tokens_of_examples(Options o, int most) {
+inline uint64_t most_tokens_of_examples(const Asked& asked, RunConfig o, int most) {
     const auto batch = static_cast<uint64_t>(o.batch);
     o.plan = true;
     o.seq_len = most;
     o.batch = 1;
-    const RunInputs inputs(o, std::nullopt);
+    const RunInputs inputs(asked, std::move(o), std::nullopt);
     uint64_t longest = 1, rows = 0;
     inputs.data->for_each_example([&](const Example& e) {
         longest = std::max<uint64_t>(longest, e.count - 1);
@@ -246,7 +246,7 @@ struct DataKinds {
     bool has_examples = false, trains_examples = false;
     uint64_t most = kMostPositions;  // longest possible sequence of the others, `batch` per epoch
 };
-inline DataKinds kinds_of_data(const Options& o) {
+inline DataKinds kinds_of_data(const RunConfig& o) {
     DataKinds kinds;
     for (const auto& [files, option] : {std::pair{&o.data, "--data"}, std::pair{&o.val_data, "--val-data"}}) {
         if (files->empty()) continue;
@@ -265,19 +265,18 @@ inline DataKinds kinds_of_data(const Options& o) {
     return kinds;
 }
 
-// The options of a plan that reads no data, for the search of --seq-len auto; any --seq-len is allowed.
-inline Options options_without_data(Options o) {
+// The options of a plan that reads no data, for the search of --seq-len auto.
+inline RunConfig options_without_data(RunConfig o) {
     o.plan = true;
     o.data.clear(), o.val_data.clear();
     o.eval_every = 0;
     o.out = o.resume = o.timeline = o.loss_by_position = "";
-    o.given["--seq-len"] = {};  // as if it were given
     return o;
 }
 
 // True if `o` itself is a plan for a GPU without data or files. with_chosen_setting() would then find again
 // what the search for the length has found.
-inline bool needs_no_second_search(const Options& o) {
+inline bool needs_no_second_search(const RunConfig& o) {
     return planned_gpu && o.plan && o.data.empty() && o.val_data.empty() && o.out.empty() &&
            o.resume.empty() && o.timeline.empty() && o.loss_by_position.empty();
 }
@@ -289,13 +288,14 @@ struct LengthLimit {
 };
 
 // `tried` are options_without_data() of `o`.
-inline LengthLimit length_limit(const Options& o, Options tried, const DataKinds& data) {
+inline LengthLimit length_limit(const Asked& asked, const RunConfig& o, RunConfig tried,
+                                const DataKinds& data) {
     tried.seq_len = 1;
     const auto by_model = static_cast<uint64_t>(
-        std::min<int64_t>(RunInputs(tried, std::nullopt).most_tokens(), kMostTokens / o.batch));
+        std::min<int64_t>(RunInputs(asked, tried, std::nullopt).most_tokens(), kMostTokens / o.batch));
     uint64_t by_data = data.most;
     if (data.trains_examples)
-        by_data = most_tokens_of_examples(o, static_cast<int>(std::min(by_model, by_data)));
+        by_data = most_tokens_of_examples(asked, o, static_cast<int>(std::min(by_model, by_data)));
     return {static_cast<int>(std::clamp<uint64_t>(by_data, 1, by_model)),
             by_data < by_model ? "as many as the data have" : "all of the model's positions"};
 }
@@ -303,32 +303,34 @@ inline LengthLimit length_limit(const Options& o, Options tried, const DataKinds
 // The options with the longest sequences that fit, for --seq-len auto; the reason for the length goes to
 // `choices`.
 template <class Trial>
-Options with_longest_length(const Options& given, Choices& choices) {
-    Options chosen = given;
+RunConfig with_longest_length(const Asked& asked, const RunConfig& given, Choices& choices) {
+    RunConfig chosen = given;
     chosen.chose_length = true;
-    if (!given.has("--batch")) chosen.batch = 1;
+    if (given.open.batch) chosen.batch = 1;
     if (kHostIsDevice) measure_free_memory();
     const FreeMemory space = memory_for(given);
     const DataKinds data = kinds_of_data(chosen);
-    Options tried = options_without_data(chosen);
+    RunConfig tried = options_without_data(chosen);
     tried.plans_examples = data.has_examples;
     struct Planned {
         size_t bytes;
         double seconds;
-        std::shared_ptr<const Options> options;
+        std::shared_ptr<const RunConfig> options;
         Choices choices;
     };
     // Even if it fails, `of` has what was chosen.
-    const auto planned = [&](Options o, int tokens, Choices& of) {
+    const auto planned = [&](RunConfig o, int tokens, Choices& of) {
         o.seq_len = tokens;
-        RunInputs inputs(o, std::nullopt);
-        const auto options = std::make_shared<const Options>(with_chosen_setting<Trial>(o, inputs, of));
+        RunInputs inputs(asked, std::move(o), std::nullopt);
+        const auto options =
+            std::make_shared<const RunConfig>(with_chosen_setting<Trial>(inputs.run(), inputs, of));
         Trial trial(*options, inputs);
         const MemoryReport& r = trial.rehearse();
         const size_t more = given.loss_by_position.empty() ? 0 : static_cast<size_t>(tokens) * sizeof(float);
         return Planned{r.total() + more, r.seconds, options, of};
     };
-    const auto planned_if_it_fits = [&](const Options& o, int tokens, Choices& of) -> std::optional<Planned> {
+    const auto planned_if_it_fits = [&](const RunConfig& o, int tokens,
+                                        Choices& of) -> std::optional<Planned> {
         try {
             if (Planned plan = planned(o, tokens, of); plan.bytes <= space.bytes) return plan;
         } catch (const UserError&) {  // nothing that --memory may choose fits
@@ -342,14 +344,14 @@ Options with_longest_length(const Options& given, Choices& choices) {
         if (is_new) it->second = planned_if_it_fits(tried, tokens, of);
         return it->second.has_value();
     };
-    const LengthLimit limit = length_limit(chosen, tried, data);
+    const LengthLimit limit = length_limit(asked, chosen, tried, data);
     const int most = limit.tokens, fewest = std::min(kLengthStep, most);
     Choices of_longest, of_fewest;
     if (fits_with_all(most, of_longest))
         chosen.seq_len = most;
     else
         chosen.seq_len =
-            longest_of_smallest(most, fewest, of_longest.smallest, [&](const Options* o, int tokens) {
+            longest_of_smallest(most, fewest, of_longest.smallest, [&](const RunConfig* o, int tokens) {
                 Choices of;
                 return o ? planned_if_it_fits(*o, tokens, of).has_value() : fits_with_all(tokens, of);
             });
@@ -369,20 +371,19 @@ Options with_longest_length(const Options& given, Choices& choices) {
                             seconds_text(plan.seconds).c_str());
     choices.length_needs_offloading = std::ranges::any_of(
         kPlacements, [&](const PlacementOption& p) { return p.value(*plan.options) != p.value(tried); });
-    chosen.given["--seq-len"] = {std::to_string(chosen.seq_len)};
-    chosen.given["--batch"] = {std::to_string(chosen.batch)};
+    chosen.settings["--seq-len"] = {std::to_string(chosen.seq_len)};
+    chosen.settings["--batch"] = {std::to_string(chosen.batch)};
     return chosen;
 }
 
 // What is the longest without offloading more than the options ask for, and how long a step then takes.
 template <class Trial>
-std::string longest_without_offloading(Options o) {
+std::string longest_without_offloading(const Asked& asked, RunConfig o) {
     if (fills_planned_gpu(o)) o = filling_planned_gpu(std::move(o), false);
-    for (const PlacementOption& p : kPlacements)
-        if (!o.has(p.setting())) o.given[p.setting()] = {p.value(o)};  // so that --memory chooses none
+    o.open.placements.clear();
     Choices choices;
     try {
-        with_longest_length<Trial>(o, choices);
+        with_longest_length<Trial>(asked, o, choices);
     } catch (const UserError&) {
         return format("not even %d tokens fit without offloading", kLengthStep);
     }
@@ -392,20 +393,21 @@ std::string longest_without_offloading(Options o) {
 // Chooses the length of --seq-len auto; without that, returns the given options. With several devices it also
 // chooses --zero, so that the longest sequences fit, unless --memory does.
 template <class Trial>
-Options with_chosen_length(const Options& given, Choices& choices) {
+RunConfig with_chosen_length(const Asked& given, Choices& choices) {
     if (!given.auto_length) return given;
-    const auto choose = [&](const Options& way) {
+    const auto choose = [&](const RunConfig& way) {
         Choices of_way = choices;
-        Options chosen = with_longest_length<Trial>(way, of_way);
-        if (way.zero != given.zero) chosen.given["--zero"] = {way.zero};
+        RunConfig chosen = with_longest_length<Trial>(given, way, of_way);
+        if (way.zero != given.zero) chosen.settings["--zero"] = {way.zero};
         return std::pair(std::move(chosen), std::move(of_way));
     };
     auto [chosen, of_chosen] =
-        given.has("--memory")
+        !given.memory.empty()
             ? choose(given)
             : largest_of_ways(given, choose, [](const auto& answer) { return answer.first.seq_len; });
     choices = of_chosen;
     if (given.plan && !given.json && choices.length_needs_offloading)
-        choices.length = longest_without_offloading<Trial>(given) + "\n  with offloading " + choices.length;
+        choices.length =
+            longest_without_offloading<Trial>(given, given) + "\n  with offloading " + choices.length;
     return chosen;
 }

@@ -43,21 +43,20 @@ struct Rehearsals {
 struct Choices {
     std::vector<MemoryChoice> memory;
     std::string batch, length;
-    bool length_needs_offloading = false;       // more than the options ask for
-    std::optional<Options> smallest;            // if nothing fits --memory: the options that take the least
-    std::shared_ptr<const Options> for_length;  // what --seq-len auto has chosen for the length already
+    bool length_needs_offloading = false;         // more than the options ask for
+    std::optional<RunConfig> smallest;            // if nothing fits --memory: the options that take the least
+    std::shared_ptr<const RunConfig> for_length;  // what --seq-len auto has chosen for the length already
 };
 
 // The formats of the optimizer's state to try: the given ones first, then smaller ones if they are allowed,
 // lossless ones before lossy ones.
-inline std::vector<MemorySetting> formats_to_try(const Options& o, bool narrow_weights) {
+inline std::vector<MemorySetting> formats_to_try(const RunConfig& o, bool narrow_weights) {
     MemorySetting s = setting_of(o);
     std::vector<MemorySetting> all = {s};
-    if (!o.allow_8bit) return all;
-    if (narrow_weights && !o.has("--state-formats.master")) s.master = "split";
+    if (narrow_weights && o.open.master) s.master = "split";
     if (!s.same_state(all.back())) all.push_back(s);
-    if (o.optimizer == "adamw" && !o.has("--state-formats.m")) s.adam_m = "8bit";
-    if (o.optimizer == "adamw" && !o.has("--state-formats.v")) s.adam_v = "8bit";
+    if (o.open.adam_m) s.adam_m = "8bit";
+    if (o.open.adam_v) s.adam_v = "8bit";
     if (!s.same_state(all.back())) all.push_back(s);
     return all;
 }
@@ -66,7 +65,7 @@ inline std::vector<MemorySetting> formats_to_try(const Options& o, bool narrow_w
 // at once and in chunks (the fewest chunks that cost little, then smaller ones), and then also with attention
 // in chunks if sequences are long. Each of these is tried with every
 // number of head rows, from large to small.
-inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const Options& o,
+inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const RunConfig& o,
                                                   const Rehearsals& rehearsals) {
     const int64_t sequences = int64_t{o.batch} * o.grad_accum;
     std::vector<int64_t> batches;
@@ -85,15 +84,15 @@ inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const Options
         if (keeps_none && !o.by_block && accumulated > o.devices) continue;
         s.batch = static_cast<int>(batch), s.grad_accum = static_cast<int>(accumulated);
         s.head_rows = 0;
-        s.mlp_rows = o.has("--chunk-rows.mlp") ? o.mlp_rows : -1;
+        s.mlp_rows = o.open.mlp_rows ? -1 : o.mlp_rows;
         s.attention_rows = o.attention_rows;
         const MemorySetting given = rehearsals.with_rows(s);
         std::vector<std::pair<int64_t, int64_t>> rows_of_both = {{given.mlp_rows, given.attention_rows}};
-        if (!o.has("--chunk-rows.mlp") && given.mlp_rows > 0)
+        if (o.open.mlp_rows && given.mlp_rows > 0)
             rows_of_both = {{0, given.attention_rows},
                             {given.mlp_rows, given.attention_rows},
                             {given.mlp_rows / 4, given.attention_rows}};
-        if (!o.has("--chunk-rows.attention"))
+        if (o.open.attention_rows)
             for (int64_t rows = 4 * fewest_attention_rows(rehearsals.heads); rows > kFewestAttentionRows;) {
                 rows = std::max(rows / 4, kFewestAttentionRows);
                 if (o.seq_len > 2 * rows) rows_of_both.push_back({rows_of_both.back().first, rows});
@@ -175,7 +174,7 @@ constexpr size_t kTooMuchOffloaded = SIZE_MAX;  // of a setting that does not fi
 // One configuration of placements (`configuration`), the settings that were tried with it, and the fastest
 // setting that fits.
 struct Fit {
-    Options configuration;
+    RunConfig configuration;
     BesideDevice space;  // that it may take outside the device
     std::vector<MemorySetting> settings;
     double update_seconds = 0;  // counted for every setting, see Profiles
@@ -242,7 +241,7 @@ inline std::optional<size_t> least_if_ruled_out(std::vector<MemorySetting> setti
 // more than `space` outside the device. Smaller formats of the state are chosen only if they are 1% faster
 // than larger ones. If the configuration cannot be better than `best`, what is returned is an estimate of the
 // least memory that it takes. If no setting is possible, the Fit has none.
-inline Fit fit_settings_of(const Options& o, int most, bool narrow_weights, const Rehearsals& rehearsals,
+inline Fit fit_settings_of(const RunConfig& o, int most, bool narrow_weights, const Rehearsals& rehearsals,
                            const BesideDevice& space, const Fit* best) {
     const size_t budget = budget_of(o.memory, o.rank).bytes;
     Fit fit;
@@ -296,7 +295,7 @@ inline Fit fit_settings_of(const Options& o, int most, bool narrow_weights, cons
 // Finds the best setting of configuration `o`, as fit_settings_of() does. With --by-block all micro-batches
 // are in memory together, so that smaller ones save little, and a rehearsal takes longer the more there are.
 // So more than 8 of them are tried only if nothing else fits. Fails if no micro-batch is possible.
-inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals& rehearsals,
+inline Fit fit_settings(const RunConfig& o, bool narrow_weights, const Rehearsals& rehearsals,
                         const BesideDevice& space, const Fit* best) {
     constexpr int kFewMicroBatches = 8;
     const auto fit_with = [&](int most) {
@@ -324,7 +323,7 @@ inline std::string in_words(const std::string& name) {
 }
 
 // Fails because what is offloaded takes more than there is for it outside the device.
-[[noreturn]] inline void fail_to_offload(const Options& given, const BesideDevice& beside) {
+[[noreturn]] inline void fail_to_offload(const RunConfig& given, const BesideDevice& beside) {
     const int ranks = given.rank.on_this_machine;
     const std::string each = ranks > 1 ? format("each of %d ", ranks) : "";
     const bool is_host_short = beside.pinned > memory_beside_device(given).pinned;
@@ -344,18 +343,18 @@ inline std::string in_words(const std::string& name) {
 // Fails with the least memory that a run would take, the options for that, and what would lower it.
 // `short_of_memory`: some configuration failed only because there was too little memory outside the device;
 // then suggests more of that.
-[[noreturn]] inline void fail_to_fit(const Options& given, const Fit& fit, const std::string& options,
+[[noreturn]] inline void fail_to_fit(const RunConfig& given, const Fit& fit, const std::string& options,
                                      bool short_of_memory) {
     const size_t least = fit.solution.least.exact;
     if (least == kTooMuchOffloaded) fail_to_offload(given, fit.beside);
     if (given.fills_gpu) fail_to_fit_gpu(given, fit.configuration, least, fit.beside.pinned, options);
     const auto& [name, bytes] = fit.largest;
-    const bool may_move =
-        !given.has("--offload.weights") || !given.has("--offload.state") || !given.has("--offload.inputs");
+    const auto is_open = [&](const char* key) { return given.open.placements.contains(key); };
+    const bool may_move = is_open("weights") || is_open("state") || is_open("inputs");
     std::string less = what_takes_less(given, fit.configuration);
     if (name == "sampling" || name == "a sample's continuation") less = "--sample tokens=0";
     if (name == "gradients") less = "--update-in-backward, which keeps the gradients of one block only";
-    if (may_move && !kHostIsDevice && !given.has("--memory.host"))
+    if (may_move && !kHostIsDevice && given.host_memory.empty())
         less = "host=SIZE in --memory, which lets more be offloaded to the host's memory";
     if (short_of_memory)
         less = planned_gpu ? "a larger host= in --memory"
@@ -380,11 +379,11 @@ inline std::string in_words(const std::string& name) {
 // prefetching is tried only if nothing else fits, and longer prefetch distances are used if they are faster.
 // What several devices share is tried before anything is streamed.
 template <class Configurations, class FitConfiguration, class Refine>
-Options fit_memory(const Options& given, Configurations&& configurations, FitConfiguration&& fit,
-                   Refine&& refine, Choices& choices) {
-    const bool offered = given.has("--memory.host");
+RunConfig fit_memory(const RunConfig& given, Configurations&& configurations, FitConfiguration&& fit,
+                     Refine&& refine, Choices& choices) {
+    const bool offered = !given.host_memory.empty();
     const BesideDevice given_space = offered ? memory_beside_device(given) : BesideDevice();
-    const std::vector<Options> as_given = ways_to_share(given);
+    const std::vector<RunConfig> as_given = ways_to_share(given);
     Fit best = fit(as_given[0], given_space, nullptr);
     const double fastest = best.solution.fastest.seconds;
     std::vector<std::pair<Fit, BesideDevice>> estimates;  // and the space of each
@@ -394,9 +393,9 @@ Options fit_memory(const Options& given, Configurations&& configurations, FitCon
         if (more.is_better_than(best)) best = std::move(more);
     }
     bool short_of_memory = false;
-    const auto try_all = [&](const std::vector<Options>& all, bool only_files) {
+    const auto try_all = [&](const std::vector<RunConfig>& all, bool only_files) {
         const BesideDevice space = memory_beside_device(given);
-        for (const Options& configuration : all) {
+        for (const RunConfig& configuration : all) {
             if (only_files && !has_files(configuration)) continue;  // tried before
             Fit more = fit(configuration, space, &best);
             if (more.solution.least.exact == kTooMuchOffloaded) short_of_memory = true;
@@ -405,7 +404,7 @@ Options fit_memory(const Options& given, Configurations&& configurations, FitCon
         }
     };
     const auto other_configurations = [&](bool with_files) {
-        std::vector<Options> all = configurations(with_files);
+        std::vector<RunConfig> all = configurations(with_files);
         all.erase(all.begin(), all.begin() + static_cast<ptrdiff_t>(as_given.size()));
         return all;
     };
@@ -413,7 +412,7 @@ Options fit_memory(const Options& given, Configurations&& configurations, FitCon
         try_all(other_configurations(kHostIsDevice), false);
     if (!best.solution.chosen && offered && !has_any_host_memory(given))
         try_all(other_configurations(true), !kHostIsDevice);
-    if (!given.has("--prefetch")) {
+    if (given.open.prefetch) {
         if (!best.solution.chosen)
             try_all(without_prefetching(configurations(kHostIsDevice || offered)), false);
         else if (streams_blocks_of(best.configuration))

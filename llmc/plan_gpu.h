@@ -19,20 +19,17 @@ inline FreeMemory memory_of_planned_gpu() { return with_reserve(device_memory_fr
 
 // True if the plan should choose settings for the whole memory of the GPU of --gpu: without --memory, and
 // unless an option asks for something that --memory would choose.
-inline bool fills_planned_gpu(const Options& o) {
+inline bool fills_planned_gpu(const RunConfig& o) {
     const bool places_some_inputs = o.offloaded_inputs > 0;
-    return planned_gpu && !o.has("--memory") && !o.has("--recompute") && o.steps > 0 && o.batch > 0 &&
+    return planned_gpu && o.memory.empty() && o.open.recompute && o.steps > 0 && o.batch > 0 &&
            o.bench.empty() && !places_some_inputs;
 }
 
 // The options with the GPU's memory as --memory; `with_host`: and with unlimited memory of its host.
-inline Options filling_planned_gpu(Options o, bool with_host) {
+inline RunConfig filling_planned_gpu(RunConfig o, bool with_host) {
     o.fills_gpu = true;
     o.memory = format("%zuMiB", memory_of_planned_gpu().bytes >> 20);
-    o.given["--memory"] = {o.memory};
-    if (!with_host) return o;
-    o.host_memory = kAnyHostMemory;
-    o.given["--memory.host"] = {o.host_memory};
+    if (with_host) o.host_memory = kAnyHostMemory;
     return o;
 }
 
@@ -44,7 +41,7 @@ inline std::string with_host_memory(size_t pinned) {
 // What would take less memory than these options, as far as they leave it open; `smallest` are the ones that
 // take the least of those that were tried. Devices share the optimizer's state, and a frozen model's weights,
 // only where they are on the devices.
-inline std::string what_takes_less(const Options& o, const Options& smallest) {
+inline std::string what_takes_less(const RunConfig& o, const RunConfig& smallest) {
     std::vector<std::string> all;
     const bool share_more =
         smallest.state == "device" && (smallest.weights == "device" || !o.trains_adapter());
@@ -62,7 +59,7 @@ inline std::string what_takes_less(const Options& o, const Options& smallest) {
 // Fails because a run that takes `least` bytes of a GPU and `pinned` of its host, with `options`, does not
 // fit the one of --gpu. What --memory may choose was all tried; `smallest` is the configuration with the
 // least.
-[[noreturn]] inline void fail_to_fit_gpu(const Options& given, const Options& smallest, size_t least,
+[[noreturn]] inline void fail_to_fit_gpu(const RunConfig& given, const RunConfig& smallest, size_t least,
                                          size_t pinned, const std::string& options) {
     const std::string others = gpus_with_room(least - std::min(least, context_bytes()), pinned);
     const bool several = given.devices > 1;
@@ -109,7 +106,7 @@ inline std::string costs_of_fitting(const MemoryReport& r, int ranks_on_a_machin
 
 // Prints the lines with which the plan for a named GPU begins: whether it fits; for a training, how fast it
 // is; and what fitting costs, if anything was chosen.
-inline void print_gpu_answer(FILE* to, const Options& o, const MemoryReport& r) {
+inline void print_gpu_answer(FILE* to, const RunConfig& o, const MemoryReport& r) {
     const size_t room = memory_of_planned_gpu().bytes;
     const bool fits = r.total() <= room;
     const char* const trains = o.steps == 0          ? "a validation"
@@ -128,7 +125,7 @@ inline void print_gpu_answer(FILE* to, const Options& o, const MemoryReport& r) 
     if (const std::string others = fits ? "" : gpus_with_room(r.total() - r.context, r.all_pinned());
         !others.empty())
         print(to, "; GPUs that have room%s: %s", with_host_memory(r.all_pinned()).c_str(), others.c_str());
-    if (!fits && o.steps > 0 && o.has("--recompute"))
+    if (!fits && o.steps > 0 && !o.open.recompute)
         print(to, "; without --recompute, the plan chooses what to recompute and to offload");
     print(to, "\n");
     if (r.seconds > 0)

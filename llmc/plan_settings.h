@@ -40,12 +40,12 @@ struct MemorySetting {
     }
 };
 
-inline MemorySetting setting_of(const Options& o) {
+inline MemorySetting setting_of(const RunConfig& o) {
     return {o.batch, o.grad_accum, o.head_rows, o.mlp_rows, o.attention_rows, o.master, o.adam_m, o.adam_v};
 }
 
 // Writes a setting into the options.
-inline void apply_setting(const MemorySetting& s, Options& o) {
+inline void apply_setting(const MemorySetting& s, RunConfig& o) {
     o.batch = s.batch;
     o.grad_accum = s.grad_accum;
     o.head_rows = s.head_rows;
@@ -57,13 +57,13 @@ inline void apply_setting(const MemorySetting& s, Options& o) {
 
 // Replaces the budget by the choice in the options that a save remembers, so that a resumed run makes no
 // other choice. `given`: the options before choosing.
-inline void remember_choice(const Options& given, Options& o) {
-    auto remember = [&](const char* option, const std::string& value) { o.given[option] = {value}; };
+inline void remember_choice(const RunConfig& given, RunConfig& o) {
+    auto remember = [&](const char* option, const std::string& value) { o.settings[option] = {value}; };
     if (o.steps > 0) remember("--chunk-rows.head", std::to_string(o.head_rows));
     if (given.mlp_rows != o.mlp_rows) remember("--chunk-rows.mlp", std::to_string(o.mlp_rows));
     if (given.attention_rows != o.attention_rows)
         remember("--chunk-rows.attention", std::to_string(o.attention_rows));
-    if (given.batch > 0 && !o.has("--memory")) return;
+    if (given.batch > 0 && given.memory.empty()) return;
     remember("--batch", std::to_string(o.batch));
     remember("--grad-accum", std::to_string(o.grad_accum));
     remember("--recompute", o.recompute);
@@ -79,7 +79,7 @@ inline void remember_choice(const Options& given, Options& o) {
     if (o.zero != given.zero) remember("--zero", o.zero);
     if (o.prefetch != given.prefetch) remember("--prefetch", std::to_string(o.prefetch));
     if (o.by_block != given.by_block) remember("--by-block", "true");
-    for (const char* budget : {"--memory", "--memory.host", "--state-formats"}) o.given.erase(budget);
+    for (const char* budget : {"--memory", "--memory.host", "--state-formats"}) o.settings.erase(budget);
 }
 
 // ---- rows at a time
@@ -170,7 +170,7 @@ MemorySetting with_chosen_rows(MemorySetting s, int64_t seq_len, size_t layers, 
 
 // The --memory host= that stands for unlimited host memory. Then nothing is put on a disk.
 inline constexpr const char* kAnyHostMemory = "1000TiB";
-inline bool has_any_host_memory(const Options& o) { return o.host_memory == kAnyHostMemory; }
+inline bool has_any_host_memory(const RunConfig& o) { return o.host_memory == kAnyHostMemory; }
 
 // What --memory may place outside the device, because the options leave it open.
 struct Movable {
@@ -183,12 +183,12 @@ struct Movable {
 // --memory host= offers it, else in files. `with_files`: everything that is trained may be in files beside a
 // GPU too. The state of an adapter of a frozen model stays on the device.
 template <class T>
-Movable movable(const Options& o, const RunInputs& inputs, bool with_files) {
+Movable movable(const RunConfig& o, const RunInputs& inputs, bool with_files) {
     Movable m;
-    const bool frozen = static_cast<bool>(inputs.adapter), offered = o.has("--memory.host");
+    const bool frozen = static_cast<bool>(inputs.adapter), offered = !o.host_memory.empty();
     const bool moves = kHostIsDevice || offered;
     if (o.fills_gpu && !offered) return m;  // the first question is whether it fits the GPU alone
-    const auto is_open = [&](const char* key) { return !o.has(placement(key).setting()); };
+    const auto is_open = [&](const char* key) { return o.open.placements.contains(key); };
     std::vector<std::string> placements;
     if (!kHostIsDevice) placements.push_back("host");
     if (kHostIsDevice || (with_files && !has_any_host_memory(o))) placements.push_back("disk");
@@ -207,11 +207,10 @@ Movable movable(const Options& o, const RunInputs& inputs, bool with_files) {
         m.values["gradients"] = placements;
     if (is_open("state") && !frozen && has_state && moves) m.values["state"] = placements;
     if (is_open("updates") && !kHostIsDevice) m.values["updates"] = {"host"};
-    const auto state = o.given.find("--offload.state");
-    m.buffers = state == o.given.end() || state->second[0].find(':') == std::string::npos;
+    m.buffers = o.open.state_buffers;
     if (is_open("inputs") && moves) m.values["inputs"] = {activation_placement_name()};
     // Keys can be offloaded only if attention may take rows in chunks of whole pieces of keys.
-    const bool long_enough = !o.has("--chunk-rows.attention") && o.seq_len > 2 * kFewestAttentionRows;
+    const bool long_enough = o.open.attention_rows && o.seq_len > 2 * kFewestAttentionRows;
     const bool in_pieces = o.attention_rows != 0 && o.attention_rows % kKeyPiece <= 0;
     if (is_open("keys") && moves && (long_enough || in_pieces))
         m.values["keys"] = {activation_placement_name()};
@@ -222,7 +221,7 @@ Movable movable(const Options& o, const RunInputs& inputs, bool with_files) {
 constexpr int64_t kMostTogether = 64;
 
 // True if --by-block may be tried: the rank's sequences of a step are few enough, and more than one.
-inline bool may_go_by_block(const Options& o) {
+inline bool may_go_by_block(const RunConfig& o) {
     const int64_t sequences = int64_t{o.batch} * o.grad_accum / o.devices;
     return !o.by_block && sequences > 1 && sequences <= kMostTogether;
 }
@@ -230,11 +229,11 @@ inline bool may_go_by_block(const Options& o) {
 // What each of several devices may keep, if --zero leaves it open. What takes the least traffic comes first;
 // --zero 0 saves none. A device keeps only its slice of the gradients if it has one micro-batch, or all of
 // them go through a block together. Another way to share is one more line here.
-inline std::vector<Options> ways_to_share(const Options& o) {
+inline std::vector<RunConfig> ways_to_share(const RunConfig& o) {
     if (o.devices == 1 || o.zero != "auto") return {o};
-    std::vector<Options> all;
+    std::vector<RunConfig> all;
     const auto add = [&](const char* zero, bool by_block) {
-        Options& way = all.emplace_back(o);
+        RunConfig& way = all.emplace_back(o);
         way.zero = zero, way.by_block = by_block;
     };
     add("1", o.by_block);
@@ -252,9 +251,9 @@ inline std::vector<Options> ways_to_share(const Options& o) {
 }
 // Returns the ways of ways_to_share() that keep --by-block as it is and allow the --grad-accum that was
 // given.
-inline std::vector<Options> ways_to_share_alone(const Options& o) {
-    std::vector<Options> all = ways_to_share(o);
-    std::erase_if(all, [&](const Options& way) {
+inline std::vector<RunConfig> ways_to_share_alone(const RunConfig& o) {
+    std::vector<RunConfig> all = ways_to_share(o);
+    std::erase_if(all, [&](const RunConfig& way) {
         const bool keeps_sums = way.own_micro_batches() > way.micro_batches_together();
         return way.by_block != o.by_block || (way.slices_gradients() && keeps_sums);
     });
@@ -266,68 +265,68 @@ inline std::vector<Options> ways_to_share_alone(const Options& o) {
 // fetched once (GreedySnake, arXiv:2512.17570). Where state is updated in backward, it also tries buffers for
 // the state of a whole block, which is then fetched while the block computes. Each combination comes with all
 // ways in which several devices may share what is trained.
-inline std::vector<Options> placements_to_try(const Options& given, const Movable& movable) {
-    std::vector<Options> all = {given};
+inline std::vector<RunConfig> placements_to_try(const RunConfig& given, const Movable& movable) {
+    std::vector<RunConfig> all = {given};
     // After each of the options, inserts a copy changed by change(copy), if that returns true.
     const auto vary = [&](auto&& change) {
-        std::vector<Options> more;
-        for (const Options& o : all) {
+        std::vector<RunConfig> more;
+        for (const RunConfig& o : all) {
             more.push_back(o);
-            if (Options changed = o; change(changed)) more.push_back(std::move(changed));
+            if (RunConfig changed = o; change(changed)) more.push_back(std::move(changed));
         }
         all = std::move(more);
     };
-    const auto moves = [](const Options& o) { return o.weights != "device"; };
-    const auto comes_in_backward = [](const Options& o) {
+    const auto moves = [](const RunConfig& o) { return o.weights != "device"; };
+    const auto comes_in_backward = [](const RunConfig& o) {
         const bool with_host = o.updates == "host" && host_can_update(o);
         return o.state != "device" && o.update_in_backward && !with_host;
     };
     for (const PlacementOption& p : kPlacements) {
         const auto values = movable.values.find(p.key);
-        std::vector<Options> more;
-        for (const Options& o : all) {
+        std::vector<RunConfig> more;
+        for (const RunConfig& o : all) {
             more.push_back(o);
             if (values == movable.values.end()) continue;
             for (const std::string& value : values->second) {
-                Options changed = o;
+                RunConfig changed = o;
                 p.set(changed, value);
                 if (p.may_try(changed)) more.push_back(std::move(changed));
             }
         }
         all = std::move(more);
         if (p.key == std::string("updates"))
-            vary([&](Options& o) { return o.state_buffers = -1, comes_in_backward(o) && movable.buffers; });
+            vary([&](RunConfig& o) { return o.state_buffers = -1, comes_in_backward(o) && movable.buffers; });
     }
-    vary([&](Options& o) {
+    vary([&](RunConfig& o) {
         const bool moves_less =
             moves(o) || (o.state != "device" && o.update_in_backward) || o.gradients != "device";
         const bool may = may_go_by_block(o);
         return o.by_block = true, may && moves_less;
     });
-    std::vector<Options> shared;
-    for (const Options& o : all)
-        for (Options& way : ways_to_share(o)) shared.push_back(std::move(way));
+    std::vector<RunConfig> shared;
+    for (const RunConfig& o : all)
+        for (RunConfig& way : ways_to_share(o)) shared.push_back(std::move(way));
     return shared;
 }
 
 // The combinations that stream blocks, with prefetching turned off: these take the least memory.
-inline std::vector<Options> without_prefetching(std::vector<Options> configurations) {
-    std::erase_if(configurations, [](const Options& o) { return !streams_blocks_of(o); });
-    for (Options& o : configurations) o.prefetch = 0;
+inline std::vector<RunConfig> without_prefetching(std::vector<RunConfig> configurations) {
+    std::erase_if(configurations, [](const RunConfig& o) { return !streams_blocks_of(o); });
+    for (RunConfig& o : configurations) o.prefetch = 0;
     return configurations;
 }
 
 // A combination with larger prefetch distances than the default, and so with more buffers. If transfers take
 // longer than the computation, a step gains the blocks that are still in buffers when it turns from forward
 // to backward: these are not fetched again.
-inline std::vector<Options> with_more_buffers(const Options& configuration) {
-    std::vector<Options> all;
+inline std::vector<RunConfig> with_more_buffers(const RunConfig& configuration) {
+    std::vector<RunConfig> all;
     for (const int ahead : {2, 4, 8, 16}) all.emplace_back(configuration).prefetch = ahead;
     return all;
 }
 
 // True if something that is trained is in files.
-inline bool has_files(const Options& o) {
+inline bool has_files(const RunConfig& o) {
     return o.weights == "disk" || o.gradients == "disk" || o.state == "disk";
 }
 
@@ -348,9 +347,9 @@ inline size_t space_on_disk() {
 }
 
 // How much memory outside the device --memory may use: a rank's share of what its machine has.
-inline BesideDevice memory_beside_device(const Options& o) {
+inline BesideDevice memory_beside_device(const RunConfig& o) {
     const auto ranks = static_cast<size_t>(o.rank.on_this_machine);
     BesideDevice space = {.files = std::min(space_on_disk() / ranks, least_of_ranks.files)};
-    if (o.has("--memory.host")) space.pinned = parse_bytes(o.host_memory, "--memory host=") / ranks;
+    if (!o.host_memory.empty()) space.pinned = parse_bytes(o.host_memory, "--memory host=") / ranks;
     return space;
 }

@@ -34,10 +34,10 @@
 // What must be the same on all ranks, by names that messages use.
 using RankFacts = std::vector<std::pair<std::string, std::string>>;
 
-inline RankFacts facts_of(const Options& o, const RunInputs& in, const MemoryReport& plan,
+inline RankFacts facts_of(const RunConfig& o, const RunInputs& in, const MemoryReport& plan,
                           const Plans& plans) {
     RankFacts facts = {{"the program", version_text()}};
-    for (const auto& [name, words] : o.given) facts.emplace_back(setting_name(name), joined(words, " "));
+    for (const auto& [name, words] : o.settings) facts.emplace_back(setting_name(name), joined(words, " "));
     for (const auto& [name, value] : in.facts) facts.emplace_back("what is in the files of " + name, value);
     facts.emplace_back("the model",
                        format("%lld parameters, %lld trained", static_cast<long long>(plan.parameters),
@@ -108,29 +108,29 @@ inline void check_ranks_agree(Exchange& exchange, const Rank& rank, const RankFa
 }
 
 // The settings that were changed from `before` to `after`; null for one that was removed.
-inline nlohmann::json changed_settings(const Options& before, const Options& after) {
+inline nlohmann::json changed_settings(const RunConfig& before, const RunConfig& after) {
     nlohmann::json changes = nlohmann::json::object();
-    for (const auto& [name, words] : after.given)
-        if (const auto was = before.given.find(name); was == before.given.end() || was->second != words)
+    for (const auto& [name, words] : after.settings)
+        if (const auto was = before.settings.find(name); was == before.settings.end() || was->second != words)
             changes[name] = words;
-    for (const auto& [name, words] : before.given)
-        if (!after.has(name)) changes[name] = nullptr;
+    for (const auto& [name, words] : before.settings)
+        if (!after.settings.contains(name)) changes[name] = nullptr;
     return changes;
 }
 
-inline void change_settings(Options& o, const nlohmann::json& changes) {
+inline void change_settings(RunConfig& o, const nlohmann::json& changes) {
     CLI::App app;
     declare_options(app, o);
     for (const auto& [name, words] : changes.items())
         if (words.is_null())
-            o.given.erase(name);
+            o.settings.erase(name);
         else
             set_option(app, o, name, words.get<std::vector<std::string>>());
     o.chose_length = o.auto_length;
 }
 
 // The first rank learns the least memory and disk space that any rank has, and plans for that.
-inline void learn_least_of_ranks(Exchange& exchange, const Options& o) {
+inline void learn_least_of_ranks(Exchange& exchange, const RunConfig& o) {
     const FreeMemory device = memory_for(o);
     const size_t files = space_on_disk() / static_cast<size_t>(o.rank.on_this_machine);
     const auto all = exchange.gather(std::vector<uint64_t>{device.bytes, files});
@@ -145,7 +145,7 @@ inline void learn_least_of_ranks(Exchange& exchange, const Options& o) {
 // What choose() makes of the given options, on the first of several ranks; on the others, what that rank has
 // chosen. All of them must call it.
 template <class Choose>
-Options chosen_by_first_rank(RankEngine* engine, const Options& given, Choose&& choose) {
+RunConfig chosen_by_first_rank(RankEngine* engine, const RunConfig& given, Choose&& choose) {
     if (!engine) return choose();
     Arena none;  // the exchange gathers only vectors of the host here
     const Stream stream = nullptr;
@@ -155,11 +155,12 @@ Options chosen_by_first_rank(RankEngine* engine, const Options& given, Choose&& 
     // A rank that was given other options must fail, and not take those of the first rank. The program is
     // compared now too, because another one may exchange other things from here on.
     RankFacts facts = {{"the program", version_text()}};
-    for (const auto& [name, words] : given.given) facts.emplace_back(setting_name(name), joined(words, " "));
+    for (const auto& [name, words] : given.settings)
+        facts.emplace_back(setting_name(name), joined(words, " "));
     check_ranks_agree(exchange, given.rank, facts);
-    if (given.has("--memory") || given.batch == 0 || given.auto_length || given.zero == "auto")
+    if (!given.memory.empty() || given.batch == 0 || given.auto_length || given.zero == "auto")
         learn_least_of_ranks(exchange, given);
-    Options chosen = given;
+    RunConfig chosen = given;
     std::string text;
     if (given.rank.is_first()) {
         chosen = choose();

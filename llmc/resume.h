@@ -36,7 +36,7 @@ inline bool is_chosen_anew(const std::string& name) {
 
 // True if a setting of a save also holds in a run that resumes from it. `o` has the command line's settings,
 // and `name` is not among these.
-inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& values, const Options& o) {
+inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& values, const Asked& o) {
     if (has_word("--resume --timeline --show-example", name)) return false;  // what this run was asked for
     if (name == "--save-base") return false;                                 // the adapter names its base
     if (name == "--rates") return false;                                     // of the first run's machine
@@ -69,7 +69,7 @@ inline bool is_same_value(const std::string& a, const std::string& b) {
 
 // A resumed run goes on with the tokenizer and the adapter of the save. Fails if the command line gives
 // another value to --tokenizer, or to an option that says what an adapter is made of.
-inline void check_saved_parts(const SavedOptions& before, const Options& o) {
+inline void check_saved_parts(const SavedOptions& before, const Asked& o) {
     const auto saved = [&](const char* name, std::vector<std::string> standard) {
         std::vector<std::string> words;
         try {
@@ -81,12 +81,12 @@ inline void check_saved_parts(const SavedOptions& before, const Options& o) {
     };
     const auto check = [&](const char* name, std::vector<std::string> standard) {
         if (!o.has(name)) return;
-        const std::vector<std::string> was = saved(name, std::move(standard)), &now = o.given.at(name);
+        const std::vector<std::string> was = saved(name, std::move(standard)), &now = o.settings.at(name);
         if (!std::equal(was.begin(), was.end(), now.begin(), now.end(), is_same_value))
             fail("%s %s: --resume %s goes on with %s %s: leave %s out", name, now[0].c_str(),
                  o.resume.c_str(), name, was[0].c_str(), name);
     };
-    const Options standard;
+    const Asked standard;
     check("--tokenizer", {"its own"});
     if (before.written.contains("--adapter")) return;  // check_adapter_options() refuses these options
     check("--train", {standard.train});
@@ -100,7 +100,7 @@ inline void check_saved_parts(const SavedOptions& before, const Options& o) {
 
 // For --resume auto: resumes from the save in --out if there is one, else starts a new run. The command is
 // the same each time, so what it chose when the run began is not chosen again.
-inline void resume_what_is_there(Options& o) {
+inline void resume_what_is_there(Asked& o) {
     if (o.out.empty()) fail("--resume auto is for the save in --out: give --out DIR");
     o.resume = file_exists(o.out + "/latest/trainer_state.json") ? o.out : save_without_link(o.out);
     if (!o.resume.empty()) o.allow_8bit = false;
@@ -108,7 +108,7 @@ inline void resume_what_is_there(Options& o) {
 
 // True if the command line leaves this setting to be chosen and the save has what was chosen, so that the
 // same command resumes with it.
-inline bool was_chosen_before(const std::string& name, const Options& o) {
+inline bool was_chosen_before(const std::string& name, const Asked& o) {
     if (name == "--seq-len") return o.seq_len == 0;
     if (o.has("--memory")) return false;
     return (name == "--batch" && o.batch == 0) || (name == "--chunk-rows.head" && o.head_rows < 0) ||
@@ -219,17 +219,17 @@ inline SavedOptions saved_options(const std::string& save) {
 }
 
 // The inverse: stores a run's options in `progress`, with names that count from progress.directory.
-inline void remember_options(const Options& o, Progress& progress) {
+inline void remember_options(const RunConfig& o, Progress& progress) {
     std::error_code none;
     const std::string here = std::filesystem::current_path(none).string();
-    auto given = o.given;
+    auto given = o.settings;
     // A save is the same whatever devices made it, and is resumed on any.
     for (const char* of_machine : {"--devices", "--zero", "--network", "--advanced.patience"})
         given.erase(of_machine);
     progress.directory = o.directory.empty() ? here : o.directory;
     if (!std::filesystem::equivalent(progress.directory, ".", none))
         for (const std::string& option : words_of(kNameOptions))
-            if (given.contains(option) && !o.saved.contains(option))
+            if (given.contains(option) && !o.of_save.contains(option))
                 count_names_from(here, option, given[option]);
     progress.options = given;
 }

@@ -60,11 +60,14 @@ struct InputBytes {
 
 class RunInputs {
   public:
-    // `resumed_save` is the save of --resume, held until it is loaded. Changes the options: fills in --data,
-    // --seq-len, --chat-date and those of sampling if they were not given, and drops a --merge whose model is
-    // there already. The options must outlive the inputs.
-    RunInputs(Options& o, std::optional<HeldSave> resumed_save);
+    // `run`: what was asked for, perhaps with another length. `resumed_save` is the save of --resume, held
+    // until it is loaded. `asked` must outlive the inputs.
+    RunInputs(const Asked& asked, RunConfig run, std::optional<HeldSave> resumed_save);
     RunInputs(const RunInputs&) = delete;
+
+    // The run's configuration with what follows from the inputs: the first run's text as --data, the length,
+    // today as --chat-date, how tokens are drawn; and without a --merge whose model is there already.
+    const RunConfig& run() const { return o_; }
 
     // The matrices of the model that are stored in formats of their own: in those of its files, or in those
     // of --base, in a build with weights of type T. Nothing if there are none. `weights` is their
@@ -154,7 +157,7 @@ class RunInputs {
     // True if a new model without data gets the vocabulary of bytes: if it is the default model, or will
     // train on the built-in text (which a bench does not).
     bool learns_bytes(const NewModel& made) const {
-        return !o_.has("--model") || (is_small(made) && o_.steps > 0 && o_.bench.empty());
+        return o_.is_default_model || (is_small(made) && o_.steps > 0 && o_.bench.empty());
     }
     // Describes where a new model's vocabulary comes from if there are neither files nor data to tell; else
     // empty.
@@ -171,7 +174,8 @@ class RunInputs {
     }
 
   private:
-    Options& o_;
+    const Asked& asked_;  // for refusals
+    RunConfig o_;
     mutable std::vector<int> first_tokens_;  // filled by the first call of first_tokens()
 
   public:
@@ -275,15 +279,16 @@ class RunInputs {
     void read_exported();
 };
 
-inline RunInputs::RunInputs(Options& o, std::optional<HeldSave> resumed_save)
-    : o_(o),
+inline RunInputs::RunInputs(const Asked& asked, RunConfig run, std::optional<HeldSave> resumed_save)
+    : asked_(asked),
+      o_(std::move(run)),
       held_save(std::move(resumed_save)),
-      held_model(o.model),
+      held_model(o_.model),
       resumed(held_save ? held_save->path() : ""),
       model(held_model->path()),
       data(open_training_data()),
-      val_data(o.val_data.empty() ? nullptr : open_data(o.val_data, "--val-data")),
-      gguf(is_gguf(o.model) ? std::make_shared<GgufModel>(o.model) : nullptr),
+      val_data(o_.val_data.empty() ? nullptr : open_data(o_.val_data, "--val-data")),
+      gguf(is_gguf(o_.model) ? std::make_shared<GgufModel>(o_.model) : nullptr),
       given_tokenizer(open_given_tokenizer()),
       config(choose_config()),
       tokenizer(open_tokenizer()),
@@ -292,27 +297,27 @@ inline RunInputs::RunInputs(Options& o, std::optional<HeldSave> resumed_save)
     check_placements();
     check_saved_base();
     check_adapter_base();
-    if (o.dropout > 0 && !config.family->drops)
-        fail("--dropout %g: a %s has none", o.dropout, config.family->name);
-    if (held_save && o.steps > 0) progress = read_progress(resumed);
+    if (o_.dropout > 0 && !config.family->drops)
+        fail("--dropout %g: a %s has none", o_.dropout, config.family->name);
+    if (held_save && o_.steps > 0) progress = read_progress(resumed);
     choose_sampling();
-    if (o.steps == 0) open_own_chat();
-    if (!o.prompts.empty()) open_prompts();
+    if (o_.steps == 0) open_own_chat();
+    if (!o_.prompts.empty()) open_prompts();
     choose_length();
     check_chunks();
     check_example_options();
     tokenize_texts();
-    if (!o.prompt.empty() && o.sample_tokens > 0) check_room("--prompt", first_tokens());
-    if (data && uses_training_batches() && o.bench.empty()) open_validation();
-    if (!o.loss_by_position.empty() && !val_data)
+    if (!o_.prompt.empty() && o_.sample_tokens > 0) check_room("--prompt", first_tokens());
+    if (data && uses_training_batches() && o_.bench.empty()) open_validation();
+    if (!o_.loss_by_position.empty() && !val_data)
         fail("--loss-by-position %s: there is nothing to validate on; give --val-data",
-             o.loss_by_position.c_str());
+             o_.loss_by_position.c_str());
     check_data();
     // A plan does not tokenize long texts, so it has no data_facts() of their tokens to compare.
-    const bool is_untouched = o.plan && data && data->is_bytes() && !tokenizer_folder.empty();
-    if (data && o.bench.empty() && !is_untouched) check_resumed_data();
-    if (!o.merge.empty() && adapter.kind == Trained::Prompt)
-        fail("--merge %s: a soft prompt is no part of the weights: --out saves it", o.merge.c_str());
+    const bool is_untouched = o_.plan && data && data->is_bytes() && !tokenizer_folder.empty();
+    if (data && o_.bench.empty() && !is_untouched) check_resumed_data();
+    if (!o_.merge.empty() && adapter.kind == Trained::Prompt)
+        fail("--merge %s: a soft prompt is no part of the weights: --out saves it", o_.merge.c_str());
     keep_merged();
     check_output_files();
     read_exported();
@@ -324,7 +329,7 @@ inline void RunInputs::choose_length() {
     if (sample_positions() < 1)
         fail("a soft prompt of %d tokens leaves no room in the model's %d positions", adapter.prompt_tokens,
              config.positions);
-    if (!o_.has("--seq-len")) o_.seq_len = std::min(o_.seq_len, sample_positions());
+    if (o_.open.length) o_.seq_len = std::min(o_.seq_len, sample_positions());
     if (o_.seq_len > token_positions()) {
         const bool scaled = !o_.rope_scaling.empty();
         const bool made = static_cast<bool>(parse_new_model(o_.model));
@@ -360,7 +365,7 @@ inline std::unique_ptr<Dataset> RunInputs::open_training_data() {
         const std::string text = made && is_small(made) ? first_text() : "";
         if (text.empty()) return nullptr;  // check_has_data() reports this
         o_.data = {text};
-        o_.given["--data"] = o_.data;
+        o_.settings["--data"] = o_.data;
     }
     return open_data(o_.data, "--data");
 }
@@ -466,10 +471,10 @@ inline AdapterConfig RunInputs::choose_adapter() {
         if (file_exists(generation)) read_generation(generation, config);
         if (!o_.save_base.empty()) found.json["base_model_name_or_path"] = base;
         const Trained asked = named<Trained>(kTrainedNames, o_.train);
-        if (o_.has("--train") && asked != found.kind)
+        if (asked_.has("--train") && asked != found.kind)
             fail("--train %s: %s is a %s adapter", o_.train.c_str(), folder.c_str(),
                  kTrainedNames[static_cast<int>(found.kind)]);
-        if (o_.has("--lora-dropout")) found.dropout = o_.lora_dropout;
+        if (asked_.has("--lora-dropout")) found.dropout = o_.lora_dropout;
         return found;
     };
     if (!resumed.empty() && is_adapter_folder(resumed)) return read(resumed);
@@ -516,7 +521,7 @@ inline std::vector<int> RunInputs::choose_first_prompt() const {
 // Tokenizes text if the model has a tokenizer. A text that is not read is left as it is, and so is one that
 // is so long that its tokens do not change a plan.
 inline void RunInputs::tokenize_texts() {
-    const bool chooses = o_.has("--memory") || o_.batch == 0;
+    const bool chooses = !o_.memory.empty() || o_.batch == 0;
     for (Dataset* d : {data.get(), val_data.get()}) {
         if (!d || !d->is_text()) continue;
         if (d->is_examples()) {
@@ -562,7 +567,7 @@ inline void RunInputs::tokenize_lines(Dataset& lines) {
         const std::tm date = chat_date("");
         strftime(today, sizeof today, "%Y-%m-%d", &date);
         options.chat.date = o_.chat_date = today;
-        o_.given["--chat-date"] = {today};
+        o_.settings["--chat-date"] = {today};
     }
     const ChatUsed used = tokenize_examples(lines, *tokenizer, options, o_.seq_len, most_tokens(), &unread);
     if (used.description.empty()) return;
@@ -607,7 +612,8 @@ inline void RunInputs::open_own_chat() {
     }
     question = {said("user", o_.prompt)};
     const ExampleOptions options = example_options();
-    if (o_.chat || o_.has("--chat-format") || !options.templates.sources.empty()) return open_chat(options);
+    if (o_.chat || asked_.has("--chat-format") || !options.templates.sources.empty())
+        return open_chat(options);
     try {
         open_chat(options);
     } catch (const UserError&) {
@@ -622,7 +628,7 @@ inline void RunInputs::choose_sampling() {
     if (!config.generation.is_object()) return;
     const ConfigReader file(config.generation, model + "/generation_config.json");
     const auto read = [&](const char* key, const char* option, double low, double high, auto& value) {
-        if (!file.has(key) || o_.has(option)) return;
+        if (!file.has(key) || asked_.has(option)) return;
         const nlohmann::json& number = file.json()[key];
         if (!number.is_number() || number < low || number > high)
             file.refuse(key, format("a number from %g to %g", low, high));
@@ -630,13 +636,13 @@ inline void RunInputs::choose_sampling() {
     };
     Sampling& s = o_.sampling;
     const bool samples = file.truth("do_sample", false);
-    if (!o_.has("--sample.temperature") && file.has("do_sample")) s.temperature = samples ? 1 : 0;
+    if (!asked_.has("--sample.temperature") && file.has("do_sample")) s.temperature = samples ? 1 : 0;
     if (samples || !file.has("do_sample")) read("temperature", "--sample.temperature", 0, 1e3, s.temperature);
     read("top_k", "--sample.top-k", 0, kMostVocabulary, s.top_k);
     read("top_p", "--sample.top-p", 0, 1, s.top_p);
     read("min_p", "--sample.min-p", 0, 1, s.min_p);
     read("repetition_penalty", "--sample.repetition-penalty", 1e-3, 1e3, s.repetition_penalty);
-    if (!file.has("stop_strings") || o_.has("--sample.stop")) return;
+    if (!file.has("stop_strings") || asked_.has("--sample.stop")) return;
     const nlohmann::json& stops = file.json()["stop_strings"];
     for (const nlohmann::json& stop : stops.is_array() ? stops : nlohmann::json::array({stops})) {
         if (!stop.is_string() || stop.get_ref<const std::string&>().empty())
@@ -816,7 +822,7 @@ inline bool RunInputs::samples() const {
 }
 
 inline int RunInputs::sample_window() const {
-    if (o_.chat) return o_.has("--seq-len") ? std::min(o_.seq_len, sample_positions()) : sample_positions();
+    if (o_.chat) return o_.open.length ? sample_positions() : std::min(o_.seq_len, sample_positions());
     int64_t prompt = prompts.empty() ? static_cast<int64_t>(first_tokens().size()) : 0;
     for (const FilePrompt& p : prompts) prompt = std::max(prompt, static_cast<int64_t>(p.tokens.size()));
     const int64_t all = prompt + o_.sample_tokens;

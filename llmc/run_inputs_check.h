@@ -16,9 +16,7 @@
 // Fails if chunks of rows were given that are larger than all rows (unless the length is still to be chosen),
 // or if no block would use them.
 inline void RunInputs::check_chunks() const {
-    const auto given = [&](const char* option, int64_t rows) {
-        return rows > 0 && o_.has(option) && !o_.saved.contains(option);
-    };
+    const auto given = [&](const char* option, int64_t rows) { return rows > 0 && asked_.has_here(option); };
     const auto number = [](int64_t n) { return static_cast<long long>(n); };
     const int64_t length = o_.chose_length ? kMostPositions : o_.seq_len + adapter.prompt_tokens;
     const int64_t batch_rows = o_.batch * length, of_mlp = o_.mlp_rows, of_attention = o_.attention_rows;
@@ -35,7 +33,7 @@ inline void RunInputs::check_chunks() const {
             "keys can be offloaded",
             activation_placement_name(), number(of_attention));
     const std::vector<int> levels = recompute_levels(o_.recompute, config.layers);
-    if (o_.steps > 0 && !o_.has("--memory") && std::ranges::find(levels, kLastLevel) == levels.end())
+    if (o_.steps > 0 && o_.memory.empty() && std::ranges::find(levels, kLastLevel) == levels.end())
         fail("--chunk-rows attention=%lld: is for blocks that keep nothing: --recompute block",
              number(of_attention));
 }
@@ -58,9 +56,9 @@ inline void RunInputs::check_has_data() const {
 inline void RunInputs::check_example_options() const {
     if (packs()) return;
     for (const char* name : {"--loss-on", "--chat-format", "--chat-date", "--show-example"})
-        if (o_.has(name) && !(chat && std::string_view(name).starts_with("--chat-")))
+        if (asked_.has(name) && !(chat && std::string_view(name).starts_with("--chat-")))
             fail("%s %s is for examples in JSON (.jsonl, .ndjson, .json), and the data have none", name,
-                 o_.first(name));
+                 asked_.first(name));
 }
 
 // Fails if a model with quantized matrices would be trained or saved as a whole, or if its matrices cannot be
@@ -69,7 +67,7 @@ inline void RunInputs::check_base() const {
     const bool is_so = config.has_nf4 || gguf, stores = !o_.base.empty() || !o_.store.empty(),
                quantizes = stores || !o_.head.empty();
     std::string asked = "--base " + (!o_.base.empty() ? o_.base : stores ? o_.store[0] : "head=" + o_.head);
-    if (!o_.has("--base")) asked = "--model " + o_.model + ": its name asks for " + asked;
+    if (!asked_.has("--base")) asked = "--model " + o_.model + ": its name asks for " + asked;
     check_stored(stored(), config);
     const std::string why =
         is_so ? "--model " + o_.model + ": its files are " + (gguf ? "GGUF" : "NF4") : asked;
@@ -154,7 +152,7 @@ inline void RunInputs::check_adapter_base() {
     const std::string what =
         format("%s was trained beside a model %s, and --model %s is one %s", named.c_str(),
                then->text().c_str(), o_.model.c_str(), now.text().c_str());
-    if (o_.any_base || (o_.has("--base") && !o_.saved.contains("--base"))) {
+    if (o_.any_base || asked_.has_here("--base")) {
         print(stderr, "%s\n", what.c_str());
         return;
     }
@@ -189,9 +187,9 @@ inline void RunInputs::check_frozen_placement(const char* key, const std::string
 // Fails if the host's cores cannot do the updates.
 inline void RunInputs::check_updates() const {
     if (kHostIsDevice) fail("--offload updates=host: is for a GPU's host; on a CPU that is the device");
-    if (o_.saved.count("--offload.updates"))
+    if (o_.of_save.contains("--offload.updates"))
         return;  // it only applies if the state is still outside the device
-    if (o_.state == "device" && (!o_.has("--memory") || o_.has("--offload.state")))
+    if (o_.state == "device" && (o_.memory.empty() || asked_.has("--offload.state")))
         fail("--offload updates=host: is for state outside the device: add state=host or state=disk");
     for (const auto& [placement, key] :
          {std::pair{&o_.weights, "weights"}, std::pair{&o_.gradients, "gradients"}})
@@ -215,8 +213,7 @@ inline void RunInputs::check_placements() const {
         check_placement("gradients", o_.gradients);
     }
     if (o_.updates == "host" && o_.steps > 0) check_updates();
-    if (o_.has("--prefetch") && !o_.saved.count("--prefetch") && !streams_blocks_of(o_) &&
-        !o_.has("--memory"))
+    if (asked_.has_here("--prefetch") && !streams_blocks_of(o_) && o_.memory.empty())
         fail("--prefetch %d: is for offloaded blocks: add --offload weights=disk", o_.prefetch);
     if (o_.embeddings != "device") {
         const char* const embeddings = o_.embeddings.c_str();
@@ -258,7 +255,7 @@ inline void RunInputs::check_saved_base() const {
         if (!path->empty() && same_file(o_.save_base, *path))
             fail("--save-base %s is %s too", folder, option);
     if (!file_exists(o_.save_base)) return;
-    if (!o_.has("--resume")) fail("--save-base %s is there already; name a folder that is not", folder);
+    if (!asked_.has("--resume")) fail("--save-base %s is there already; name a folder that is not", folder);
     const ModelConfig there = read_model_config(o_.save_base, "--save-base");
     if (!there.has_nf4 || !(there == config))
         fail("--save-base %s holds another model than --model %s in NF4", folder, o_.model.c_str());
@@ -286,8 +283,8 @@ inline void RunInputs::check_resumed_data() {
         const std::string& now = facts[option] = data_facts(d);
         if (progress) check_same_data(option, d.stream_name(0), now, *progress, o_.resume, chosen);
     };
-    const bool chosen = !o_.saved.contains("--data");
-    const bool val_chosen = o_.has("--val-data") && !o_.saved.contains("--val-data");
+    const bool chosen = !o_.of_save.contains("--data");
+    const bool val_chosen = asked_.has_here("--val-data");
     check("--data", *data, chosen || val_chosen);  // without --val-data its last tenth is held out
     if (!o_.val_data.empty()) check("--val-data", *val_data, val_chosen);
     // What is validated on: --val-data or, without it, a part of --data.
@@ -298,16 +295,17 @@ inline void RunInputs::check_resumed_data() {
     if (progress && !progress->data.empty())
         validates_on_other_data = validated(progress->data) != validated(facts);
     else
-        validates_on_other_data = o_.changed.contains("--data") || o_.changed.contains("--val-data");
+        validates_on_other_data = asked_.changed.contains("--data") || asked_.changed.contains("--val-data");
 }
 
 // A run that merges its adapter, and is resumed after that, does not do it again: the --merge is that of the
 // save, or the same command was given again.
 inline void RunInputs::keep_merged() {
     if (o_.merge.empty() || resumed.empty() || !file_exists(o_.merge + "/config.json")) return;
-    if (!o_.saved.contains("--merge") && std::string_view(o_.first("--resume")) != "auto") return;
+    if (!o_.of_save.contains("--merge") && std::string_view(asked_.first("--resume")) != "auto") return;
     if (o_.rank.is_first())
         print(stderr, "--merge %s is there already, and stays as it is\n", o_.merge.c_str());
+    o_.merge_is_there = true;
     o_.merge.clear();
 }
 
@@ -404,7 +402,7 @@ inline std::string RunInputs::export_name() const {
 // Fails if --advanced attention=hopper asks for kernels that do not exist in this build or for this model's
 // heads.
 template <class T>
-void check_attention(const Options& o, const ModelConfig& config) {
+void check_attention(const RunConfig& o, const ModelConfig& config) {
     if (o.attention != "hopper") return;
     if (!kHopperAttention<T>)
         fail(
@@ -418,7 +416,7 @@ void check_attention(const Options& o, const ModelConfig& config) {
 }
 
 // Fails unless there is a device for this binary and for the attention that was asked for.
-inline void check_device([[maybe_unused]] const Options& o) {
+inline void check_device([[maybe_unused]] const RunConfig& o) {
 #ifdef SIMT_GPU
     if (planned_gpu) return;
     check_gpu();

@@ -193,7 +193,7 @@ class RunSaves {
         load_training_state(model_.trained(), in_.resumed, in_.adapter);
         const Progress& progress = *in_.progress;
         metrics_.first_loss = progress.first_loss;
-        const bool validates_alike = !o_.validates_otherwise() && !in_.validates_on_other_data;
+        const bool validates_alike = !o_.validates_otherwise && !in_.validates_on_other_data;
         if (validates_alike) metrics_.best = progress.best;
         const bool good = !progress.first_loss || progress.last_good == progress.step;
         const std::string last_good =

@@ -19,10 +19,10 @@
 // Turns --epochs into a number of steps. Examples are trained on three times if neither was given. A warmup
 // that was not given then takes at most a tenth of the steps.
 inline void count_epochs(Options& o, const RunInputs& in, const Batches& batches) {
-    if (!in.data || !o.bench.empty() || o.has("--steps")) return;
-    if (!o.has("--epochs") && !in.data->is_examples()) return;
-    o.steps = batches.steps_of_epochs(o.has("--epochs") ? o.epochs : kExampleEpochs);
-    if (!o.has("--warmup")) o.warmup = std::min(o.warmup, (o.steps + 9) / 10);
+    if (!in.data || !o.bench.empty() || !o.open.steps) return;
+    if (o.epochs == 0 && !in.data->is_examples()) return;
+    o.steps = batches.steps_of_epochs(o.epochs > 0 ? o.epochs : kExampleEpochs);
+    if (o.open.warmup) o.warmup = std::min(o.warmup, (o.steps + 9) / 10);
 }
 
 // Says on stderr what of the inputs is not read, not followed or not learnt: fields of examples or prompts;
@@ -82,8 +82,7 @@ inline std::string print_data(const Options& o, const RunInputs& in, const Batch
     const auto read = static_cast<double>(batches.sequences_after(steps));
     text += format("; %lld steps read %.0f sequences, %.2f epochs", static_cast<long long>(steps), read,
                    read / static_cast<double>(epoch));
-    if (data.is_examples() && !o.has("--steps") && !o.has("--epochs"))
-        text += " (--epochs or --steps change that)";
+    if (data.is_examples() && o.open.steps && o.epochs == 0) text += " (--epochs or --steps change that)";
     if (batches.validation())
         text += format("; a validation reads %llu of %llu", number(batches.validation_sequences()),
                        number(batches.validation()->sequences_per_epoch()));
@@ -160,7 +159,7 @@ inline void remark_no_validation(const RunInputs& in, int seq_len) {
 // After a plan, says on stderr which inputs a run would need besides: data, or the model's weights.
 inline void remark_what_a_run_needs(const Options& o, const RunInputs& in) {
     if (planned_gpu || known_shape(o.model)) return;
-    if (!in.data && o.steps > 0 && (!o.has("--prompt") || o.has("--steps")))
+    if (!in.data && o.steps > 0 && (o.prompt.empty() || !o.open.steps))
         print(stderr, "a run needs --data, and this plan does not\n");
     if (!parse_new_model(o.model) && !in.gguf && (in.resumed.empty() || in.adapter) && !has_weights(in.model))
         print(stderr, "a run needs the weights of %s, and this plan does not\n", o.model.c_str());
@@ -168,9 +167,8 @@ inline void remark_what_a_run_needs(const Options& o, const RunInputs& in) {
 
 // Prints which settings of a resumed run are not those of the save, and the learning rate before and after.
 inline void print_changes(const Options& o, int64_t first_step, std::optional<double> rate_before) {
-    if (o.changed.empty()) return;
-    const std::string list = joined(o.changed, ", ", [](const auto& setting) { return setting.second; });
-    print(stdout, "other settings than those of the save: %s\n", list.c_str());
+    if (o.changes.empty()) return;
+    print(stdout, "other settings than those of the save: %s\n", joined(o.changes, ", ").c_str());
     print(stdout,
           "the learning rate goes on as that of a run of %lld steps with these settings: %.3e in step "
           "%lld%s\n",
@@ -187,7 +185,7 @@ inline void print_start(const Options& o, const RunInputs& in, int64_t first_ste
     if (!o.resume.empty() && o.steps > 0 && !trains)
         print(stdout, "%s is at step %lld of %lld: nothing is left to train\n", o.resume.c_str(),
               static_cast<long long>(first_step), static_cast<long long>(o.steps));
-    else if (o.has("--resume") && o.resume.empty())
+    else if (o.begins_anew)
         print(stdout, "--resume auto: %s holds no save yet: beginning\n", o.out.c_str());
     if (!o.resume.empty() && trains) print_changes(o, first_step, in.progress->rate);
     if (!in.adapter_is_of.empty() && o.rank.is_first())
@@ -195,8 +193,8 @@ inline void print_start(const Options& o, const RunInputs& in, int64_t first_ste
               in.adapter_is_of.c_str(), o.model.c_str());
     if (has_adapter || in.resumed.empty())
         print_longer_positions(o.notes(), in.config, o.rope_scaling, has_adapter);
-    const bool does_nothing = o.steps == 0 && !in.val_data && !in.samples() && !saves && !o.has("--merge") &&
-                              o.export_file.empty() && o.save_base.empty();
+    const bool does_nothing = o.steps == 0 && !in.val_data && !in.samples() && !saves && o.merge.empty() &&
+                              !o.merge_is_there && o.export_file.empty() && o.save_base.empty();
     if (does_nothing)
         print(stderr, "--steps 0 without --val-data, --merge, --export, --out or --prompt: nothing to do\n");
     if (!trains) return;

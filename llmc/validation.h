@@ -31,7 +31,7 @@ std::optional<double> validation_loss(const Options& o, Exchange& exchange, Tens
     fill_zero(loss, stream);
     std::vector<float> losses(count);  // if ranks share the batches: the losses of those that are this rank's
     // Losses by position are added batch by batch, so then every rank evaluates all batches.
-    const bool ranks_share = !exchange.is_alone() && !o.has("--loss-by-position");
+    const bool ranks_share = !exchange.is_alone() && !o.validates_by_position;
     const auto ranks = static_cast<uint64_t>(ranks_share ? o.devices : 1);
     for (uint64_t first = 0; first < count; first += ranks) {
         if (stopping()) return std::nullopt;

@@ -6,7 +6,7 @@
 namespace {
 // The options are declared once, because that takes most of the time.
 struct Parser {
-    Options options;
+    Asked options;
     CLI::App app;
     Parser() { declare_options(app, options); }
 };

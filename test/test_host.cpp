@@ -463,7 +463,7 @@ TEST(Terminal, HoldsBackNoMoreThanACharacter) {
     EXPECT_EQ(terminal.finish(), "");
 }
 
-Options parse(std::vector<std::string> words, const nlohmann::json& saved = nlohmann::json::object()) {
+Asked parse(std::vector<std::string> words, const nlohmann::json& saved = nlohmann::json::object()) {
     words.insert(words.begin(), "train");
     std::vector<char*> argv;
     for (std::string& w : words) argv.push_back(w.data());
@@ -482,12 +482,12 @@ std::string failure(const std::vector<std::string>& words) {
 
 TEST(Options, AResumeTakesTheSavedOnesUnlessGiven) {
     const nlohmann::json saved = {{"--batch", {"3"}}, {"--lr", {"0.5"}}, {"--data", {"a.txt", "b.txt"}}};
-    const Options o = parse({"--resume", "dir", "--lr", "0.25"}, saved);
+    const Asked o = parse({"--resume", "dir", "--lr", "0.25"}, saved);
     EXPECT_EQ(o.batch, 3);
     EXPECT_EQ(o.lr, 0.25);
     EXPECT_EQ(o.data, (std::vector<std::string>{"a.txt", "b.txt"}));
     EXPECT_TRUE(o.has("--batch") && o.has("--lr") && !o.has("--seed"));
-    EXPECT_EQ(o.given.at("--lr"), std::vector<std::string>{"0.25"});
+    EXPECT_EQ(o.settings.at("--lr"), std::vector<std::string>{"0.25"});
 }
 
 TEST(Options, ATrainedModelHasALowerRate) {
@@ -504,11 +504,11 @@ TEST(Options, AResumeThatOnlyGeneratesNeedsNothingOfTheTraining) {
     const nlohmann::json saved = {{"--data", {"a"}},         {"--val-data", {"b"}}, {"--log", {"c"}},
                                   {"--out", {"d"}},          {"--seq-len", {"7"}},  {"--save-every", {"2"}},
                                   {"--sample.tokens", {"0"}}};
-    Options o = parse({"--resume", "dir", "--steps", "0", "--prompt", "Hi"}, saved);
+    Asked o = parse({"--resume", "dir", "--steps", "0", "--prompt", "Hi"}, saved);
     EXPECT_TRUE(o.data.empty() && o.val_data.empty() && o.log.empty() && o.out.empty() && o.save_every == 0);
     EXPECT_EQ(o.seq_len, 7);
-    EXPECT_EQ(o.sample_tokens, Options().sample_tokens);
-    EXPECT_EQ(o.saved, (std::set<std::string>{"--seq-len"}));
+    EXPECT_EQ(o.sample_tokens, Asked().sample_tokens);
+    EXPECT_EQ(o.of_save, (std::set<std::string>{"--seq-len"}));
     EXPECT_EQ(parse({"--resume", "dir", "--prompt", "Hi", "--sample", "tokens=3"}, saved).sample_tokens, 3);
     o = parse({"--resume", "dir", "--steps", "5"}, saved);
     EXPECT_EQ(o.sample_tokens, 0);
@@ -542,7 +542,7 @@ TEST(Options, GraphIsOnOrOff) {
 }
 
 TEST(Options, WholeNumbersMayHaveAnExponent) {
-    const Options o =
+    const Asked o =
         parse({"--steps", "1e3", "--batch", "1.5E1", "--seed", "1e15", "--top-k", "20e-1", "--warmup", "7"});
     EXPECT_EQ(o.steps, 1000);
     EXPECT_EQ(o.batch, 15);
@@ -557,15 +557,15 @@ TEST(Options, WholeNumbersMayHaveAnExponent) {
 }
 
 TEST(Options, OfAnOptionGivenTwiceTheLastCounts) {
-    const Options o = parse({"--data", "a", "b", "c", "--lr", "1", "--batch", "auto", "--plan", "json",
+    const Asked o = parse({"--data", "a", "b", "c", "--lr", "1", "--batch", "auto", "--plan", "json",
                              "--data", "d", "e", "--lr=2", "--plan", "table", "--batch", "3"});
     EXPECT_EQ(o.lr, 2);
     EXPECT_EQ(o.batch, 3);
     EXPECT_TRUE(o.plan);
     EXPECT_EQ(o.data, (std::vector<std::string>{"d", "e"}));
-    EXPECT_EQ(o.given.at("--lr"), std::vector<std::string>{"2"});  // what a save remembers
-    EXPECT_EQ(o.given.at("--data"), o.data);
-    EXPECT_EQ(o.given.at("--batch"), std::vector<std::string>{"3"});
+    EXPECT_EQ(o.settings.at("--lr"), std::vector<std::string>{"2"});  // what a save remembers
+    EXPECT_EQ(o.settings.at("--data"), o.data);
+    EXPECT_EQ(o.settings.at("--batch"), std::vector<std::string>{"3"});
     EXPECT_EQ(parse({"--bench", "forward", "--bench", "step"}).bench, "step");
     EXPECT_NE(failure({"--lr", "1", "2", "--lr", "3"}), "");
     EXPECT_NE(failure({"--lr", "x", "--lr", "3"}).find("--lr"), std::string::npos);

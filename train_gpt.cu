@@ -684,17 +684,16 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
       replays_(o_.graph == "on") {
     check_attention<floatX>(o_, config_);
     metrics_.explain = [this] { model_.check_streamed_finite(); };
-    MemorySetting given = setting_of(o_);
+    MemorySetting given = o_;
     // -1 is auto: the search tries sizes with apply(), and begins with all rows at once.
     given.mlp_rows = std::max<int64_t>(0, given.mlp_rows);
     given.attention_rows = std::max<int64_t>(0, given.attention_rows);
-    given.levels = recompute_levels(o_.recompute, config_.layers);
     apply(given);
 }
 
 void Trainer::apply(const MemorySetting& s) {
-    const bool same_state = setting_of(o_).same_state(s);
-    apply_setting(s, o_);
+    const bool same_state = o_.same_state(s);
+    o_ = o_.with(s);
     if (!same_state) {
         model_.apply_options();
         plans_.update = {};
@@ -704,7 +703,8 @@ void Trainer::apply(const MemorySetting& s) {
     micro_ = {.head_rows = s.head_rows, .keep = {}, .dropout = batches_.dropout()};
     gpt_.set_chunk_rows(s.mlp_rows, s.attention_rows);
     connect_streams();
-    for (int level : s.levels) micro_.keep.push_back(kRecomputeLevels[level].keep);
+    for (int level : recompute_levels(s.recompute, config_.layers))
+        micro_.keep.push_back(kRecomputeLevels[level].keep);
 }
 
 // Tells the model's parts what they stream, and where from.

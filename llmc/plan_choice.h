@@ -132,31 +132,28 @@ RunConfig with_setting_for_memory(const RunConfig& given, RunInputs& inputs, Cho
             const Rehearsals rehearsals = rehearsals_of(trial, given, inputs, most);
             refine_neighbours(best.solution, [&](Choice& c) { best.refine(c, rehearsals); });
         };
-        chosen = fit_memory(given, configurations, fit, refine, choices);
+        chosen = given.with(fit_memory(given, configurations, fit, refine, choices));
     } else {
-        MemorySetting open = setting_of(given);
-        open.levels = recompute_levels(given.recompute, inputs.config.layers);
-        const auto choose_rows = [&](const RunConfig& o) {
-            Trial trial(o, inputs);
-            return rehearsals_of(trial, o, inputs, most).with_rows(open);
+        const auto choose_rows = [&] {
+            Trial trial(given, inputs);
+            return rehearsals_of(trial, given, inputs, most).with_rows(given);
         };
         // A step has as many sequences of each micro-batch.
         if (epoch) *epoch /= static_cast<uint64_t>(given.grad_accum);
         const auto choose_batch = [&](const RunConfig& way) {
             Trial trial(way, inputs);
             std::string why;
-            const MemorySetting s = fit_batch(open, memory_for(way), batch_cap(way.seq_len, epoch),
+            const MemorySetting s = fit_batch(way, memory_for(way), batch_cap(way.seq_len, epoch),
                                               rehearsals_of(trial, way, inputs, most), why);
-            return std::tuple(s, way.zero, why);
+            return std::pair(s, why);
         };
-        MemorySetting s = open;
+        MemorySetting s;
         if (given.batch > 0)
-            s = choose_rows(given);
+            s = choose_rows();
         else
-            std::tie(s, chosen.zero, choices.batch) = largest_of_ways(
-                given, choose_batch, [](const auto& answer) { return std::get<0>(answer).batch; });
-        apply_setting(s, chosen);
-        chosen = with_way_that_fits<Trial>(chosen, inputs);
+            std::tie(s, choices.batch) = largest_of_ways(
+                given, choose_batch, [](const auto& answer) { return answer.first.batch; });
+        chosen = with_way_that_fits<Trial>(given.with(s), inputs);
     }
     remember_choice(given, chosen);
     return chosen;

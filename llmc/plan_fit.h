@@ -34,7 +34,7 @@ struct Rehearsals {
 
     // The setting with its automatic values chosen.
     MemorySetting with_rows(const MemorySetting& s) const {
-        return with_chosen_rows(s, seq_len, layers, heads, chunk_seconds);
+        return with_chosen_rows(s, seq_len, heads, chunk_seconds);
     }
 };
 
@@ -51,7 +51,7 @@ struct Choices {
 // The formats of the optimizer's state to try: the given ones first, then smaller ones if they are allowed,
 // lossless ones before lossy ones.
 inline std::vector<MemorySetting> formats_to_try(const RunConfig& o, bool narrow_weights) {
-    MemorySetting s = setting_of(o);
+    MemorySetting s = o;
     std::vector<MemorySetting> all = {s};
     if (narrow_weights && o.open.master) s.master = "split";
     if (!s.same_state(all.back())) all.push_back(s);
@@ -128,7 +128,7 @@ inline Profiles profiles_of(std::vector<MemorySetting> settings, bool by_block,
     size_t least_workspace = 0;  // of all levels
     for (size_t i = 0; i < settings.size(); i++) {
         MemorySetting& s = settings[i];
-        s.levels.assign(layers, 0);
+        s.recompute = kRecomputeLevels[0].name;
         const MemoryReport report = rehearsals.outline(s);
         const std::vector<Segment> keeps_all = segments_of(*report.train, rehearsals.rates);
         const bool same_blocks =
@@ -141,7 +141,7 @@ inline Profiles profiles_of(std::vector<MemorySetting> settings, bool by_block,
             p.levels.push_back(keeps_all);
             std::vector<size_t> workspaces = {report.train->workspace};
             for (size_t level = 1; level < std::size(kRecomputeLevels); level++) {
-                s.levels.assign(layers, static_cast<int>(level));
+                s.recompute = kRecomputeLevels[level].name;
                 const Plan plan = rehearsals.training(s);
                 p.levels.push_back(segments_of(plan, rehearsals.rates));
                 workspaces.push_back(plan.workspace);
@@ -188,7 +188,8 @@ struct Fit {
 
     MemorySetting setting(const Choice& c) const {
         MemorySetting s = settings[c.profile];
-        s.levels = c.levels;
+        s.recompute = levels_text(c.levels, recompute_names());
+        s.updates = configuration.updates;
         return s;
     }
     double step_seconds(const MemoryReport& r) const { return r.seconds - r.update_seconds + update_seconds; }
@@ -218,7 +219,7 @@ inline std::optional<size_t> least_if_ruled_out(std::vector<MemorySetting> setti
                                                 const Fit& best, const Rehearsals& rehearsals,
                                                 const BesideDevice& space) {
     const auto outline = [&](MemorySetting& s, int level) {
-        s.levels.assign(rehearsals.layers, level);
+        s.recompute = kRecomputeLevels[level].name;
         return rehearsals.outline(s);
     };
     if (best.solution.chosen)
@@ -371,7 +372,7 @@ inline std::string in_words(const std::string& name) {
         in_words(name).c_str(), less.c_str());
 }
 
-// --memory: returns the options whose plan fits and is the fastest by estimate; `choices` gets this choice
+// --memory: returns the setting whose plan fits and is the fastest by estimate; `choices` gets this choice
 // and then its neighbours. Configurations that stream are tried if nothing fits without streaming, and with
 // host= also if they might be faster. configurations() begins with the ways to share what was given;
 // fit(configuration, space, best) tries its settings, and refine(fit) refines the neighbours of what it has
@@ -379,8 +380,8 @@ inline std::string in_words(const std::string& name) {
 // prefetching is tried only if nothing else fits, and longer prefetch distances are used if they are faster.
 // What several devices share is tried before anything is streamed.
 template <class Configurations, class FitConfiguration, class Refine>
-RunConfig fit_memory(const RunConfig& given, Configurations&& configurations, FitConfiguration&& fit,
-                     Refine&& refine, Choices& choices) {
+MemorySetting fit_memory(const RunConfig& given, Configurations&& configurations, FitConfiguration&& fit,
+                         Refine&& refine, Choices& choices) {
     const bool offered = !given.host_memory.empty();
     const BesideDevice given_space = offered ? memory_beside_device(given) : BesideDevice();
     const std::vector<RunConfig> as_given = ways_to_share(given);
@@ -437,7 +438,7 @@ RunConfig fit_memory(const RunConfig& given, Configurations&& configurations, Fi
         if (s.master != given.master) add("master", s.master);
         if (s.adam_m != given.adam_m) add("m", s.adam_m);
         if (s.adam_v != given.adam_v) add("v", s.adam_v);
-        return MemoryChoice{levels_text(s.levels, recompute_names()),
+        return MemoryChoice{s.recompute,
                             state,
                             placements_text(best.configuration, given),
                             s.head_rows,
@@ -451,15 +452,14 @@ RunConfig fit_memory(const RunConfig& given, Configurations&& configurations, Fi
     };
     const Solution& solution = best.solution;
     if (!solution.chosen) {
-        apply_setting(best.setting(solution.least), choices.smallest.emplace(best.configuration));
+        choices.smallest = given.with(best.setting(solution.least));
         fail_to_fit(given, best, described(solution.least).text(), short_of_memory);
     }
     choices.memory = {described(*solution.chosen)};
     for (const std::optional<Choice>& neighbour : {solution.next_faster, solution.next_smaller})
         if (neighbour && neighbour->exact != kTooMuchOffloaded)
             choices.memory.push_back(described(*neighbour));
-    apply_setting(best.setting(*solution.chosen), best.configuration);
-    return best.configuration;
+    return best.setting(*solution.chosen);
 }
 
 // --batch auto: the largest micro-batch up to `cap` whose plan fits into `space`, with all other options

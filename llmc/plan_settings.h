@@ -24,36 +24,6 @@
 #include "llmc/text.h"
 
 // ---- a setting
-//
-// The settings that may be chosen to make a run fit: reads them from options, and writes them into options
-// and into those that a save remembers.
-
-// The settings that may be chosen. The sequences of a step, batch * grad_accum, stay the same.
-struct MemorySetting {
-    int batch, grad_accum;
-    int64_t head_rows, mlp_rows, attention_rows;
-    std::string master, adam_m, adam_v;
-    std::vector<int> levels = {};  // recompute levels, by layer
-
-    bool same_state(const MemorySetting& other) const {
-        return master == other.master && adam_m == other.adam_m && adam_v == other.adam_v;
-    }
-};
-
-inline MemorySetting setting_of(const RunConfig& o) {
-    return {o.batch, o.grad_accum, o.head_rows, o.mlp_rows, o.attention_rows, o.master, o.adam_m, o.adam_v};
-}
-
-// Writes a setting into the options.
-inline void apply_setting(const MemorySetting& s, RunConfig& o) {
-    o.batch = s.batch;
-    o.grad_accum = s.grad_accum;
-    o.head_rows = s.head_rows;
-    o.mlp_rows = s.mlp_rows;
-    o.attention_rows = s.attention_rows;
-    o.master = s.master, o.adam_m = s.adam_m, o.adam_v = s.adam_v;
-    o.recompute = levels_text(s.levels, recompute_names());
-}
 
 // Replaces the budget by the choice in the options that a save remembers, so that a resumed run makes no
 // other choice. `given`: the options before choosing.
@@ -140,16 +110,15 @@ int64_t choose_chunk_rows(int64_t rows, int64_t fewest, Seconds&& seconds) {
     return 0;
 }
 
-// Returns the setting with its automatic numbers of rows chosen, for a model of `layers` layers and `heads`
-// heads and sequences of seq_len tokens; 0 if the run has no sequences. seconds(setting) estimates a step.
+// Returns the setting with its automatic numbers of rows chosen, for a model of `heads` heads and
+// sequences of seq_len tokens; 0 if the run has no sequences. seconds(setting) estimates a step.
 template <class Seconds>
-MemorySetting with_chosen_rows(MemorySetting s, int64_t seq_len, size_t layers, int heads,
-                               Seconds&& seconds) {
+MemorySetting with_chosen_rows(MemorySetting s, int64_t seq_len, int heads, Seconds&& seconds) {
     MemorySetting trial = s;
     trial.attention_rows = trial.head_rows = 0;  // until they are chosen too
     const auto choose = [&](int64_t MemorySetting::*rows, int64_t all, int64_t fewest, int level) {
         if (s.*rows < 0) {
-            trial.levels.assign(layers, level);
+            trial.recompute = kRecomputeLevels[level].name;
             s.*rows = choose_chunk_rows(all, fewest, [&](int64_t few) {
                 trial.*rows = few;
                 return seconds(trial);

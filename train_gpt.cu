@@ -45,21 +45,21 @@
 void Trainer::run() {
     open_device();
     prepare();
-    if (!o_.save_base.empty() && !file_exists(o_.save_base)) {  // a resumed run has saved it already
-        model_.save_base(o_.save_base, stream_);
-        print(o_.notes(), "saved the base in %s\n", o_.save_base.c_str());
+    if (!run_.save_base.empty() && !file_exists(run_.save_base)) {  // a resumed run has saved it already
+        model_.save_base(run_.save_base, stream_);
+        print(run_.notes(), "saved the base in %s\n", run_.save_base.c_str());
     }
     stop_on_signals(saves_.wanted());
-    print_start(o_, in_, first_step_, saves_.wanted());
+    print_start(run_, in_, first_step_, saves_.wanted());
     try {
         train();
     } catch (const RecoverableError&) {
         // What was trained until then is good. One of several ranks cannot save: it needs the others.
-        if (exchange_.is_alone() && saves_.wanted() && step_ > first_step_ && !saves_.has(step_)) save();
+        if (exchange_.is_alone() && saves_.wanted() && done_ > first_step_ && !saves_.has(done_)) save();
         saves_.remove_fallback();
         throw;
     }
-    finish_steps();
+    step_.finish();
     if (agree_to_stop())
         stop();
     else
@@ -69,68 +69,71 @@ void Trainer::run() {
 
 void Trainer::train() {
     // After the first step all device memory is taken; with graphs after the second, which records them.
-    const int64_t steps_until_report = std::min<int64_t>(o_.steps, first_step_ + (replays() ? 2 : 1));
-    for (step_ = first_step_; step_ < o_.steps && !agree_to_stop(); step_++, evaluated_ = false) {
+    const int64_t steps_until_report = std::min<int64_t>(run_.steps, first_step_ + (step_.replays() ? 2 : 1));
+    // Between micro-batches a step can be interrupted, or saved as it was before.
+    const auto stops = [this] {
+        if (agree_to_stop()) return true;
+        save_if_asked();
+        return false;
+    };
+    for (done_ = first_step_; done_ < run_.steps && !agree_to_stop(); done_++, evaluated_ = false) {
         save_if_asked();
         if (!evaluated_) validate_and_sample_if_due();
-        if (agree_to_stop() || metrics_.ends_early(o_.early_stopping)) break;
-        if (step_ > first_step_ && !saves_.has(step_) && (is_time(o_.save_every) || saves_.is_best(step_)))
+        if (agree_to_stop() || metrics_.ends_early(run_.early_stopping)) break;
+        if (done_ > first_step_ && !saves_.has(done_) && (is_time(run_.save_every) || saves_.is_best(done_)))
             save();
         metrics_.records().check();
         say_where();
         if (!exchange_.is_alone())
             metrics_.compare_ranks(exchange_.gather(std::vector{metrics_.waited_for_ranks()}));
-        if (!train_step()) break;
-        if (step_ + 1 == steps_until_report) {
+        if (!step_.train(done_, rate_of_step(done_), stops)) break;
+        if (done_ + 1 == steps_until_report) {
             metrics_.finish();
             print_taken(report_, taken_bytes());
         }
     }
 }
 
-// One training step. Returns false if it was interrupted between its micro-batches; their gradients are then
-// discarded.
-bool Trainer::train_step() {
+// One training step.
+bool Step::train(int64_t number, double rate, const std::function<bool()>& stops) {
     Range range("step");
-    metrics_.step_begins(step_);
-    const float loss_scale = mean_scale(batches_.tokens_with_loss(step_));
+    metrics_.step_begins(number);
+    const float loss_scale = mean_scale(batches_.tokens_with_loss(number));
     if (loss_scale == 0) {
         metrics_.finish();
         // The update is still made: weight decay and momentum act.
         print(stdout, "step %5lld: no token has a loss, so the gradient is zero\n",
-              static_cast<long long>(step_ + 1));
+              static_cast<long long>(number + 1));
     }
-    const double rate = learning_rate(o_.schedule, step_, o_.steps, o_.warmup, o_.lr, o_.min_lr);
-    updates_.begin_step(step_, rate);
+    updates_.begin_step(number, rate);
     fill_zero(metrics_.loss(), stream_);
-    for (int first = 0; first < o_.own_micro_batches(); first += micro_batches_per_pass()) {
-        if (first > 0 && agree_to_stop()) return false;
-        if (first > 0) save_if_asked();
-        for (int k = first; k < first + micro_batches_per_pass(); k++) batches_.feed(step_, k, loss_scale);
+    for (int first = 0; first < run_.own_micro_batches(); first += micro_batches_per_pass()) {
+        if (first > 0 && stops()) return false;
+        for (int k = first; k < first + micro_batches_per_pass(); k++) batches_.feed(number, k, loss_scale);
         const StepPass pass = pass_from(first);
         const bool exchanges = pass.is_last && !exchange_.is_alone();
-        run_step(
+        run_in(
             pass.accumulate ? plans_.add : plans_.train, [&] { forward_backward_pass(pass, loss_scale); },
             exchanges);
     }
-    if (!o_.update_in_backward) run_step(plans_.update, [&] { updates_.update_all(); });
-    metrics_.step_ends(step_, rate, stream_);
+    if (!run_.update_in_backward) run_in(plans_.update, [&] { updates_.update_all(); });
+    metrics_.step_ends(number, rate, stream_);
     return true;
 }
 
 // The pass of a step that begins with this micro-batch. Only the last pass needs the sums of squares. But
 // passes that run the same plan must take the same memory, so all that add to gradients compute the sums. On
 // several devices the first pass does too: so its plan, which the report shows, has the exchange's buffers.
-StepPass Trainer::pass_from(int first_micro_batch) const {
+StepPass Step::pass_from(int first_micro_batch) const {
     const bool accumulate = first_micro_batch > 0;
-    const bool is_last = first_micro_batch + micro_batches_per_pass() >= o_.own_micro_batches();
+    const bool is_last = first_micro_batch + micro_batches_per_pass() >= run_.own_micro_batches();
     return {.accumulate = accumulate,
             .sums_squares = accumulate || is_last || !exchange_.is_alone(),
             .is_last = is_last};
 }
 
 // Forward and backward of a pass; also the update, with --update-in-backward.
-void Trainer::forward_backward_pass(const StepPass& pass, float loss_scale) {
+void Step::forward_backward_pass(const StepPass& pass, float loss_scale) {
     updates_.begin_pass(pass);
     gpt_.forward_backward(batches_.on_device(), micro_, pass, loss_scale, metrics_.loss());
     updates_.end_pass();
@@ -142,31 +145,12 @@ void Trainer::forward_backward_pass(const StepPass& pass, float loss_scale) {
 // A graph keeps the loss scale with which it was recorded. That is right: it is the same in all steps, unless
 // batches are packed, and those bring their own in device memory.
 template <class Operations>
-void Trainer::run_step(Plan& plan, Operations&& operations, bool exchanges) {
+void Step::run_in(Plan& plan, Operations&& operations, bool exchanges) {
     const auto run = [&] { arena_.run(plan, operations); };
     if (replays())
         graphs_.run({&plan, exchanges}, stream_, run);
     else
         run();
-}
-
-// True if a signal has asked the run, or any of its ranks, to stop. All ranks must call it at the same
-// points.
-bool Trainer::agree_to_stop() {
-    if (exchange_.is_alone()) return interrupted;
-    // A signal that arrives meanwhile waits for the next call.
-    const int agreed = exchange_.largest(interrupted);
-    if (agreed) interrupted = agreed;
-    return agreed;
-}
-
-// Says where the run is, for the line about an error or a lost rank.
-void Trainer::say_where() {
-    if (exchange_.is_alone()) return;
-    const std::string where =
-        format("in step %lld; the last save: %s", static_cast<long long>(step_ + 1), saves_.last().c_str());
-    exchange_.set_where(where);
-    if (o_.rank.is_first()) tell_starter_where(where);
 }
 
 // ---- a micro-batch
@@ -562,23 +546,43 @@ TensorX Gpt::logits_of(const TensorX& x, const Rows& rows) {
 
 // ---- between the steps
 
+// True if a signal has asked the run, or any of its ranks, to stop. All ranks must call it at the same
+// points.
+bool Trainer::agree_to_stop() {
+    if (exchange_.is_alone()) return interrupted;
+    // A signal that arrives meanwhile waits for the next call.
+    const int agreed = exchange_.largest(interrupted);
+    if (agreed) interrupted = agreed;
+    return agreed;
+}
+
+// Says where the run is, for the line about an error or a lost rank.
+void Trainer::say_where() {
+    if (exchange_.is_alone()) return;
+    const std::string where =
+        format("in step %lld; the last save: %s", static_cast<long long>(done_ + 1), saves_.last().c_str());
+    exchange_.set_where(where);
+    if (run_.rank.is_first()) tell_starter_where(where);
+}
+
 // The mean validation loss. It reads as many sequences as --eval-batches steps would, whatever the size of a
 // micro-batch. Nothing if the run is interrupted.
 std::optional<double> Trainer::validate() {
-    finish_steps();
-    loss_by_position_.begin(stream_);
+    step_.finish();
+    step_.loss_by_position().begin(stream_);
     const float scale = batches_.validation_loss_scale();
-    const auto batch = static_cast<uint64_t>(o_.batch);
-    const auto evaluate = [&](uint64_t number) {
-        batches_.feed_validation(number * batch, scale, loss_by_position_);
-        run_step(plans_.evaluate, [&] { evaluate_batch(scale); });
-    };
-    return validation_loss(o_, exchange_, metrics_.loss(), stream_,
-                           ceil_div(batches_.validation_sequences(), batch), evaluate,
-                           [this] { return agree_to_stop(); });
+    const auto batch = static_cast<uint64_t>(run_.batch);
+    return validation_loss(
+        run_, exchange_, metrics_.loss(), stream_, ceil_div(batches_.validation_sequences(), batch),
+        [&](uint64_t number) { step_.evaluate(number * batch, scale); }, [this] { return agree_to_stop(); });
 }
 
-void Trainer::evaluate_batch(float loss_scale) {
+void Step::evaluate(uint64_t first, float loss_scale) {
+    batches_.feed_validation(first, loss_scale, loss_by_position_);
+    run_in(plans_.evaluate, [&] { evaluate_batch(loss_scale); });
+}
+
+void Step::evaluate_batch(float loss_scale) {
     gpt_.evaluate(batches_.first_on_device(), micro_.head_rows, loss_scale, metrics_.loss(),
                   loss_by_position_.sums());
 }
@@ -586,177 +590,219 @@ void Trainer::evaluate_batch(float loss_scale) {
 void Trainer::validate_and_log() {
     const std::optional<double> loss = validate();
     if (!loss) return;
-    report_validation(step_, *loss, is_time(o_.eval_every), o_, batches_, metrics_, model_);
-    loss_by_position_.end(step_, *loss, stream_);
-    validated_step_ = step_;
-    saves_.note_validation(step_);
+    report_validation(done_, *loss, is_time(run_.eval_every), run_, batches_, metrics_, model_);
+    step_.loss_by_position().end(done_, *loss, stream_);
+    validated_step_ = done_;
+    saves_.note_validation(done_);
 }
 
 // The validation and the sample that are due before the next step.
 void Trainer::validate_and_sample_if_due() {
-    if (batches_.validation() && is_time(o_.eval_every) && validated_step_ != step_) validate_and_log();
-    if (is_time(o_.sample_every) && agree_to_sample()) sample();
+    if (batches_.validation() && is_time(run_.eval_every) && validated_step_ != done_) validate_and_log();
+    if (is_time(run_.sample_every) && agree_to_sample()) sample();
     // A signal may have cut them short. Ranks may see it at different times; agree_to_stop() settles it.
     evaluated_ = !interrupted;
 }
 
 void Trainer::sample() {
-    finish_steps();
+    step_.finish();
     const auto stops = [this] { return sampling_stops(); };
     const auto explain = [this] {
-        if (o_.steps == 0) model_.check_streamed_finite();
+        if (run_.steps == 0) model_.check_streamed_finite();
     };
     const auto agree = [this](int token) {
-        return o_.slices_weights() ? exchange_.gather(std::vector{token})[0] : token;
+        return run_.slices_weights() ? exchange_.gather(std::vector{token})[0] : token;
     };
-    const std::string text = sampler_.sample(plans_.sample, plans_.slide, step_, stops, explain, agree);
-    metrics_.records().report.add_sample(step_, text);
+    const std::string text = sampler_.sample(plans_.sample, plans_.slide, done_, stops, explain, agree);
+    metrics_.records().report.add_sample(done_, text);
 }
 
 // Saves the last complete step if a signal has asked for it. Before this run has completed a step, the
 // request waits.
 void Trainer::save_if_asked() {
-    if (!saves_.wanted() || step_ == first_step_) return;
+    if (!saves_.wanted() || done_ == first_step_) return;
     const int asked = exchange_.is_alone() ? asked_to_save : exchange_.largest(asked_to_save);
     if (!asked) return;
     asked_to_save = 0;
-    if (!saves_.has(step_)) save();
+    if (!saves_.has(done_)) save();
 }
 
 // The end of a run that was not interrupted: it has made all of its steps, or --early-stopping has ended it.
 void Trainer::finish() {
     // True if this run resumed a save in --out and has made no step since.
-    const bool is_saved_already = step_ == first_step_ && saves_.goes_on_in_folder();
+    const bool is_saved_already = done_ == first_step_ && saves_.goes_on_in_folder();
     // The save comes first, so that a validation that fails loses nothing. The save says already that the
     // validation and the sample are done: a run that resumes it and has steps left does not make them again.
     evaluated_ = true;
     if (saves_.wanted() && !is_saved_already) save();
-    if (batches_.validation() && validated_step_ != step_) validate_and_log();
+    if (batches_.validation() && validated_step_ != done_) validate_and_log();
     saves_.remove_fallback();
-    saves_.remark_best(step_);
+    saves_.remark_best(done_);
     saves_.remark_loading();
     if (agree_to_sample()) sample();
     if (export_.wanted() && !agree_to_stop()) {
         metrics_.finish();
-        export_.save(plans_.exported, saves_.reader(), step_ > first_step_, saves_.latest());
+        export_.save(plans_.exported, saves_.reader(), done_ > first_step_, saves_.latest());
     }
-    if (!o_.merge.empty() && !agree_to_stop()) {
+    if (!run_.merge.empty() && !agree_to_stop()) {
         metrics_.finish();
-        merge_.save(plans_.merge, step_ > first_step_, saves_.latest());
+        merge_.save(plans_.merge, done_ > first_step_, saves_.latest());
     }
 }
 
 // The end of a run that was interrupted.
 void Trainer::stop() {
-    if (step_ == first_step_)
-        print(o_.notes(), "interrupted before step %lld\n", static_cast<long long>(step_ + 1));
+    if (done_ == first_step_)
+        print(run_.notes(), "interrupted before step %lld\n", static_cast<long long>(done_ + 1));
     else
-        print(stdout, "interrupted after step %lld\n", static_cast<long long>(step_));
-    if (saves_.wanted() && !saves_.has(step_)) save();
+        print(stdout, "interrupted after step %lld\n", static_cast<long long>(done_));
+    if (saves_.wanted() && !saves_.has(done_)) save();
     saves_.remove_fallback();
 }
 
 // ---- before the first step
 
-Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
-    : o_(options),
-      in_(inputs),
-      config_(inputs.config),
-      model_(o_, in_),
-      gpt_(arena_, stream_, model_.state, model_.frozen_weights(), model_.trained(),
-           o_.attention != "common"),
-      batches_(o_, in_, stream_),
-      square_sums_(square_sums_of(model_.trained().layout)),
-      slices_(slices_of(o_.rank, square_sums_.stretch)),
-      exchange_(arena_, stream_, slices_),
-      metrics_(static_cast<int64_t>(model_.state.layout.units().size()), o_.clip_per_block,
-               o_.steps == 0 ? 0 : square_sums_.first.back()),
-      saves_(o_, in_, model_, metrics_, exchange_),
-      loss_by_position_(o_.loss_by_position.empty() ? 0 : o_.seq_len),
-      sampler_(o_, in_, arena_, stream_, gpt_),
-      merge_(o_, in_, model_, arena_, stream_, gpt_.weights(), gpt_.embedding_and_head()),
-      export_(o_, in_, model_, arena_, stream_, gpt_.weights(), gpt_.embedding_and_head()),
-      choices_(std::move(choices)),
-      rates_(rates_of<floatX>(o_)),
-      updates_(o_, arena_, stream_, model_.trained(), gpt_.weights(), gpt_.gradients(), offloaded_,
+Step::Step(const RunConfig& run, const RunInputs& in, Arena& arena, const Stream& stream, RunModel& model,
+           Plans& plans)
+    : run_(run),
+      in_(in),
+      arena_(arena),
+      stream_(stream),
+      model_(model),
+      plans_(plans),
+      gpt_(arena, stream, model.state, model.frozen_weights(), model.trained(), run.attention != "common"),
+      batches_(run, in, stream_),
+      square_sums_(square_sums_of(model.trained().layout)),
+      slices_(slices_of(run.rank, square_sums_.stretch)),
+      exchange_(arena, stream, slices_),
+      metrics_(static_cast<int64_t>(model.state.layout.units().size()), run.clip_per_block,
+               run.steps == 0 ? 0 : square_sums_.first.back()),
+      loss_by_position_(run.loss_by_position.empty() ? 0 : run.seq_len),
+      updates_(run, arena, stream, model.trained(), gpt_.weights(), gpt_.gradients(), offloaded_,
                square_sums_, metrics_, exchange_),
-      offloaded_(o_, in_.adapter.prompt_tokens, model_.state, model_.trained(), pointer_to(model_.quantized)),
-      replays_(o_.graph == "on") {
-    check_attention<floatX>(o_, config_);
-    metrics_.explain = [this] { model_.check_streamed_finite(); };
-    MemorySetting given = o_;
-    // -1 is auto: the search tries sizes with apply(), and begins with all rows at once.
-    given.mlp_rows = std::max<int64_t>(0, given.mlp_rows);
-    given.attention_rows = std::max<int64_t>(0, given.attention_rows);
-    apply(given);
-}
-
-void Trainer::apply(const MemorySetting& s) {
-    const bool same_state = o_.same_state(s);
-    o_ = o_.with(s);
-    if (!same_state) {
-        model_.apply_options();
-        plans_.update = {};
-        plans_.update_phases.reset();
-    }
+      offloaded_(run, in.adapter.prompt_tokens, model.state, model.trained(), pointer_to(model.quantized)),
+      replays_(run.graph == "on") {
     batches_.set_sizes();
-    micro_ = {.head_rows = s.head_rows, .keep = {}, .dropout = batches_.dropout()};
-    gpt_.set_chunk_rows(s.mlp_rows, s.attention_rows);
-    connect_streams();
-    for (int level : recompute_levels(s.recompute, config_.layers))
+    micro_ = {.head_rows = run.head_rows, .keep = {}, .dropout = batches_.dropout()};
+    for (int level : recompute_levels(run.recompute, in.config.layers))
         micro_.keep.push_back(kRecomputeLevels[level].keep);
+    gpt_.set_chunk_rows(run.mlp_rows, run.attention_rows);
+    connect_streams();
 }
 
 // Tells the model's parts what they stream, and where from.
-void Trainer::connect_streams() {
+void Step::connect_streams() {
     offloaded_.connect(gpt_);
     gpt_.weights().wait_for_ranks_with([this](int unit) { updates_.wait_for_weights(unit); });
-    if (o_.slices_weights())
+    if (run_.slices_weights())
         gpt_.weights().stream_blocks_from(pointer_to(gathered_), Route::ToRanks, divided_blocks().bytes(),
-                                          o_.prefetch);
+                                          run_.prefetch);
 }
 
-Plan Trainer::rehearse_training(int first_micro_batch, Offsets offsets) {
+Plan Step::rehearse_training(int first_micro_batch, Offsets offsets) {
     const StepPass pass = pass_from(first_micro_batch);
     return arena_.rehearse([&] { forward_backward_pass(pass, 1); }, offsets);
 }
 
-Plan Trainer::rehearse_validation(Offsets offsets) {
+Plan Step::rehearse_validation(Offsets offsets) {
     return arena_.rehearse([&] { evaluate_batch(1); }, offsets);
 }
 
-const MemoryReport& Trainer::rehearse(Offsets offsets) {
-    if (o_.steps > 0) {
+MemoryReport Step::rehearse(const Choices& choices, const Rates& rates, Offsets offsets) {
+    if (run_.steps > 0) {
         plans_.train = rehearse_training(0, offsets);
         // The last pass takes the same tensors as the first, but its products add.
-        const int last = o_.own_micro_batches() - micro_batches_per_pass();
+        const int last = run_.own_micro_batches() - micro_batches_per_pass();
         plans_.add = last > 0 ? rehearse_training(last, offsets) : Plan();
         // The report shows the plan `train` alone.
         plans_.train.workspace = std::max(plans_.train.workspace, plans_.add.workspace);
         // The update depends on the state's formats, and on nothing else that a setting changes.
-        if (!o_.update_in_backward && plans_.update.is_empty()) {
+        if (!run_.update_in_backward && plans_.update.is_empty()) {
             plans_.update = arena_.rehearse([&] { updates_.update_all(); });
             plans_.update_phases.reset();
         }
     }
-    if (in_.val_data || o_.bench == "forward") plans_.evaluate = rehearse_validation(Offsets::Planned);
-    // No setting that a search tries changes these; answer_as_many_as_fit() clears the sample's plan.
-    if (in_.samples() && plans_.sample.is_empty()) sampler_.rehearse(plans_.sample, plans_.slide);
-    if (!o_.merge.empty() && plans_.merge.is_empty()) plans_.merge = merge_.rehearse();
-    if (export_.uses_arena() && plans_.exported.is_empty()) plans_.exported = export_.rehearse();
+    if (in_.val_data || run_.bench == "forward") plans_.evaluate = rehearse_validation(Offsets::Planned);
     if (in_.gguf) plans_.load = arena_.rehearse([&] { model_.load_gguf(arena_, stream_, nullptr); });
     if (model_.looks_up_prompt())
         plans_.first_prompt =
             arena_.rehearse([&] { gpt_.embedding_and_head().token_rows(in_.first_prompt); });
-    report_ = report_of_run(o_, in_, plans_, {model_, offloaded_, batches_, metrics_, loss_by_position_},
-                            choices_, rates_);
-    return report_;
+    return report_of_run(run_, in_, plans_, {model_, offloaded_, batches_, metrics_, loss_by_position_},
+                         choices, rates);
+}
+
+void rehearse_services(const RunConfig& run, const RunInputs& in, Step& step) {
+    Plans& plans = step.plans();
+    Gpt& gpt = step.gpt();
+    if (in.samples() && plans.sample.is_empty())
+        Sampler(run, in, step.arena(), step.stream(), gpt).rehearse(plans.sample, plans.slide);
+    AdapterMerge merge(run, in, step.model(), step.arena(), step.stream(), gpt.weights(),
+                       gpt.embedding_and_head());
+    if (!run.merge.empty() && plans.merge.is_empty()) plans.merge = merge.rehearse();
+    ModelExport exported(run, in, step.model(), step.arena(), step.stream(), gpt.weights(),
+                         gpt.embedding_and_head());
+    if (exported.uses_arena() && plans.exported.is_empty()) plans.exported = exported.rehearse();
+}
+
+void Step::start(const MemoryReport& report) {
+    if (!exchange_.is_alone()) exchange_.connect_devices(run_.rank);
+    arena_.allocate(plans_.all());
+    metrics_.allocate();
+    batches_.allocate();
+    micro_.dropout = batches_.dropout();  // again: the keys have an address now
+    loss_by_position_.allocate();
+    const auto shared = exchange_.shared_host_memory(run_.rank);
+    model_.allocate(in_.uses_batches() ? run_.seq_len + in_.adapter.prompt_tokens : 0, pointer_to(shared),
+                    stream_);
+    offloaded_.make(pointer_to(shared));
+    if (run_.slices_weights()) gathered_.emplace(divided_blocks(), exchange_.transfers());
+    connect_streams();
+    updates_.allocate();
+    if (offloaded_.any() || model_.embeddings || !exchange_.is_alone()) metrics_.count_waiting(stream_);
+    gpt_.bind(model_.position_factors());
+    check_taken(report);
+}
+
+// Loads or initializes what the run begins with, but for a save that it resumes.
+void Step::load() {
+    // An adapter's model is loaded even on a resume, because the save has only the adapter.
+    if (model_.adapter || in_.resumed.empty())
+        model_.load(arena_, plans_.load, stream_, offloaded_.blocks_in_files());
+    if (in_.resumed.empty() && model_.adapter)
+        model_.begin_adapter(arena_, plans_.first_prompt, stream_,
+                             [this] { return gpt_.embedding_and_head().token_rows(in_.first_prompt); });
+}
+
+Trainer::Trainer(const RunConfig& run, RunInputs& inputs, const Choices& choices)
+    : run_(run),
+      in_(inputs),
+      choices_(choices),
+      rates_(rates_of<floatX>(run)),
+      model_(run, in_),
+      step_(run, in_, arena_, stream_, model_, plans_),
+      saves_(run, in_, model_, metrics_, exchange_),
+      sampler_(run, in_, arena_, stream_, step_.gpt()),
+      merge_(run, in_, model_, arena_, stream_, step_.gpt().weights(), step_.gpt().embedding_and_head()),
+      export_(run, in_, model_, arena_, stream_, step_.gpt().weights(), step_.gpt().embedding_and_head()) {
+    metrics_.explain = [this] { model_.check_streamed_finite(); };
+    rehearse();
+}
+
+void Trainer::rehearse() {
+    rehearse_services(run_, in_, step_);
+    report_ = step_.rehearse(choices_, rates_);
+}
+
+// Connects this rank to the others. Fails if the ranks' options or plans differ.
+void Trainer::connect(RankEngine& engine) {
+    step_.connect(engine);
+    check_ranks_agree(exchange_, run_.rank, facts_of(run_, in_, report_, plans_));
 }
 
 // Opens the device and its stream, and limits how long a launch may take.
 void Trainer::open_device() {
-    check_device(o_);
-    limit_launches(rates_, o_.tf32);
+    check_device(run_);
+    limit_launches(rates_, run_.tf32);
     stream_ = own_stream_.emplace().get();
 }
 
@@ -766,109 +812,73 @@ void Trainer::prepare() {
     used_before_ = kHostIsDevice ? 0 : device_bytes_in_use();
     if (saves_.wanted()) saves_.open();
     if (trains()) {
-        remark_no_validation(in_, o_.seq_len);
+        remark_no_validation(in_, run_.seq_len);
         print_plan();
     }
-    if (!o_.prompts.empty() && o_.open.batch) answer_as_many_as_fit();
-    require_memory(report_, memory_of_rank(o_.rank), trains() ? Suggest::MemoryOption : Suggest::SmallerRun);
+    require_memory(report_, memory_of_rank(run_.rank),
+                   trains() ? Suggest::MemoryOption : Suggest::SmallerRun);
     PeakRate peak = {};
     if (trains()) {
         peak = device_peak_flops<floatX>(stream_, report_.allocated());
         print(stdout, "MFU is relative to %.0f GFLOP/s, %s\n", peak.flops / 1e9, peak.of);
     }
     choose_algorithms();
-    take_memory();
+    step_.start(report_);
     batches_.open();
     if (in_.progress) batches_.begin_at(in_.progress->step, in_.progress->sequences);
-    if (trains()) count_epochs(o_, in_, batches_);
-    saves_.check_room(export_.wanted() && o_.rank.is_first() ? export_.bytes() : 0);
+    saves_.check_room(export_.wanted() && run_.rank.is_first() ? export_.bytes() : 0);
     export_.remark();
     load();
     if (!exchange_.is_alone())
-        check_ranks_agree(exchange_, o_.rank,
+        check_ranks_agree(exchange_, run_.rank,
                           {{"a digest of the weights", digest_of_weights(model_.trained())}});
     if (trains())
-        metrics_.print_to(
-            StepLines(first_step_, o_.steps, o_.print_every,
-                      {batches_.tokens_of_step(), step_flops(), peak.flops * o_.devices, report_.total(),
-                       [this](double most) { return new_peak<floatX>(most, o_.devices, stream_, arena_); }}));
+        metrics_.print_to(StepLines(
+            first_step_, run_.steps, run_.print_every,
+            {batches_.tokens_of_step(), step_.flops(), peak.flops * run_.devices, report_.total(),
+             [this](double most) { return new_peak<floatX>(most, run_.devices, stream_, arena_); }}));
     std::optional<int64_t> done;
-    if (!o_.resume.empty()) done = o_.steps > 0 ? first_step_ : INT64_MAX;
-    metrics_.records().open(o_.log, o_.tensorboard, done);
-    loss_by_position_.open(o_.loss_by_position, done);
+    if (!run_.resume.empty()) done = run_.steps > 0 ? first_step_ : INT64_MAX;
+    metrics_.records().open(run_.log, run_.tensorboard, done);
+    step_.loss_by_position().open(run_.loss_by_position, done);
     if (!batches_.training() || !trains()) return;
-    const std::string data = print_data(o_, in_, batches_, first_step_);
-    open_report(metrics_.records().report, o_, report_, plans_.update, rates_, data);
+    const std::string data = print_data(run_, in_, batches_, first_step_);
+    open_report(metrics_.records().report, run_, report_, plans_.update, rates_, data);
 }
 
 // Makes products use the fastest algorithms, if there is a file of them.
 void Trainer::choose_algorithms() {
-    if (o_.matmul_algorithms.empty()) return;
-    exchange_.in_turn(o_.rank, [this] {
+    if (run_.matmul_algorithms.empty()) return;
+    exchange_.in_turn(run_.rank, [this] {
         // An algorithm that was found may compute a bias's gradient too. That changes the operations of a
         // step, from which its time is estimated, but not its memory.
-        if (use_algorithms_for<floatX>(plans_.all(), o_.matmul_algorithms, stream_)) rehearse();
+        if (use_algorithms_for<floatX>(plans_.all(), run_.matmul_algorithms, stream_)) rehearse();
     });
 }
 
-// Halves the number of prompts that are answered at a time until the run fits.
-void Trainer::answer_as_many_as_fit() {
-    while (o_.batch > 1 && still_to_take(report_) > memory_of_rank(o_.rank).bytes) {
-        o_.batch /= 2;
-        plans_.sample = Plan();
-        rehearse();
-    }
-}
-
-// Allocates all device memory of the run: what the report says, to the byte.
-void Trainer::take_memory() {
-    if (!exchange_.is_alone()) exchange_.connect_devices(o_.rank);
-    arena_.allocate(plans_.all());
-    metrics_.allocate();
-    batches_.allocate();
-    micro_.dropout = batches_.dropout();  // again: the keys have an address now
-    loss_by_position_.allocate();
-    const auto shared = exchange_.shared_host_memory(o_.rank);
-    model_.allocate(in_.uses_batches() ? o_.seq_len + in_.adapter.prompt_tokens : 0, pointer_to(shared),
-                    stream_);
-    offloaded_.make(pointer_to(shared));
-    if (o_.slices_weights()) gathered_.emplace(divided_blocks(), exchange_.transfers());
-    connect_streams();
-    updates_.allocate();
-    if (offloaded_.any() || model_.embeddings || !exchange_.is_alone()) metrics_.count_waiting(stream_);
-    gpt_.bind(model_.position_factors());
-    check_taken(report_);
-}
-
 void Trainer::load() {
-    // An adapter's model is loaded even on a resume, because the save has only the adapter.
-    if (model_.adapter || in_.resumed.empty())
-        model_.load(arena_, plans_.load, stream_, offloaded_.blocks_in_files());
-    if (!in_.resumed.empty() && o_.steps == 0) {
+    step_.load();
+    if (!in_.resumed.empty() && run_.steps == 0) {
         model_.load_save();
     } else if (!in_.resumed.empty()) {
         saves_.resume();
-        step_ = first_step_ = in_.progress->step;
+        done_ = first_step_ = in_.progress->step;
         evaluated_ = in_.progress->evaluated;
-        if (!evaluated_ && in_.progress->validated) validated_step_ = step_;
-    } else if (model_.adapter) {
-        model_.begin_adapter(arena_, plans_.first_prompt, stream_,
-                             [this] { return gpt_.embedding_and_head().token_rows(in_.first_prompt); });
+        if (!evaluated_ && in_.progress->validated) validated_step_ = done_;
     }
-    if (o_.rank.is_first()) in_.remark_bad_saves();
+    if (run_.rank.is_first()) in_.remark_bad_saves();
     in_.release_files();
 }
 
 // ---- the bench
 
-// The forward of a step alone, as a validation runs it.
-void Trainer::forward_step() {
+void Step::forward(int64_t number) {
     Range range("step");
     fill_zero(metrics_.loss(), stream_);
-    for (int k = 0; k < o_.own_micro_batches(); k++) {
-        batches_.feed_first(step_, k, 1);
+    for (int k = 0; k < run_.own_micro_batches(); k++) {
+        batches_.feed_first(number, k, 1);
         Range forward("forward");
-        run_step(plans_.evaluate, [&] { evaluate_batch(1); });
+        run_in(plans_.evaluate, [&] { evaluate_batch(1); });
     }
 }
 
@@ -876,33 +886,32 @@ void Trainer::forward_step() {
 void Trainer::bench() {
     open_device();
     // Before begin_bench(), which takes memory to measure.
-    require_memory(report_, memory_of_rank(o_.rank), Suggest::SmallerRun);
-    BenchReport r = begin_bench<floatX>(o_, report_, rates_, stream_);
+    require_memory(report_, memory_of_rank(run_.rank), Suggest::SmallerRun);
+    BenchReport r = begin_bench<floatX>(run_, report_, rates_, stream_);
     r.tokens = batches_.tokens_of_step();
     if (r.forward_only)
-        r.plans = {{&plans_.evaluate, o_.own_micro_batches()}};
+        r.plans = {{&plans_.evaluate, run_.own_micro_batches()}};
     else
-        r.plans = {{&plans_.train, 1}, {&plans_.add, o_.own_micro_batches() - 1}, {&plans_.update, 1}};
+        r.plans = {{&plans_.train, 1}, {&plans_.add, run_.own_micro_batches() - 1}, {&plans_.update, 1}};
     prepare();
-    r.flops = step_flops(r.forward_only);  // known when the data are open
-    const auto run_one = [&](int64_t step) {
-        step_ = step;
+    r.flops = step_.flops(r.forward_only);  // known when the data are open
+    const auto run_one = [&](int64_t number) {
         if (r.forward_only)
-            forward_step();
+            step_.forward(number);
         else
-            train_step();
+            step_.train(number, rate_of_step(number), [] { return false; });
     };
-    const bool graphs = replays() && !o_.profile_ops;
-    replays_ = false;  // a graph has no phases that could be seen
-    bench_phases(r, stream_, o_.bench_steps, run_one);
-    updates_.wait_for_all_weights();
+    const bool graphs = step_.replays() && !run_.profile_ops;
+    step_.set_replays(false);  // a graph has no phases that could be seen
+    bench_phases(r, stream_, run_.bench_steps, run_one);
+    step_.updates().wait_for_all_weights();
     if (!exchange_.is_alone()) gather_ranks(r, exchange_);
     metrics_.finish();
-    replays_ = graphs;
-    if (graphs) bench_replays(r, stream_, o_.bench_steps, run_one);
-    finish_steps();
+    step_.set_replays(graphs);
+    if (graphs) bench_replays(r, stream_, run_.bench_steps, run_one);
+    step_.finish();
     r.taken_bytes = taken_bytes();
-    print_bench(r, o_.json);
+    print_bench(r, run_.json);
 }
 
 // ---- the program
@@ -939,7 +948,7 @@ int run(int argc, char** argv, RankEngine* engine, FILE* errors) {
     }
     Choices choices;
     const RunConfig with_length =
-        chosen_by_first_rank(engine, asked, [&] { return with_chosen_length<Trainer>(asked, choices); });
+        chosen_by_first_rank(engine, asked, [&] { return with_chosen_length<Trial>(asked, choices); });
     RunInputs inputs(asked, with_length, std::move(command.resumed));
     if (asked.rank.is_first()) remark_inputs(inputs.run(), inputs);
     if (asked.show_example > 0) {
@@ -947,14 +956,14 @@ int run(int argc, char** argv, RankEngine* engine, FILE* errors) {
         return 0;
     }
     malloc_trim(0);  // returns what reading and tokenizing have freed to the system
-    const RunConfig run = chosen_by_first_rank(
-        engine, inputs.run(), [&] { return with_chosen_setting<Trainer>(inputs.run(), inputs, choices); });
+    const RunConfig with_setting = chosen_by_first_rank(
+        engine, inputs.run(), [&] { return with_chosen_setting<Trial>(inputs.run(), inputs, choices); });
+    const RunConfig run = with_steps_of_epochs(answering_as_many_as_fit<Trial>(with_setting, inputs), inputs);
     if (!planned_gpu) malloc_trim(0);        // and what the search has freed
     std::optional<MeasuredEngine> measured;  // before connect(), so that it sees the first exchange
     if (engine && !run.bench.empty()) engine = &measured.emplace(*engine);
-    Trainer trainer(run, inputs, std::move(choices));
+    Trainer trainer(run, inputs, choices);
     try {
-        trainer.rehearse();
         if (engine) trainer.connect(*engine);
         if (run.plan)
             trainer.print_plan();

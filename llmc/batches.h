@@ -80,15 +80,6 @@ class Batches {
     int64_t sequences_after(int64_t step) const {
         return first_sequence_ + (step - first_step_) * o_.batch * o_.grad_accum;
     }
-    // The step after which the data were read `epochs` times, also before a resume; at least one step is
-    // left.
-    int64_t steps_of_epochs(double epochs) const {
-        const double all = epochs * static_cast<double>(loader_->sequences_per_epoch()),
-                     left = all - static_cast<double>(first_sequence_),
-                     of_step = static_cast<double>(o_.batch) * o_.grad_accum;
-        return first_step_ +
-               std::max<int64_t>(first_step_ > 0 ? 0 : 1, std::llround(std::ceil(left / of_step - 1e-6)));
-    }
     double tokens_of_step() const { return static_cast<double>(o_.batch) * o_.seq_len * o_.grad_accum; }
     // How many tokens of a step have a loss.
     uint64_t tokens_with_loss(int64_t step) const {

@@ -114,7 +114,7 @@ RunConfig with_setting_for_memory(const RunConfig& given, RunInputs& inputs, Cho
     int64_t most = kMostTokens / given.seq_len;
     std::optional<uint64_t> epoch;
     if (inputs.data) {
-        epoch = SequenceLoader(*inputs.data, given.seq_len, given.seed, true).sequences_per_epoch();
+        epoch = inputs.sequences_per_epoch;
         most = std::min(most, static_cast<int64_t>(*epoch));
     }
     RunConfig chosen = given;
@@ -151,8 +151,8 @@ RunConfig with_setting_for_memory(const RunConfig& given, RunInputs& inputs, Cho
         if (given.batch > 0)
             s = choose_rows();
         else
-            std::tie(s, choices.batch) = largest_of_ways(
-                given, choose_batch, [](const auto& answer) { return answer.first.batch; });
+            std::tie(s, choices.batch) =
+                largest_of_ways(given, choose_batch, [](const auto& answer) { return answer.first.batch; });
         chosen = with_way_that_fits<Trial>(given.with(s), inputs);
     }
     remember_choice(given, chosen);
@@ -174,6 +174,35 @@ RunConfig with_chosen_setting(const RunConfig& given, RunInputs& inputs, Choices
         }
     }
     return with_setting_for_memory<Trial>(given, inputs, choices);
+}
+
+// Halves the number of prompts that are answered at a time, if --batch does not say it, until the run fits.
+template <class Trial>
+RunConfig answering_as_many_as_fit(RunConfig run, RunInputs& inputs) {
+    if (run.prompts.empty() || !run.open.batch || run.plan) return run;
+    check_device(run);
+    Trial trial(run, inputs);
+    while (run.batch > 1 && still_to_take(trial.rehearse()) > memory_of_rank(run.rank).bytes) {
+        run.batch /= 2;
+        trial.apply(run);
+    }
+    return run;
+}
+
+// Turns --epochs into a number of steps, also those before a resume; at least one step is left of a new run.
+// Examples are trained on three times if neither was given. A warmup that was not given then takes at most a
+// tenth of the steps.
+inline RunConfig with_steps_of_epochs(RunConfig run, const RunInputs& in) {
+    if (!in.data || run.steps == 0 || run.plan || !run.bench.empty() || !run.open.steps) return run;
+    if (run.epochs == 0 && !in.data->is_examples()) return run;
+    const double epochs = run.epochs > 0 ? run.epochs : kExampleEpochs,
+                 all = epochs * static_cast<double>(in.sequences_per_epoch),
+                 left = all - (in.progress ? static_cast<double>(in.progress->sequences) : 0),
+                 of_step = static_cast<double>(run.batch) * run.grad_accum;
+    const int64_t first = in.progress ? in.progress->step : 0;
+    run.steps = first + std::max<int64_t>(first > 0 ? 0 : 1, std::llround(std::ceil(left / of_step - 1e-6)));
+    if (run.open.warmup) run.warmup = std::min(run.warmup, (run.steps + 9) / 10);
+    return run;
 }
 
 // ---- the longest sequences

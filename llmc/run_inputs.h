@@ -202,6 +202,7 @@ class RunInputs {
     AdapterConfig adapter;                     // the adapter that is trained or used, if any
     GgufKeys exported_tokenizer;               // for --export
     std::map<std::string, std::string> facts;  // by option: data_facts() of its data, for saves
+    uint64_t sequences_per_epoch = 0;          // of the data
     // True if a resumed run's validations read other data than those before, although the name is the same.
     bool validates_on_other_data = false;
 
@@ -271,7 +272,7 @@ class RunInputs {
     size_t prompts_held_ = 0;  // bytes that the prompts of a file take
     void open_validation();
     void check_example_options() const;
-    void check_data() const;
+    void check_data();
     void check_resumed_data();
     void check_output_files() const;
     void check_other_log() const;

@@ -262,19 +262,17 @@ inline void RunInputs::check_saved_base() const {
 }
 
 // Fails if the data do not fit the model: too few tokens, or tokens beyond the vocabulary.
-inline void RunInputs::check_data() const {
+inline void RunInputs::check_data() {
     for (Dataset* d : {data.get(), val_data.get()})
         if (d && !d->is_examples() && (!d->is_text() || tokenizer_folder.empty()))
             d->check_tokens(config.vocabulary);
     if (val_data) SequenceLoader(*val_data, o_.seq_len, o_.seed, false);
     if (!data || o_.show_example > 0) return;
-    const SequenceLoader loader(*data, o_.seq_len, o_.seed, true);
-    if (o_.batch > 0 && loader.sequences_per_epoch() < static_cast<uint64_t>(o_.batch))
+    sequences_per_epoch = SequenceLoader(*data, o_.seq_len, o_.seed, true).sequences_per_epoch();
+    const auto all = static_cast<unsigned long long>(sequences_per_epoch);
+    if (o_.batch > 0 && all < static_cast<uint64_t>(o_.batch))
         fail("--batch %d: the data fill only %llu sequence%s of %d tokens; give --batch %llu%s", o_.batch,
-             static_cast<unsigned long long>(loader.sequences_per_epoch()),
-             loader.sequences_per_epoch() == 1 ? "" : "s", o_.seq_len,
-             static_cast<unsigned long long>(loader.sequences_per_epoch()),
-             loader.sequences_per_epoch() == 1 ? "" : " or less");
+             all, all == 1 ? "" : "s", o_.seq_len, all, all == 1 ? "" : " or less");
 }
 
 // Fails if the data are not those that the save was trained on, unless they were chosen for this run.

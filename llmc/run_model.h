@@ -80,7 +80,7 @@ class RunModel {
     State<floatX> state;
     std::optional<State<floatX>> adapter;
 
-    // Allocates nothing yet. The options may change until allocate(); call apply_options() after a change.
+    // Allocates nothing yet. The formats of the state may change until allocate(): call apply_formats().
     RunModel(const Options& o, RunInputs& in)
         : whole(in.config),
           quantized(frozen_matrices(o, in)),
@@ -110,8 +110,8 @@ class RunModel {
     // The parameters that are trained.
     int64_t trained_count() const { return adapter ? adapter->layout.count() : whole.count(); }
 
-    // Applies changed options: the formats of the state, and the placement of blocks.
-    void apply_options() {
+    // Applies changed formats of the state.
+    void apply_formats() {
         state.set_options(state_options_of_model(o_, in_));
         if (adapter) adapter->set_options(state_options<floatX>(o_));
     }

@@ -16,15 +16,6 @@
 #include "llmc/learning_rate.h"
 #include "llmc/text.h"
 
-// Turns --epochs into a number of steps. Examples are trained on three times if neither was given. A warmup
-// that was not given then takes at most a tenth of the steps.
-inline void count_epochs(Options& o, const RunInputs& in, const Batches& batches) {
-    if (!in.data || !o.bench.empty() || !o.open.steps) return;
-    if (o.epochs == 0 && !in.data->is_examples()) return;
-    o.steps = batches.steps_of_epochs(o.epochs > 0 ? o.epochs : kExampleEpochs);
-    if (o.open.warmup) o.warmup = std::min(o.warmup, (o.steps + 9) / 10);
-}
-
 // Says on stderr what of the inputs is not read, not followed or not learnt: fields of examples or prompts;
 // settings of generation_config.json that change answers; what ends answers.
 inline void remark_inputs(const Options& o, const RunInputs& in) {

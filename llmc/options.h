@@ -11,7 +11,13 @@
 #include <map>
 #include <string>
 
+#include "llmc/build.h"
 #include "llmc/run_config.h"
+
+// True if the library for matrix products lets us choose its algorithms; and if it has TF32 for this build's
+// operands.
+inline bool searches_algorithms() { return !kBuild.host_is_device; }
+inline bool has_tf32() { return !kBuild.host_is_device && !kBuild.is_bf16; }
 
 // The options as they were asked for: their values, and which of them were given, and where. It does not
 // change after parse_options(). The run's configuration (run_config.h) begins with its values.

@@ -198,12 +198,12 @@ inline void check_gpu_plan(const Asked& o) {
 
 // Fails on options for another build, or for another optimizer than the one that was chosen.
 inline void check_build(const Asked& o) {
-    if (o.has("--advanced.algorithms") && !kSearchesAlgorithms)
+    if (o.has("--advanced.algorithms") && !searches_algorithms())
         fail("--advanced algorithms=%s is for cuBLASLt on a GPU; on the CPU oneDNN chooses for itself",
              o.matmul_algorithms.c_str());
-    if (o.tf32 && !kHasTf32)
+    if (o.tf32 && !has_tf32())
         fail("--advanced tf32=on is for products of fp32 operands on a GPU, and this build is %s",
-             kSearchesAlgorithms ? "in bf16: make PRECISION=fp32"
+             searches_algorithms() ? "in bf16: make PRECISION=fp32"
                                  : "for the CPU: make DEVICE=cuda PRECISION=fp32");
     for (const char* of_adamw : {"--state-formats.m", "--state-formats.v", "--optimizer.beta1",
                                  "--optimizer.beta2", "--optimizer.eps"})

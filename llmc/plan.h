@@ -360,6 +360,8 @@ inline void print_plan(const Options& o, const MemoryReport& report, const Plan&
         for (const Plan* plan : {report.train, report.update}) add_costs(operations, plan->work, rates);
         nlohmann::ordered_json json = report_json(report, operations);
         if (planned_gpu) json["planned_gpu"] = gpu_answer_json(report);
+        json["run"] = json_of_run(o);
+        json["memory_setting"] = json_of_setting(o);
         print(stdout, "%s\n", json_text(json).c_str());
     } else if (o.plan) {
         if (planned_gpu) print_gpu_answer(stdout, o, report);

@@ -7,9 +7,6 @@
 
 #include <unistd.h>
 
-#include <CLI/CLI.hpp>
-#include <nlohmann/json.hpp>
-
 #include <algorithm>
 #include <cstdint>
 #include <string>
@@ -17,10 +14,8 @@
 #include <vector>
 
 #include "llmc/ranks_exchange.h"
-#include "llmc/options.h"
-#include "llmc/options_declare.h"
+#include "llmc/run_config.h"
 #include "llmc/options_help.h"
-#include "llmc/options_parse.h"
 #include "llmc/plan.h"
 #include "llmc/plan_choice.h"
 #include "llmc/plan_free_memory.h"
@@ -107,28 +102,6 @@ inline void check_ranks_agree(Exchange& exchange, const Rank& rank, const RankFa
         }
 }
 
-// The settings that were changed from `before` to `after`; null for one that was removed.
-inline nlohmann::json changed_settings(const RunConfig& before, const RunConfig& after) {
-    nlohmann::json changes = nlohmann::json::object();
-    for (const auto& [name, words] : after.settings)
-        if (const auto was = before.settings.find(name); was == before.settings.end() || was->second != words)
-            changes[name] = words;
-    for (const auto& [name, words] : before.settings)
-        if (!after.settings.contains(name)) changes[name] = nullptr;
-    return changes;
-}
-
-inline void change_settings(RunConfig& o, const nlohmann::json& changes) {
-    CLI::App app;
-    declare_options(app, o);
-    for (const auto& [name, words] : changes.items())
-        if (words.is_null())
-            o.settings.erase(name);
-        else
-            set_option(app, o, name, words.get<std::vector<std::string>>());
-    o.chose_length = o.auto_length;
-}
-
 // The first rank learns the least memory and disk space that any rank has, and plans for that.
 inline void learn_least_of_ranks(Exchange& exchange, const RunConfig& o) {
     const FreeMemory device = memory_for(o);
@@ -164,12 +137,10 @@ RunConfig chosen_by_first_rank(RankEngine* engine, const RunConfig& given, Choos
     std::string text;
     if (given.rank.is_first()) {
         chosen = choose();
-        text = changed_settings(given, chosen).dump();
+        text = choices_text(chosen);
     }
     text.resize(exchange.gather(std::vector<uint64_t>{text.size()})[0]);
     const auto all = exchange.gather(std::vector<char>(text.begin(), text.end()));
-    if (!given.rank.is_first())
-        change_settings(
-            chosen, nlohmann::json::parse(all.begin(), all.begin() + static_cast<ptrdiff_t>(text.size())));
+    if (!given.rank.is_first()) take_choices(chosen, {all.data(), text.size()});
     return chosen;
 }

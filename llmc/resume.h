@@ -40,8 +40,8 @@ inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& val
     if (has_word("--resume --timeline --show-example", name)) return false;  // what this run was asked for
     if (name == "--save-base") return false;                                 // the adapter names its base
     if (name == "--rates") return false;                                     // of the first run's machine
-    if (name == "--advanced.algorithms") return kSearchesAlgorithms;
-    if (name == "--advanced.tf32") return kHasTf32;
+    if (name == "--advanced.algorithms") return searches_algorithms();
+    if (name == "--advanced.tf32") return has_tf32();
     if (name == "--steps" && o.has("--epochs")) return false;
     if (name == "--epochs" && o.has("--steps")) return false;
     if (is_chosen_anew(name) && o.has("--memory") && o.batch != 0) return false;

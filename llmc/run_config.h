@@ -2,15 +2,14 @@
 // behind that reads only this.
 #pragma once
 
+#include <cstdint>
 #include <cstdio>
 #include <map>
+#include <nlohmann/json_fwd.hpp>
 #include <set>
 #include <string>
 #include <vector>
 
-#include "llmc/adapter.h"
-#include "llmc/device.h"
-#include "llmc/file.h"
 #include "llmc/ranks.h"
 #include "llmc/sample_token.h"
 
@@ -28,12 +27,6 @@ inline std::string spelled_setting(const std::string& name, const std::string& v
 
 // How often JSON examples are trained on, unless --steps or --epochs says otherwise.
 constexpr double kExampleEpochs = 3;
-
-// True if the library for matrix products lets us choose its algorithms.
-constexpr bool kSearchesAlgorithms = !kHostIsDevice;
-
-// True if that library has TF32 for this build's operands.
-constexpr bool kHasTf32 = !kHostIsDevice && std::is_same_v<floatX, float>;
 
 // What nobody gave: what the run reads, or the search for a setting that fits (--memory), may choose it.
 struct Open {
@@ -69,89 +62,100 @@ struct MemorySetting {
     }
 };
 
-// A run's configuration. A search for a setting makes a copy with() each that it tries.
-struct RunConfig : MemorySetting {
-    const MemorySetting& setting() const { return *this; }
-    RunConfig with(const MemorySetting& setting) const {
-        RunConfig run = *this;
-        static_cast<MemorySetting&>(run) = setting;
-        return run;
-    }
-
+// What the run reads.
+struct InputConfig {
     std::string model = "d2", tokenizer;
+    bool is_default_model = false;  // no --model
+    std::string adapter, base, head;
+    std::vector<std::string> store;  // --base LAYERS=FORMAT
+    bool any_base = false;           // --base none: use the model as it is, whatever its adapter's base was
+    std::string resume;
+    bool begins_anew = false;  // --resume auto, and there is no save yet
     std::vector<std::string> data, val_data;
-    std::string train = "all", adapter, merge, base, head, save_base;
-    int lora_rank = 16;
-    double lora_alpha = 32, lora_dropout = 0;
-    std::vector<std::string> lora_targets = {"all"}, store;
-    int soft_prompt = 20;  // vectors; 0: as many as its text has tokens
-    double dropout = 0;
-    std::string soft_prompt_text;
-    std::string rope_scaling;
-    int positions = 0;  // 0: the model's
-    int seq_len = 128;
-    int devices = 1, machines = 1;
-    double network = 0;           // bytes/s of a machine, each way; 0: nominal
-    bool auto_length = false;     // --seq-len auto
-    bool chose_length = false;    // --seq-len auto tries lengths, or has chosen one
     bool plans_examples = false;  // a plan without data is for examples that share sequences
     std::string loss_on = "completions", chat_format = "auto", chat_date;
     int64_t show_example = 0;
+    std::string rope_scaling;
+    int positions = 0;  // 0: the model's
+    int seq_len = 128;
+    bool auto_length = false;   // --seq-len auto
+    bool chose_length = false;  // --seq-len auto tries lengths, or has chosen one
+};
+
+// What is trained, and how.
+struct TrainingConfig {
+    std::string train = "all";
+    int lora_rank = 16;
+    double lora_alpha = 32, lora_dropout = 0;
+    std::vector<std::string> lora_targets = {"all"};
+    int soft_prompt = 20;  // vectors; 0: as many as its text has tokens
+    std::string soft_prompt_text;
+    double dropout = 0;
     int64_t steps = 1500;
-    double epochs = 0;          // 0: --steps counts
+    double epochs = 0;          // 0: `steps` counts
     double lr = 0, min_lr = 0;  // lr: if not given, it depends on what is trained
     int64_t warmup = 30;
-    std::string schedule = "cosine";
+    std::string schedule = "cosine", optimizer = "adamw";
     double weight_decay = 0.1, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, clip = 1.0;
+    bool clip_per_block = false, update_in_backward = false;
     uint64_t seed = 1337;
-    bool clip_per_block = false;
-    std::string optimizer = "adamw";
-    bool update_in_backward = false;
-    std::string memory, host_memory;
-    bool allow_8bit = false;
+    int64_t eval_every = 0;
+    int eval_batches = 8;
+    int64_t early_stopping = 0;  // 0: never
+};
+
+// What the run writes.
+struct OutputConfig {
+    std::string out;
+    int64_t save_every = 0;
+    int keep = 2;
+    bool keep_best = false;
+    std::string merge, save_base;
+    bool merge_is_there = false;  // --merge, and the folder has the merged model already
+    std::string export_file, export_type, export_part = "model";
+    std::string log, loss_by_position, tensorboard, report, report_with, timeline;
+    bool validates_by_position = false;  // --loss-by-position, on all ranks
+    int64_t print_every = 0;
+    // A resumed run validates with other sequences of the data than the run before, so that their losses do
+    // not compare.
+    bool validates_otherwise = false;
+    // The settings that are not those of the resumed save, as in "--lr 1e-4 (was 5e-5)".
+    std::vector<std::string> changes;
+};
+
+// How texts are continued or answered.
+struct AnswerConfig {
+    std::string prompt, prompts;  // prompts: a file
+    bool chat = false, raw_prompt = false;
+    int64_t sample_every = 0;
+    int sample_tokens = 200;
+    bool limits_answers =
+        false;  // --sample tokens= was given: without it, answers of --chat have all positions
+    Sampling sampling;
+    std::vector<std::string> stops;  // texts at which an answer ends
+};
+
+// What the run, or its plan, runs on.
+struct DeviceConfig {
+    int devices = 1, machines = 1;
+    double network = 0;  // bytes/s of a machine, each way; 0: nominal
+    int patience = 600;  // seconds without a sign of life after which a rank is lost
+    int threads = 0;
+    std::string memory, host_memory;  // --memory; empty: what is free
+    bool allow_8bit = false;          // --state-formats auto
     bool plan = false, json = false;
     std::string gpu;         // that --plan is for
     bool fills_gpu = false;  // `memory` is that of this GPU, because no --memory was given
     std::string bench;       // "step" or "forward"; empty: no bench
     int bench_warmup = 2, bench_steps = 10;
     bool profile_ops = false;
-    std::string timeline;
     std::string rates, calibrate;
-    std::string log, loss_by_position, tensorboard, report, report_with;
-    int64_t print_every = 0, eval_every = 0;
-    int eval_batches = 8;
-    int64_t sample_every = 0;
-    int sample_tokens = 200;
-    std::string prompt, prompts;  // prompts: a file
-    bool chat = false, raw_prompt = false;
-    Sampling sampling;
-    std::vector<std::string> stops;  // texts at which an answer ends
-    std::string out;
-    std::string export_file, export_type, export_part = "model";
-    int64_t save_every = 0;
-    int keep = 2;
-    bool keep_best = false;
-    int64_t early_stopping = 0;  // 0: never
-    std::string resume;
-    std::string attention = "auto";
-    int threads = 0;
-    int patience = 600;  // seconds without a sign of life after which a rank is lost
-    std::string graph = "on";
-    std::string matmul_algorithms;
+    std::string attention = "auto", graph = "on", matmul_algorithms;
     bool tf32 = false;
+};
 
-    // ---- what follows from which settings were given
-    bool any_base = false;          // --base none: use the model as it is, whatever its adapter's base was
-    bool is_default_model = false;  // no --model
-    bool begins_anew = false;       // --resume auto, and there is no save yet
-    bool merge_is_there = false;    // --merge, and the folder has the merged model already
-    bool validates_by_position = false;  // --loss-by-position, on all ranks
-    bool limits_answers = false;         // --sample tokens=: without it, answers of --chat have all positions
-    // A resumed run validates with other sequences of the data than the run before, so that their losses do
-    // not compare.
-    bool validates_otherwise = false;
-    // The settings that are not those of the resumed save, as in "--lr 1e-4 (was 5e-5)".
-    std::vector<std::string> changes;
+// A run's configuration. A search for a setting makes a copy with() each that it tries.
+struct RunConfig : MemorySetting, InputConfig, TrainingConfig, OutputConfig, AnswerConfig, DeviceConfig {
     Open open;
     // The settings that a save stores for a resumed run, by name and as words of a command line: those that
     // were given, and decisions that hold for a resume. Most are an option, "--lr"; an option with keys has
@@ -160,6 +164,12 @@ struct RunConfig : MemorySetting {
     std::set<std::string> of_save;  // those that came from the resumed save,
     std::string directory;          // and the folder that their relative names count from
     Rank rank = {};                 // this process among the ranks of --devices
+
+    RunConfig with(const MemorySetting& setting) const {
+        RunConfig run = *this;
+        static_cast<MemorySetting&>(run) = setting;
+        return run;
+    }
     // True if the run saves in --out. Of several ranks the first one writes, and the others send it what it
     // lacks.
     bool saves() const { return !out.empty() && !plan && bench.empty(); }
@@ -188,5 +198,13 @@ struct RunConfig : MemorySetting {
 inline bool streams_blocks_of(const RunConfig& o) {
     return o.weights != "device" || o.gradients != "device" || o.slices_weights();
 }
+
+// A setting as JSON; and the rest of a configuration, part by part.
+nlohmann::json json_of_setting(const MemorySetting& setting);
+nlohmann::json json_of_run(const RunConfig& run);
+// What the first of several ranks has chosen, and how another one takes it: the setting, the inputs with
+// their length, and what a save remembers.
+std::string choices_text(const RunConfig& run);
+void take_choices(RunConfig& run, const std::string& text);
 
 using Options = RunConfig;  // until all files say RunConfig

@@ -126,6 +126,8 @@ def differences(before, now):
     """A line for each case that differs, with the first keys of a plan that do."""
     for name, old in before.items():
         new = now.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):  # plans of older versions have no such keys
+            new = {key: value for key, value in new.items() if key in old or key not in ("run", "memory_setting")}
         if new == old:
             continue
         if isinstance(old, dict) and isinstance(new, dict):

@@ -7,8 +7,8 @@
 // all there is to recomputation. Before anything is allocated, the step is rehearsed: a dry run of the same
 // code, from which the arena plans where each tensor lives.
 //
-// The members of Gpt and Trainer are explained in llmc/gpt.h and llmc/trainer.h. The kernels are in
-// llmc/*.cuh, each with its launcher; matrix products are in llmc/matmul.h.
+// The members of Gpt, Step and Trainer are explained in llmc/gpt.h, llmc/step.h and llmc/trainer.h. The
+// kernels are in llmc/*.cuh, each with its launcher; matrix products are in llmc/matmul.h.
 
 #include <malloc.h>
 #include <unistd.h>

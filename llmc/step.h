@@ -128,9 +128,13 @@ class Trial {
 
     void apply(const MemorySetting& s) {
         step_.reset();
-        if (!run_.same_state(s)) plans_.update = {}, plans_.update_phases.reset();
+        const bool same_state = run_.same_state(s);
         run_ = run_.with(s);
-        model_.apply_formats();
+        if (!same_state) {
+            model_.apply_formats();
+            plans_.update = {};
+            plans_.update_phases.reset();
+        }
         if (run_.only_answers()) plans_.sample = {};  // its size is the batch
     }
     MemoryReport rehearse(Offsets offsets = Offsets::Planned) {

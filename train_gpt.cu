@@ -10,7 +10,6 @@
 // The members of Gpt, Step and Trainer are explained in llmc/gpt.h, llmc/step.h and llmc/trainer.h. The
 // kernels are in llmc/*.cuh, each with its launcher; matrix products are in llmc/matmul.h.
 
-#include <malloc.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -26,14 +25,12 @@
 #include "llmc/gpt.h"               // Gpt: the model
 #include "llmc/linear.h"            // linear_forward(), linear_backward(), with LoRA
 #include "llmc/matmul_search.h"     // use_algorithms_for(): the fastest products
-#include "llmc/plan_choice.h"       // with_chosen_setting(), with_chosen_length()
 #include "llmc/plan_free_memory.h"  // require_memory()
-#include "llmc/ranks_agree.h"       // chosen_by_first_rank(), check_ranks_agree()
 #include "llmc/ranks_launch.h"      // launch_ranks(), begin_rank()
 #include "llmc/rates_calibrate.h"   // calibrate()
 #include "llmc/rates_device.h"      // device_peak_flops()
 #include "llmc/rates_file.h"        // rates_of(): how fast the device is
-#include "llmc/run_inputs_check.h"  // RunInputs: what a run reads, opened and checked
+#include "llmc/resolve.h"           // Resolved: from what was asked for to what a run is
 #include "llmc/options_parse.h"     // RunOptions: from the command line, and from a save
 #include "llmc/run_start.h"         // print_data(), print_start()
 #include "llmc/threads.h"           // start_threads()
@@ -946,23 +943,15 @@ int run(int argc, char** argv, RankEngine* engine, FILE* errors) {
         calibrate<floatX>(asked, engine);
         return 0;
     }
-    Choices choices;
-    const RunConfig with_length =
-        chosen_by_first_rank(engine, asked, [&] { return with_chosen_length<Trial>(asked, choices); });
-    RunInputs inputs(asked, with_length, std::move(command.resumed));
-    if (asked.rank.is_first()) remark_inputs(inputs.run(), inputs);
-    if (asked.show_example > 0) {
-        if (asked.rank.is_first()) print_example(inputs.run(), inputs);
+    Resolved<Trial> resolved(asked, engine, std::move(command.resumed));
+    const RunConfig& run = resolved.run;
+    if (run.show_example > 0) {
+        if (run.rank.is_first()) print_example(run, resolved.inputs);
         return 0;
     }
-    malloc_trim(0);  // returns what reading and tokenizing have freed to the system
-    const RunConfig with_setting = chosen_by_first_rank(
-        engine, inputs.run(), [&] { return with_chosen_setting<Trial>(inputs.run(), inputs, choices); });
-    const RunConfig run = with_steps_of_epochs(answering_as_many_as_fit<Trial>(with_setting, inputs), inputs);
-    if (!planned_gpu) malloc_trim(0);        // and what the search has freed
     std::optional<MeasuredEngine> measured;  // before connect(), so that it sees the first exchange
     if (engine && !run.bench.empty()) engine = &measured.emplace(*engine);
-    Trainer trainer(run, inputs, choices);
+    Trainer trainer(run, resolved.inputs, resolved.choices);
     try {
         if (engine) trainer.connect(*engine);
         if (run.plan)

@@ -20,10 +20,10 @@
 #include <vector>
 
 #include "llmc/bench.h"             // BenchReport
-#include "llmc/cross_entropy.cuh"   // the loss and its gradient
 #include "llmc/elementwise.cuh"     // residual_forward()
 #include "llmc/gpt.h"               // Gpt: the model
 #include "llmc/linear.h"            // linear_forward(), linear_backward(), with LoRA
+#include "llmc/loss.h"              // Loss: which rows count, and with which weight
 #include "llmc/matmul_search.h"     // use_algorithms_for(): the fastest products
 #include "llmc/plan_free_memory.h"  // require_memory()
 #include "llmc/ranks_launch.h"      // launch_ranks(), begin_rank()
@@ -153,7 +153,7 @@ void Step::run_in(Plan& plan, Operations&& operations, bool exchanges) {
 // ---- a micro-batch
 
 void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const MicroBatchOptions& options,
-                           const StepPass& pass, float loss_scale, TensorF& loss) {
+                           const StepPass& pass, float loss_scale, TensorF& total_loss) {
     std::vector<MicroBatch> micro_batches = micro_batches_of(batches, options, pass);
     std::optional<Range> range(std::in_place, "forward");  // emplace() ends it and begins the next
     weights_.wait_for_ranks(trained_.layout.embeddings_unit());
@@ -167,8 +167,8 @@ void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const
                                         config_.tied && !weights_.is_frozen(), pass);
     const Head<floatX>& d_head = gradients.take_head();
     for (MicroBatch& m : micro_batches)
-        m.d_residual =
-            embedding_and_head_.with_prompt(head_and_loss(m, options.head_rows, loss_scale, loss, d_head));
+        m.d_residual = embedding_and_head_.with_prompt(
+            head_and_loss(m, options.head_rows, loss_scale, total_loss, d_head));
     gradients.complete_head();
     weights_.expect_blocks_for_backward();  // and starts fetching the last of them
 
@@ -368,12 +368,11 @@ void Gpt::backward_attention(int layer, BlockGradient<floatX>& g, BlockActivatio
 // The head and the loss, chunk by chunk of rows: each chunk goes forward and at once back, so that only one
 // chunk's logits exist. The gradient of m.residual overwrites it chunk by chunk, and is returned, without the
 // rows of a soft prompt: these have no logits.
-TensorX Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, TensorF& loss,
+TensorX Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, TensorF& total_loss,
                            const Head<floatX>& d_head) {
     TensorX residual = embedding_and_head_.without_prompt(std::move(m.residual));
     const int64_t row_count = residual.rows(), C = config_.channels;
-    const LossScale scale = {loss_scale, m.batch.loss_scale.data()};
-    TensorF losses = arena_.take<float>("losses", {row_count, 1});
+    Loss loss(arena_, m.batch, loss_scale, config_.vocabulary);
     HeadGradient<floatX> g(d_head, m.accumulate);
     g.begin(arena_, stream_, go_in_chunks(row_count, head_rows));
     embedding_and_head_.prefetch_head();
@@ -382,9 +381,7 @@ TensorX Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, T
         TensorX d_x = residual.rows_at(first, count), x = take("head_input", {count, C});
         copy_rows_on_device(x.data(), C, d_x.data(), C, C, count, stream_);
         HeadActivations a = forward_head(x);
-        TensorF part_losses = losses.rows_at(first, count);
-        const Tensor<int> targets = m.batch.targets.view({row_count, 1}).rows_at(first, count);
-        cross_entropy_forward_backward(a.logits, part_losses, targets, scale, config_.vocabulary, stream_);
+        loss.forward_backward(a.logits, first, stream_);
         g.add(arena_, stream_, a.logits, a.norm.out);
         TensorX d_norm = std::move(a.norm.out);  // reuses its memory: g.add() was the last to read it
         embedding_and_head_.logits_backward(d_norm, a.logits);
@@ -393,7 +390,7 @@ TensorX Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, T
         norm_.backward(d_x, g.norm, d_norm, x, a.norm, weights_.head.norm);
     });
     embedding_and_head_.release_head();
-    add_losses(loss, losses, scale, stream_);
+    loss.add_to(total_loss, stream_);
     g.end(stream_);
     return residual;
 }
@@ -499,23 +496,20 @@ void Gpt::backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const Te
 
 // ---- without backward
 
-void Gpt::evaluate(const DeviceBatch& batch, int64_t head_rows, float loss_scale, TensorF& loss,
+void Gpt::evaluate(const DeviceBatch& batch, int64_t head_rows, float loss_scale, TensorF& total_loss,
                    TensorF position_losses) {
     Range range("evaluate");
     const TensorX residual =
         embedding_and_head_.without_prompt(forward_only(batch.inputs, rows_of(batch), nullptr));
-    const int64_t row_count = residual.rows();
-    TensorF losses = arena_.take<float>("losses", {row_count, 1});
+    Loss loss(arena_, batch, loss_scale, config_.vocabulary);
     embedding_and_head_.prefetch_head();
-    for_each_chunk(arena_, {}, row_count, head_rows, [&](const Rows&, int64_t first, int64_t count) {
+    for_each_chunk(arena_, {}, residual.rows(), head_rows, [&](const Rows&, int64_t first, int64_t count) {
         const HeadActivations a = forward_head(residual.rows_at(first, count));
-        TensorF part = losses.rows_at(first, count);
-        cross_entropy_forward(a.logits, part, batch.targets.view({row_count, 1}).rows_at(first, count),
-                              config_.vocabulary, stream_);
+        loss.forward(a.logits, first, stream_);
     });
     embedding_and_head_.release_head();
-    add_losses(loss, losses, {loss_scale, batch.loss_scale.data()}, stream_);
-    if (position_losses) add_position_losses(position_losses, losses, batch.documents, stream_);
+    loss.add_to(total_loss, stream_);
+    if (position_losses) add_position_losses(position_losses, loss.of_rows(), batch.documents, stream_);
 }
 
 TensorX Gpt::forward_only(const Tensor<int>& tokens, const Rows& rows, KvCache* cache) {

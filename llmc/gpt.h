@@ -78,13 +78,14 @@ class Gpt {
           offloaded_inputs_(arena, stream) {}
 
     // Forward and backward of one micro-batch, or of several that go through each block together
-    // (--by-block). Adds loss_scale, or the batch's own scale, times the sum of its losses to `loss` (1).
+    // (--by-block). Adds loss_scale, or the batch's own scale, times the sum of its losses to `total_loss`
+    // (1).
     void forward_backward(const std::vector<const DeviceBatch*>& batches, const MicroBatchOptions& options,
-                          const StepPass& pass, float loss_scale, TensorF& loss);
+                          const StepPass& pass, float loss_scale, TensorF& total_loss);
     // Runs forward only, with the logits of `head_rows` rows at a time (0: all), and adds the losses to
-    // `loss` as forward_backward() does. If position_losses (T) is given, adds the loss of each position to
-    // it.
-    void evaluate(const DeviceBatch& batch, int64_t head_rows, float loss_scale, TensorF& loss,
+    // `total_loss` as forward_backward() does. If position_losses (T) is given, adds the loss of each
+    // position to it.
+    void evaluate(const DeviceBatch& batch, int64_t head_rows, float loss_scale, TensorF& total_loss,
                   TensorF position_losses = {});
     // The last block's output for `tokens` (B, T), without backward. With a cache the tokens follow the
     // cache->length that it has. Their keys and values are written there; the caller adds to cache->length.
@@ -123,7 +124,7 @@ class Gpt {
     Rows rows_of(const DeviceBatch& batch) const;
     void forward_blocks(std::vector<MicroBatch>& micro_batches, const std::vector<Keep>& keep);
     void backward_blocks(std::vector<MicroBatch>& micro_batches, const StepPass& pass);
-    TensorX head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, TensorF& loss,
+    TensorX head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, TensorF& total_loss,
                           const Head<floatX>& d_head);
     HeadActivations forward_head(const TensorX& x, const Rows& rows = {});
 

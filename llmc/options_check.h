@@ -160,6 +160,8 @@ inline void check_chunk_rows(const Asked& o) {
 
 // Fails if --memory is combined with what it chooses itself, or with nothing to choose.
 inline void check_memory(const Asked& o) {
+    if (o.has("--memory") && o.memory.empty()) parse_bytes("", "--memory");  // fails
+    if (o.has("--memory.host") && o.host_memory.empty()) parse_bytes("", "--memory host=");
     if (o.has("--memory") && o.batch != 0 && o.has("--recompute"))
         fail("--memory %s chooses what to recompute itself: leave --recompute %s out", o.memory.c_str(),
              o.recompute.c_str());
@@ -204,7 +206,7 @@ inline void check_build(const Asked& o) {
     if (o.tf32 && !has_tf32())
         fail("--advanced tf32=on is for products of fp32 operands on a GPU, and this build is %s",
              searches_algorithms() ? "in bf16: make PRECISION=fp32"
-                                 : "for the CPU: make DEVICE=cuda PRECISION=fp32");
+                                   : "for the CPU: make DEVICE=cuda PRECISION=fp32");
     for (const char* of_adamw : {"--state-formats.m", "--state-formats.v", "--optimizer.beta1",
                                  "--optimizer.beta2", "--optimizer.eps"})
         if (o.optimizer == "sgd" && o.has(of_adamw))

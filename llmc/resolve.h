@@ -36,6 +36,7 @@ class Resolved {
               chosen_by_first_rank(engine, asked, [&] { return with_chosen_length<Trial>(asked, choices); }),
               std::move(save)),
           run(inputs.run()) {
+        check_attention<typename Trial::Element>(run, inputs.config);
         if (run.rank.is_first()) remark_inputs(run, inputs);
         if (run.show_example > 0) return;
         malloc_trim(0);  // returns what reading and tokenizing have freed to the system

@@ -15,7 +15,7 @@
 #include "llmc/dataset.h"
 #include "llmc/dropout.cuh"
 #include "llmc/loss_by_position.cuh"
-#include "llmc/options.h"
+#include "llmc/run_config.h"
 #include "llmc/random.h"
 #include "llmc/rows.h"
 #include "llmc/run_inputs.h"
@@ -36,7 +36,8 @@ inline void fill_random(std::span<int> inputs, std::span<int> targets, uint64_t 
 
 class Batches {
   public:
-    Batches(const Options& o, const RunInputs& in, const Stream& stream) : o_(o), in_(in), stream_(stream) {}
+    Batches(const RunConfig& o, const RunInputs& in, const Stream& stream)
+        : o_(o), in_(in), stream_(stream) {}
     Batches(const Batches&) = delete;
 
     // Takes the sizes from the options. Call it again when they change, until allocate().
@@ -148,7 +149,7 @@ class Batches {
         if (slot.loss_scale) *slot.loss_scale = loss_scale;
     }
 
-    const Options& o_;
+    const RunConfig& o_;
     const RunInputs& in_;
     const Stream& stream_;
     std::vector<Feeder> feeders_;  // one for each of the micro-batches that go through the model together

@@ -24,7 +24,7 @@
 #include <vector>
 
 #include "llmc/bench_report.h"
-#include "llmc/options.h"
+#include "llmc/run_config.h"
 #include "llmc/ranks.h"
 #include "llmc/ranks_exchange.h"
 #include "llmc/rates_device.h"
@@ -184,7 +184,7 @@ class StepWatch : StepListener {
 // The report of the bench that the options ask for, with the rates of the device, which it measures now. What
 // is not in it yet: the plans, tokens and FLOPs of a step, and the steps.
 template <class T>
-BenchReport begin_bench(const Options& o, const MemoryReport& memory, const Rates& rates, Stream stream) {
+BenchReport begin_bench(const RunConfig& o, const MemoryReport& memory, const Rates& rates, Stream stream) {
     return {.memory = memory,
             .forward_only = o.bench == "forward",
             .profiled = o.profile_ops,

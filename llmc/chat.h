@@ -17,7 +17,7 @@
 #include "llmc/drawn_text.h"
 #include "llmc/error.h"
 #include "llmc/line_editor.h"
-#include "llmc/options.h"
+#include "llmc/run_config.h"
 #include "llmc/run_inputs.h"
 #include "llmc/signals.h"
 
@@ -31,7 +31,7 @@ constexpr const char* kChatHelp =
 class ChatSession {
   public:
     // explain() as for DrawnText.
-    ChatSession(const Options& o, const RunInputs& in, std::function<void()> explain)
+    ChatSession(const RunConfig& o, const RunInputs& in, std::function<void()> explain)
         : o_(o), in_(in), window_(in.sample_window()), explain_(std::move(explain)) {
         signals_of_conversation();
         if (lines_.is_terminal()) fputs("/help lists the commands, Ctrl-D ends\n", stderr);
@@ -140,7 +140,7 @@ class ChatSession {
             print(stderr, "(%d tokens, %.1f tokens/s)\n", answer_->drawn(), answer_->drawn() / took.count());
     }
 
-    const Options& o_;
+    const RunConfig& o_;
     const RunInputs& in_;
     const int window_;  // the most tokens of the conversation
     const std::function<void()> explain_;

@@ -30,7 +30,7 @@
 #include "llmc/drawn_text.h"
 #include "llmc/embedding_and_head.h"
 #include "llmc/model_config.h"
-#include "llmc/options.h"
+#include "llmc/run_config.h"
 #include "llmc/run_inputs.h"
 #include "llmc/sequence_keys.h"
 #include "llmc/signals.h"
@@ -310,7 +310,7 @@ class Decoding {
 class AnsweredPrompts {
   public:
     // explain() as for DrawnText.
-    AnsweredPrompts(const Options& o, const RunInputs& in, std::function<void()> explain)
+    AnsweredPrompts(const RunConfig& o, const RunInputs& in, std::function<void()> explain)
         : o_(o), in_(in), explain_(std::move(explain)), window_(in.sample_window()) {}
     AnsweredPrompts(const AnsweredPrompts&) = delete;
     ~AnsweredPrompts() {
@@ -360,7 +360,7 @@ class AnsweredPrompts {
         written_++;
     }
 
-    const Options& o_;
+    const RunConfig& o_;
     const RunInputs& in_;
     const std::function<void()> explain_;
     const int window_;                     // of tokens

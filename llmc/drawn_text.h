@@ -112,7 +112,7 @@ class DrawnText {
     // Continues `prompt` by at most `most` tokens. Token i uses random number (number, i). `begins`: the
     // tokens that are drawn begin a text. Without a tokenizer, tokens are written as numbers. explain() is
     // called before a logit that is not finite is reported; it fails if it knows the reason.
-    DrawnText(const Options& o, const RunInputs& in, std::vector<int> prompt, int64_t number, int most,
+    DrawnText(const RunConfig& o, const RunInputs& in, std::vector<int> prompt, int64_t number, int most,
               bool begins, std::function<void()> explain)
         : o_(o),
           in_(in),
@@ -169,7 +169,7 @@ class DrawnText {
         }
     }
 
-    const Options& o_;
+    const RunConfig& o_;
     const RunInputs& in_;
     std::vector<int> tokens_;
     int64_t number_;

@@ -12,7 +12,7 @@
 #include "llmc/offload_embeddings.h"
 #include "llmc/offload_optimizer.h"
 #include "llmc/offload_storage.h"
-#include "llmc/options.h"
+#include "llmc/run_config.h"
 #include "llmc/options_placement.h"
 #include "llmc/quant_weights.h"
 #include "llmc/ranks_host_memory.h"
@@ -59,7 +59,7 @@ template <class T>
 class OffloadedMemory {
   public:
     // The arguments passed by reference must outlive this. They may change until make().
-    OffloadedMemory(const Options& o, int prompt_tokens, const State<T>& model, State<T>& trained,
+    OffloadedMemory(const RunConfig& o, int prompt_tokens, const State<T>& model, State<T>& trained,
                     const QuantizedWeights* matrices)
         : o_(o),
           prompt_tokens_(prompt_tokens),
@@ -183,7 +183,7 @@ class OffloadedMemory {
         return {place ? reinterpret_cast<E*>(place->address(block * model_.block_bytes())) : nullptr, true};
     }
 
-    const Options& o_;
+    const RunConfig& o_;
     const int prompt_tokens_;
     const State<T>& model_;
     State<T>& trained_;

@@ -7,7 +7,7 @@
 
 #include "llmc/model_config.h"
 #include "llmc/offload_buffer.h"
-#include "llmc/options.h"
+#include "llmc/run_config.h"
 #include "llmc/work.h"
 
 struct PlacementOption {

@@ -22,7 +22,7 @@
 #include "llmc/model_positions.h"
 #include "llmc/offload_memory.h"
 #include "llmc/optimizer.cuh"
-#include "llmc/options.h"
+#include "llmc/run_config.h"
 #include "llmc/plan_fit.h"
 #include "llmc/plan_free_memory.h"
 #include "llmc/plan_gpu.h"
@@ -70,14 +70,14 @@ inline size_t process_bytes(size_t copied) {
 
 // The pages of MPI's libraries, which a rank on a CPU has and a plan without ranks counts. As OpenMPI 4.1 has
 // them.
-inline size_t mpi_bytes(const Options& o) {
+inline size_t mpi_bytes(const RunConfig& o) {
     const bool is_plan = kHostIsDevice && o.devices > 1 && rank_of_environment().is_alone();
     return is_plan ? size_t{81} << 18 : 0;
 }
 
 // Before ranks are started on this machine: fails if their processes alone need more memory than there is, or
 // if data or a model are not there. Says so if they are more than the threads that they share.
-inline void check_room_for_ranks(const Options& o) {
+inline void check_room_for_ranks(const RunConfig& o) {
     if (!kHostIsDevice) return;
     const Rank rank{0, o.devices, o.devices};
     const int cores = omp_get_num_procs();
@@ -192,7 +192,7 @@ inline PhaseTimes phases_of(const Plans& plans, int micro_batches, const Rates& 
 }
 
 // What a rank sends to the others in a step of `micro_batches` passes, and how long that takes.
-inline RanksReport report_ranks(const Options& o, const Plans& plans, int micro_batches,
+inline RanksReport report_ranks(const RunConfig& o, const Plans& plans, int micro_batches,
                                 const PhaseTimes& phases, const Rates& rates) {
     RanksReport r;
     r.devices = o.devices;
@@ -235,7 +235,7 @@ inline void add_stored(MemoryReport& report, const QuantizedWeights& matrices, c
 }
 
 // Adds what the process takes beside its buffers.
-inline void add_process(MemoryReport& r, const Options& o, const InputBytes& read, const Plans& plans) {
+inline void add_process(MemoryReport& r, const RunConfig& o, const InputBytes& read, const Plans& plans) {
     if (kHostIsDevice) {
         r.tokenizer = read.tokenizer;
         r.data = read.data;
@@ -251,7 +251,7 @@ inline void add_process(MemoryReport& r, const Options& o, const InputBytes& rea
 }
 
 // Adds the plans, and what a step costs by these rates.
-inline void add_plans(MemoryReport& r, const Options& o, const Plans& plans, const Rates& rates) {
+inline void add_plans(MemoryReport& r, const RunConfig& o, const Plans& plans, const Rates& rates) {
     r.train = &plans.train;
     r.update = &plans.update;
     const bool adds = o.own_micro_batches() > o.micro_batches_together();
@@ -283,7 +283,7 @@ inline void add_plans(MemoryReport& r, const Options& o, const Plans& plans, con
 
 // What a run with these plans and parts takes, and what a step costs by these rates. The report points to the
 // plans, which must outlive it.
-inline MemoryReport report_of_run(const Options& o, const RunInputs& in, const Plans& plans,
+inline MemoryReport report_of_run(const RunConfig& o, const RunInputs& in, const Plans& plans,
                                   const PartsWithMemory& parts, const Choices& choices, const Rates& rates) {
     const RunModel& model = parts.model;
     MemoryReport r;
@@ -319,7 +319,7 @@ inline MemoryReport report_of_run(const Options& o, const RunInputs& in, const P
 }
 
 // Begins the page of --report for a plan, or for a run on `data` (data_text).
-inline void open_report(Report& page, const Options& o, const MemoryReport& report, const Plan& update,
+inline void open_report(Report& page, const RunConfig& o, const MemoryReport& report, const Plan& update,
                         const Rates& rates, const std::string& data = "") {
     if (o.report.empty()) return;
     nlohmann::ordered_json about = {
@@ -343,7 +343,8 @@ inline void open_report(Report& page, const Options& o, const MemoryReport& repo
 
 // Prints the report as the options ask: for --plan in full or as JSON, otherwise in short before the run
 // allocates. Also writes --timeline and, for --plan, --report.
-inline void print_plan(const Options& o, const MemoryReport& report, const Plan& update, const Rates& rates) {
+inline void print_plan(const RunConfig& o, const MemoryReport& report, const Plan& update,
+                       const Rates& rates) {
     if (!o.timeline.empty()) write_timeline(o.timeline, report, update, rates);
     if (!o.json && !report.length_choice.empty())
         print(stdout, "--seq-len auto: %s\n", report.length_choice.c_str());

@@ -13,7 +13,7 @@
 #include <utility>
 
 #include "llmc/dataset.h"
-#include "llmc/options.h"
+#include "llmc/run_config.h"
 #include "llmc/plan.h"
 #include "llmc/plan_fit.h"
 #include "llmc/plan_free_memory.h"

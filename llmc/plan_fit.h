@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "llmc/options.h"
+#include "llmc/run_config.h"
 #include "llmc/plan_free_memory.h"
 #include "llmc/plan_gpu.h"
 #include "llmc/plan_report.h"

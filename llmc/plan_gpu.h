@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "llmc/error.h"
-#include "llmc/options.h"
+#include "llmc/run_config.h"
 #include "llmc/plan_free_memory.h"
 #include "llmc/plan_report.h"
 #include "llmc/plan_settings.h"

@@ -14,7 +14,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "llmc/options.h"
+#include "llmc/run_config.h"
 #include "llmc/options_placement.h"
 #include "llmc/plan_free_memory.h"
 #include "llmc/plan_solver.h"

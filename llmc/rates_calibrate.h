@@ -715,7 +715,7 @@ class RanksCalibration {
 // the same time, as they also compute at the same time; then how fast they exchange bytes. The first one
 // writes the file.
 template <class T>
-void calibrate(const Options& o, RankEngine* engine) {
+void calibrate(const RunConfig& o, RankEngine* engine) {
     const std::string& file = o.calibrate;
     if (o.rank.is_first()) {
         check_output_file({"--calibrate", file, "{\n \"rates\":", Output::Replaced});

@@ -14,7 +14,7 @@
 
 #include "llmc/gpus.h"
 #include "llmc/matmul.h"
-#include "llmc/options.h"
+#include "llmc/run_config.h"
 #include "llmc/random.h"
 #include "llmc/rates_file.h"
 #include "llmc/simt_vector.h"
@@ -130,7 +130,7 @@ inline std::array<double, kRoutes> nominal_transfers() {
 
 // How the ranks of a run are connected. The rates may have what --calibrate has measured of that; the rest is
 // nominal.
-inline void set_rank_links(Rates& rates, const Options& o) {
+inline void set_rank_links(Rates& rates, const RunConfig& o) {
     RankLinks& links = rates.ranks;
     double& link = rates.transfers[Route::ToRanks];
     links.link_is_nominal = !rates.measured() || link == 0;
@@ -150,7 +150,7 @@ inline void set_rank_links(Rates& rates, const Options& o) {
 
 // The rates that a run plans with: those of the file of --rates, or the nominal ones.
 template <class T>
-Rates rates_of(const Options& o, double threads = omp_get_max_threads()) {
+Rates rates_of(const RunConfig& o, double threads = omp_get_max_threads()) {
     Rates nominal(nominal_rates<T>(threads));
     nominal.transfers = nominal_transfers();
     Rates rates =

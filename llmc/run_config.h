@@ -206,5 +206,3 @@ nlohmann::json json_of_run(const RunConfig& run);
 // their length, and what a save remembers.
 std::string choices_text(const RunConfig& run);
 void take_choices(RunConfig& run, const std::string& text);
-
-using Options = RunConfig;  // until all files say RunConfig

@@ -131,7 +131,7 @@ inline std::vector<ExportTensor> tensors_in_order(const Layout& whole, const Exp
 // Exports the model of a run, or its adapter.
 class ModelExport {
   public:
-    ModelExport(const Options& o, const RunInputs& in, const RunModel& model, Arena& arena,
+    ModelExport(const RunConfig& o, const RunInputs& in, const RunModel& model, Arena& arena,
                 const Stream& stream, Weights& weights, EmbeddingAndHead& ends)
         : o_(o), in_(in), model_(model), arena_(arena), stream_(stream), weights_(weights), ends_(ends) {}
     ModelExport(const ModelExport&) = delete;
@@ -329,7 +329,7 @@ class ModelExport {
         }
     }
 
-    const Options& o_;
+    const RunConfig& o_;
     const RunInputs& in_;
     const RunModel& model_;
     Arena& arena_;

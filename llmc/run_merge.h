@@ -126,7 +126,7 @@ void for_each_merged(Arena& arena, Stream stream, const ModelConfig& config, Wei
 // Merges the adapter of a run into its model, in memory that was planned for it, and saves the result.
 class AdapterMerge {
   public:
-    AdapterMerge(const Options& o, const RunInputs& in, const RunModel& model, Arena& arena,
+    AdapterMerge(const RunConfig& o, const RunInputs& in, const RunModel& model, Arena& arena,
                  const Stream& stream, Weights& weights, EmbeddingAndHead& ends)
         : o_(o), in_(in), model_(model), arena_(arena), stream_(stream), weights_(weights), ends_(ends) {}
     AdapterMerge(const AdapterMerge&) = delete;
@@ -184,7 +184,7 @@ class AdapterMerge {
              failed.c_str(), o_.model.c_str(), kept.c_str());
     }
 
-    const Options& o_;
+    const RunConfig& o_;
     const RunInputs& in_;
     const RunModel& model_;
     Arena& arena_;

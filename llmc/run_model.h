@@ -12,7 +12,7 @@
 #include "llmc/model_positions.h"
 #include "llmc/offload_blocks.h"
 #include "llmc/offload_embeddings.h"
-#include "llmc/options.h"
+#include "llmc/run_config.h"
 #include "llmc/quant_formats.h"
 #include "llmc/quant_weights.h"
 #include "llmc/run_inputs.h"
@@ -38,7 +38,7 @@ inline void check_files_finite(const GgufFile& file) {
 // The options of the state that a run keeps from step to step. Fails if weights of type T cannot use what was
 // asked for.
 template <class T>
-StateOptions state_options(const Options& o) {
+StateOptions state_options(const RunConfig& o) {
     if (std::is_same_v<T, float> && o.steps > 0 && o.master != "fp32")
         fail(
             "--state-formats master=%s completes bf16 weights, and this build's are fp32: make "
@@ -81,7 +81,7 @@ class RunModel {
     std::optional<State<floatX>> adapter;
 
     // Allocates nothing yet. The formats of the state may change until allocate(): call apply_formats().
-    RunModel(const Options& o, RunInputs& in)
+    RunModel(const RunConfig& o, RunInputs& in)
         : whole(in.config),
           quantized(frozen_matrices(o, in)),
           quantized_head(in.quantized_head()),
@@ -249,14 +249,14 @@ class RunModel {
     }
 
   private:
-    static std::optional<QuantizedWeights> frozen_matrices(const Options& o, const RunInputs& in) {
+    static std::optional<QuantizedWeights> frozen_matrices(const RunConfig& o, const RunInputs& in) {
         const bool divided = o.slices_weights() && in.adapter;
         auto matrices = in.quantized_weights<floatX>(o.weights, divided);
         if (divided) matrices->divide(o.rank);
         return matrices;
     }
     // A frozen model's State has only weights.
-    static StateOptions state_options_of_model(const Options& o, const RunInputs& in) {
+    static StateOptions state_options_of_model(const RunConfig& o, const RunInputs& in) {
         if (in.adapter) return {.training = false};
         StateOptions options = state_options<floatX>(o);
         if (o.steps > 0) options.blocks = named<Placement>(kPlacementNames, o.weights);
@@ -267,7 +267,7 @@ class RunModel {
         return quantized_head ? std::vector{head_field(config)} : std::vector<Field>();
     }
 
-    const Options& o_;
+    const RunConfig& o_;
     RunInputs& in_;
     DeviceBuffer position_factors_;
 };

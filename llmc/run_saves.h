@@ -17,7 +17,7 @@
 
 class RunSaves {
   public:
-    RunSaves(const Options& o, RunInputs& in, RunModel& model, Metrics& metrics, Exchange& exchange)
+    RunSaves(const RunConfig& o, RunInputs& in, RunModel& model, Metrics& metrics, Exchange& exchange)
         : o_(o), in_(in), model_(model), metrics_(metrics), exchange_(exchange) {}
     RunSaves(const RunSaves&) = delete;
 
@@ -294,7 +294,7 @@ class RunSaves {
                   o_.out.c_str(), size(with_good).c_str(), size(free).c_str());
     }
 
-    const Options& o_;
+    const RunConfig& o_;
     RunInputs& in_;
     RunModel& model_;
     Metrics& metrics_;

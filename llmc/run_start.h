@@ -11,14 +11,14 @@
 #include "llmc/dataset.h"
 #include "llmc/error.h"
 #include "llmc/model_positions.h"
-#include "llmc/options.h"
+#include "llmc/run_config.h"
 #include "llmc/run_inputs.h"
 #include "llmc/learning_rate.h"
 #include "llmc/text.h"
 
 // Says on stderr what of the inputs is not read, not followed or not learnt: fields of examples or prompts;
 // settings of generation_config.json that change answers; what ends answers.
-inline void remark_inputs(const Options& o, const RunInputs& in) {
+inline void remark_inputs(const RunConfig& o, const RunInputs& in) {
     if (!in.unread.empty()) print(stderr, "fields that are not read: %s\n", joined(in.unread, ", ").c_str());
     if (o.steps > 0 && in.chat && o.loss_on != "all" && in.chat->end_of_answer() < 0)
         if (const int end = in.chat->end_of_answer(true); end >= 0)
@@ -45,7 +45,7 @@ inline void remark_inputs(const Options& o, const RunInputs& in) {
 
 // Prints what is known of the data before the first step. Returns the part about their size, and how much of
 // them is read until the last step, or by one validation.
-inline std::string print_data(const Options& o, const RunInputs& in, const Batches& batches,
+inline std::string print_data(const RunConfig& o, const RunInputs& in, const Batches& batches,
                               int64_t first_step) {
     const auto number = [](uint64_t n) { return static_cast<unsigned long long>(n); };
     if (!in.chat_used.description.empty())
@@ -105,7 +105,7 @@ inline std::string marked_text(const std::vector<int32_t>& tokens, const Tokeniz
 }
 
 // --show-example N: prints an example as the model sees it.
-inline void print_example(const Options& o, const RunInputs& in) {
+inline void print_example(const RunConfig& o, const RunInputs& in) {
     const Dataset& data = in.data && in.data->is_examples() ? *in.data : *in.val_data;
     if (!in.tokenizer) fail("--show-example: the model has no tokenizer");
     ExampleEncoder encoder(*in.tokenizer, in.example_options());
@@ -148,7 +148,7 @@ inline void remark_no_validation(const RunInputs& in, int seq_len) {
 }
 
 // After a plan, says on stderr which inputs a run would need besides: data, or the model's weights.
-inline void remark_what_a_run_needs(const Options& o, const RunInputs& in) {
+inline void remark_what_a_run_needs(const RunConfig& o, const RunInputs& in) {
     if (planned_gpu || known_shape(o.model)) return;
     if (!in.data && o.steps > 0 && (o.prompt.empty() || !o.open.steps))
         print(stderr, "a run needs --data, and this plan does not\n");
@@ -157,7 +157,7 @@ inline void remark_what_a_run_needs(const Options& o, const RunInputs& in) {
 }
 
 // Prints which settings of a resumed run are not those of the save, and the learning rate before and after.
-inline void print_changes(const Options& o, int64_t first_step, std::optional<double> rate_before) {
+inline void print_changes(const RunConfig& o, int64_t first_step, std::optional<double> rate_before) {
     if (o.changes.empty()) return;
     print(stdout, "other settings than those of the save: %s\n", joined(o.changes, ", ").c_str());
     print(stdout,
@@ -171,7 +171,7 @@ inline void print_changes(const Options& o, int64_t first_step, std::optional<do
 
 // Prints what a user might not expect of a run that begins after `first_step` steps. `saves`: it saves what
 // it trains.
-inline void print_start(const Options& o, const RunInputs& in, int64_t first_step, bool saves) {
+inline void print_start(const RunConfig& o, const RunInputs& in, int64_t first_step, bool saves) {
     const bool has_adapter = static_cast<bool>(in.adapter), trains = o.steps > first_step;
     if (!o.resume.empty() && o.steps > 0 && !trains)
         print(stdout, "%s is at step %lld of %lld: nothing is left to train\n", o.resume.c_str(),

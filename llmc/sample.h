@@ -28,7 +28,7 @@ class Sample {
     // Writes the prompt, or the question in a chat. Without a tokenizer, tokens are written as numbers. Token
     // i of the sample after `step` steps uses random number (step, i). explain() is called before a logit
     // that is not finite is reported; it fails if it knows the reason. agree() as for DrawnText.
-    Sample(const Options& o, const RunInputs& in, int64_t step, std::function<void()> explain,
+    Sample(const RunConfig& o, const RunInputs& in, int64_t step, std::function<void()> explain,
            std::function<int(int)> agree)
         : o_(o),
           in_(in),
@@ -68,7 +68,7 @@ class Sample {
     }
 
   private:
-    const Options& o_;
+    const RunConfig& o_;
     const RunInputs& in_;
     DrawnText text_;
     TextOutput output_;
@@ -135,7 +135,7 @@ void generate(Arena& arena, Stream stream, const ModelConfig& config, Model& mod
 template <class Model>
 class Sampler {
   public:
-    Sampler(const Options& o, const RunInputs& in, Arena& arena, const Stream& stream, Model& model)
+    Sampler(const RunConfig& o, const RunInputs& in, Arena& arena, const Stream& stream, Model& model)
         : o_(o), in_(in), arena_(arena), stream_(stream), model_(model) {}
     Sampler(const Sampler&) = delete;
 
@@ -191,7 +191,7 @@ class Sampler {
         generate(arena_, stream_, in_.config, model_, text, rest, choose);
     }
 
-    const Options& o_;
+    const RunConfig& o_;
     const RunInputs& in_;
     Arena& arena_;
     const Stream& stream_;

@@ -17,7 +17,7 @@
 #include "llmc/metrics.h"
 #include "llmc/offload_memory.h"
 #include "llmc/offload_optimizer.h"
-#include "llmc/options.h"
+#include "llmc/run_config.h"
 #include "llmc/weights.h"
 
 // The layout of the partial sums of squares from which the norm of all units is computed.
@@ -38,7 +38,7 @@ inline SquareSums square_sums_of(const Layout& layout) {
 class Updates {
   public:
     // `sums`: square_sums_of() for what is trained. Norms and sums are written to `metrics`.
-    Updates(const Options& o, Arena& arena, const Stream& stream, const State<floatX>& trained,
+    Updates(const RunConfig& o, Arena& arena, const Stream& stream, const State<floatX>& trained,
             Weights& weights, Gradients& gradients, const OffloadedMemory<floatX>& places,
             const SquareSums& sums, Metrics& metrics, Exchange& exchange)
         : o_(o),
@@ -325,7 +325,7 @@ class Updates {
                      });
     }
 
-    const Options& o_;
+    const RunConfig& o_;
     const Stream& stream_;
     const State<floatX>& trained_;
     Weights& weights_;

@@ -14,14 +14,14 @@
 #include "llmc/error.h"
 #include "llmc/ranks_exchange.h"
 #include "llmc/metrics.h"
-#include "llmc/options.h"
+#include "llmc/run_config.h"
 #include "llmc/run_model.h"
 #include "llmc/tensor.h"
 
 // The sum of the losses that evaluate(number) adds to `loss` (1), over `count` batches. Nothing if the run is
 // to stop before the last one.
 template <class Evaluate, class Stopping>
-std::optional<double> validation_loss(const Options& o, Exchange& exchange, TensorF& loss, Stream stream,
+std::optional<double> validation_loss(const RunConfig& o, Exchange& exchange, TensorF& loss, Stream stream,
                                       uint64_t count, Evaluate&& evaluate, Stopping&& stopping) {
     const auto loss_on_host = [&] {
         float sum = 0;
@@ -50,7 +50,7 @@ std::optional<double> validation_loss(const Options& o, Exchange& exchange, Tens
 
 // Prints and logs the validation loss after `step`. `is_due` says that --eval-every asked for it there, so
 // that it counts for --early-stopping. Fails if it is not finite.
-inline void report_validation(int64_t step, double loss, bool is_due, const Options& o,
+inline void report_validation(int64_t step, double loss, bool is_due, const RunConfig& o,
                               const Batches& batches, Metrics& metrics, RunModel& model) {
     if (!std::isfinite(loss)) {
         if (o.steps > 0)

@@ -11,6 +11,8 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+# As in trainer_runs.py, for PyTorch in scripts that tests start: threads that wait sleep.
+os.environ["OMP_WAIT_POLICY"] = "passive"
 sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "dev" / "data")]
 # make test-more runs what make test leaves out: tests that are marked `more`, and the other precision of test
 # files whose subject is the same in both. These files name the usual one: USUALLY = "fp32".

@@ -71,10 +71,11 @@ TEXTS = {
 }
 
 
-def repository():
+def repository(first=0, step=1):
+    """The texts of this repository, or every `step`-th of them."""
     paths = [path for pattern in ("*.md", "Makefile", "*.cu", "llmc/*", "test/*", "dev/*.py", "dev/*/*", "scripts/*")
              for path in sorted(ROOT.glob(pattern)) if path.is_file() and path.suffix not in (".png", ".txt")]
-    return "".join(path.read_text(errors="replace") for path in paths)
+    return "".join(path.read_text(errors="replace") for path in paths[first::step])
 
 
 def probe(folder, command, *arguments, inputs=(), code=0):

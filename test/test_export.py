@@ -787,11 +787,17 @@ def expect_same_tokens(ours, theirs):
     assert text == ours
 
 
-def server(path):
-    """llama.cpp with this model."""
+def server(path, context=64, lora=None):
+    """llama.cpp with this model and adapter. With more than one thread they wait for each other in loops, on a busy machine for
+    a thousand times as long as they compute."""
     xllamacpp = pytest.importorskip("xllamacpp")
     params = xllamacpp.CommonParams()
-    params.model.path, params.n_ctx, params.warmup, params.n_gpu_layers = str(path), 64, False, 0
+    params.model.path, params.n_ctx, params.warmup, params.n_gpu_layers = str(path), context, False, 0
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    if lora:
+        adapter = xllamacpp.CommonAdapterLoraInfo()
+        adapter.path, adapter.scale = str(lora), 1.0
+        params.lora_adapters = [adapter]
     return xllamacpp.Server(params)
 
 
@@ -829,16 +835,10 @@ def test_llama_cpp_has_the_same_tokens_of_pieces(train_fp32, tmp_path):
 
 def test_llama_cpp_generates_the_same(train_fp32, tmp_path):
     """Small models of bytes, trained a little, and an adapter."""
-    xllamacpp = pytest.importorskip("xllamacpp")
+    pytest.importorskip("xllamacpp")
 
     def theirs(path, prompt, count, lora=None):
-        params = xllamacpp.CommonParams()
-        params.model.path, params.n_ctx, params.warmup, params.n_gpu_layers = str(path), 256, False, 0
-        if lora:
-            adapter = xllamacpp.CommonAdapterLoraInfo()
-            adapter.path, adapter.scale = str(lora), 1.0
-            params.lora_adapters = [adapter]
-        answer = xllamacpp.Server(params).handle_completions(
+        answer = server(path, 256, lora).handle_completions(
             {"prompt": prompt, "n_predict": count, "temperature": 0, "top_k": 1, "logprobs": 5})
         answer = json.loads(answer) if isinstance(answer, str) else answer
         return answer["choices"][0]

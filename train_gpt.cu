@@ -298,7 +298,7 @@ void Gpt::forward_attention_rows(int layer, BlockActivations& a, const Rows& row
     const Block<floatX>& w = weights_.block(layer);
     a.norm_1 = norm_.forward(kNorm1, a.input, w.norm_1);
     auto normed = [&] { return a.norm_1.out.view(); };
-    attention_.make_qkv(a.attention, normed, w, rows, keep.backward, kv ? kv->rows_before : 0);
+    attention_.make_qkv(layer, a.attention, normed, w, rows, keep.backward, kv ? kv->rows_before : 0);
     if (!keep.norm || !weights_.backward_reads_input(w.qkv)) a.norm_1.out.drop();
     attention_.forward(layer, a.attention, rows, keep.backward, kv);
     if (!keep.qkv) a.attention.raw_qkv.drop();
@@ -349,7 +349,7 @@ void Gpt::backward_attention(int layer, BlockGradient<floatX>& g, BlockActivatio
     // the second one recomputes it, so that it is not in memory between the two.
     auto make_norm = [&] { return norm_.take_output(a.norm_1, kNorm1, a.input, w.norm_1); };
     if (!attention.qkv)
-        attention_.make_qkv(attention, make_norm, w, rows, for_backward, kv ? kv->rows_before : 0);
+        attention_.make_qkv(layer, attention, make_norm, w, rows, for_backward, kv ? kv->rows_before : 0);
     if (!attention.out) attention_.forward(layer, attention, rows, for_backward, kv);
     auto attended = [&] { return attention.out.view(); };
     TensorX d_projection = dropout_backward(arena_, stream_, d_residual,
@@ -413,9 +413,9 @@ TensorX Gpt::forward_attention_in_chunks(int layer, BlockActivations& a, const R
     const TensorX x = a.input.view();
     TensorX middle = stores_input || !keep.backward ? std::move(a.input) : take("residual", x.shape());
     SequenceKeys& keys = attention_.keys();
-    keys.begin_block();
+    keys.begin_block(layer);
     for_each_sequence(arena_, x, rows, [&](const Rows& sequence, int entry, int64_t length) {
-        KvRows kv = keys.begin_sequence(length, entry, attention_rows_);
+        KvRows kv = keys.begin_sequence(layer, length, entry, attention_rows_);
         // `position` is the chunk's in its sequence, chunk.first in the batch.
         const auto forward = [&](const Rows& chunk, int64_t position, int64_t count) {
             BlockActivations of_chunk;
@@ -458,19 +458,19 @@ void Gpt::backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const Te
     SequenceKeys& keys = attention_.keys();
     const DequantizedScope dequantized(arena_, stream_, {&w.qkv, &w.projection, &w.up, &w.down});
     g.begin_chunks(arena_, stream_);
-    keys.begin_block_for_backward();
+    keys.begin_block_for_backward(layer);
     const auto input = [&](const Rows& chunk, int64_t count) {
         return x ? rows_of_sequence(x, chunk, count) : offloaded_inputs_.fetch(count);
     };
     for_each_sequence(arena_, d_residual, rows, [&](const Rows& sequence, int entry, int64_t length) {
-        KvRows kv = keys.begin_sequence(length, entry, attention_rows_);
+        KvRows kv = keys.begin_sequence(layer, length, entry, attention_rows_);
         const auto make_kv = [&](const Rows& chunk, int64_t position, int64_t count) {
             BlockActivations a;
             keys.begin_chunk(kv, position);
             a.norm_1 = norm_.forward(kNorm1, input(chunk, count), w.norm_1);
             auto normed = [&] { return a.norm_1.out.view(); };
             constexpr bool for_backward = false;  // only the keys and values are needed
-            attention_.make_qkv(a.attention, normed, w, chunk, for_backward, kv.rows_before);
+            attention_.make_qkv(layer, a.attention, normed, w, chunk, for_backward, kv.rows_before);
             keys.append(a.attention.qkv, kv);
             keys.end_chunk(kv, count);
         };

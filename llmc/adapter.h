@@ -175,9 +175,8 @@ constexpr bool is_in_attention(Field field) {
 // All linear layers of the model's blocks, in the order of the blocks and of their tables.
 inline std::vector<LinearModule> linear_modules(const ModelConfig& c) {
     std::vector<LinearModule> all;
-    const Table table = c.family->block(c);
     for (int l = 0; l < c.layers; l++)
-        for (const Row& row : table) {
+        for (const Row& row : c.family->block(c, c.layer(l))) {
             if (!is_linear(row.field)) continue;
             int64_t first = 0;
             for (const FileTensor& t : row.parts) {

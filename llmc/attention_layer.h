@@ -29,19 +29,18 @@ class AttentionLayer {
           stream_(stream),
           config_(config),
           family_(*config.family),
-          keys_(arena, stream, config, position_factors_, hopper) {}
+          keys_(arena, stream, config, hopper) {}
     AttentionLayer(const AttentionLayer&) = delete;
 
-    // Says where position_factors() are on the device.
-    void bind(TensorF position_factors) { position_factors_ = std::move(position_factors); }
     SequenceKeys& keys() { return keys_; }
 
     // Computes a.qkv: the product of x, its heads normalized and rotated if the family does that. make_x()
     // returns x; it is not called if backward recomputes a.qkv from the a.raw_qkv that forward kept. The
     // rows' first position is `first_position`.
     template <class MakeX>
-    void make_qkv(AttentionActivations& a, MakeX&& make_x, const Block<floatX>& w, const Rows& rows,
-                  bool for_backward, int first_position) {
+    void make_qkv(int layer, AttentionActivations& a, MakeX&& make_x, const Block<floatX>& w,
+                  const Rows& rows, bool for_backward, int first_position) {
+        const LayerConfig& c = config_.layer(layer);
         const bool norms = static_cast<bool>(w.query_norm.weight);
         const auto product = [&] { return linear_forward(arena_, stream_, "qkv", make_x(), w.qkv, rows); };
         if (norms && for_backward) {
@@ -52,9 +51,9 @@ class AttentionLayer {
         }
         if (norms)
             head_norm_forward(a.qkv, a.raw_qkv ? a.raw_qkv : a.qkv, w.query_norm.weight, w.key_norm.weight,
-                              config_.heads, config_.kv_heads, stream_, epsilon());
+                              c.heads, c.kv_heads, stream_, epsilon());
         if (rotates())
-            rope_forward(a.qkv, position_factors_, config_.heads + config_.kv_heads, first_position,
+            rope_forward(a.qkv, keys_.factors_of(layer), c.heads + c.kv_heads, first_position,
                          rows.positions(a.qkv.rows()), stream_, rotary_scale());
     }
 
@@ -64,8 +63,9 @@ class AttentionLayer {
     void forward(int layer, AttentionActivations& a, const Rows& rows, bool for_backward, KvRows* kv) {
         const int64_t B = a.qkv.shape().dims[0], T = a.qkv.shape().dims[1];
         if (kv && kv->each.empty()) keys_.append(a.qkv, *kv);
-        a.out = arena_.take<floatX>("attention", {B, T, config_.query_width()});
-        if (for_backward) a.lse = arena_.take<float>("attention_lse", {B, config_.heads, T});
+        const LayerConfig& c = config_.layer(layer);
+        a.out = arena_.take<floatX>("attention", {B, T, c.query_width()});
+        if (for_backward) a.lse = arena_.take<float>("attention_lse", {B, c.heads, T});
         const auto forward = [&](const AttentionInput<floatX>& in) {
             attention_forward(a.out.data(), a.lse.data(), in, stream_);
         };
@@ -88,21 +88,23 @@ class AttentionLayer {
         d_out.drop();
         a.lse.drop();
         TensorX d_qkv = std::move(a.qkv);
+        const LayerConfig& c = config_.layer(layer);
         if (rotates())
-            rope_backward(d_qkv, position_factors_, config_.heads + config_.kv_heads,
-                          kv ? kv->rows_before : 0, rows.positions(d_qkv.rows()), stream_, rotary_scale());
-        if (w.query_norm.weight) backward_of_norms(d_qkv, a, w, g);
+            rope_backward(d_qkv, keys_.factors_of(layer), c.heads + c.kv_heads, kv ? kv->rows_before : 0,
+                          rows.positions(d_qkv.rows()), stream_, rotary_scale());
+        if (w.query_norm.weight) backward_of_norms(c, d_qkv, a, w, g);
         return d_qkv;
     }
 
   private:
     // Forward of rows of which each continues another text.
     void forward_each(int layer, AttentionActivations& a, KvRows& kv) {
+        const LayerConfig& c = config_.layer(layer);
         int64_t number = 0;
         for (KvRows& sequence : kv.each) {
-            const TensorX row = a.qkv.rows_at(number, 1).view({1, 1, config_.qkv_width()});
+            const TensorX row = a.qkv.rows_at(number, 1).view({1, 1, c.qkv_width()});
             keys_.append(row, sequence);
-            attention_forward(a.out.at(number++ * config_.query_width()), static_cast<float*>(nullptr),
+            attention_forward(a.out.at(number++ * c.query_width()), static_cast<float*>(nullptr),
                               keys_.input(row, layer, {}, &sequence), stream_);
         }
     }
@@ -119,18 +121,19 @@ class AttentionLayer {
         const auto run = [&](floatX* dq, floatX* dk, floatX* dv, const AttentionInput<floatX>& in) {
             attention_backward(dq, dk, dv, d_out.data(), lse.data(), delta.data(), in, stream_);
         };
-        floatX *const k = qkv.at(keys_.keys_at()), *const v = qkv.at(keys_.values_at());
+        const LayerConfig& c = config_.layer(layer);
+        floatX *const k = qkv.at(keys_.keys_at(c)), *const v = qkv.at(keys_.values_at(c));
         if (kv || kOverwritesKeys)
             return keys_.for_seen_keys(qkv, layer, rows, kv, KeysFor::Backward,
                                        [&](const AttentionInput<floatX>& in) { run(qkv.data(), k, v, in); });
         AttentionInput<floatX> in = keys_.input(qkv, layer, rows, nullptr);
-        const int64_t count = qkv.rows(), kv_width = config_.kv_width();
+        const int64_t count = qkv.rows(), kv_width = c.kv_width();
         TensorX d_k = arena_.take<floatX>("d_keys", {count, kv_width}, "gradient"),
                 d_v = arena_.take<floatX>("d_values", {count, kv_width}, "gradient");
-        in.dkv_row = kv_width, in.dkv_batch = in.keys * kv_width, in.dkv_head = config_.head_size;
+        in.dkv_row = kv_width, in.dkv_batch = in.keys * kv_width, in.dkv_head = c.head_size;
         run(qkv.data(), d_k.data(), d_v.data(), in);
         for (const auto& [from, to] : {std::pair{&d_k, k}, std::pair{&d_v, v}}) {
-            const int64_t columns = family_.heads_together ? config_.head_size : kv_width;
+            const int64_t columns = family_.heads_together ? c.head_size : kv_width;
             const int64_t stride = family_.heads_together ? in.kv_head : in.kv_row;
             copy_rows_on_device(to, stride, from->data(), columns, columns, count * kv_width / columns,
                                 stream_);
@@ -138,14 +141,14 @@ class AttentionLayer {
     }
 
     // Turns d_qkv, the gradient after the heads' norms, into the gradient before them.
-    void backward_of_norms(TensorX& d_qkv, AttentionActivations& a, const Block<floatX>& w,
-                           BlockGradient<floatX>& g) {
+    void backward_of_norms(const LayerConfig& c, TensorX& d_qkv, AttentionActivations& a,
+                           const Block<floatX>& w, BlockGradient<floatX>& g) {
         TensorF scratch;
         if (g.query_norm.view.weight)
-            scratch = arena_.take<float>("column_sums", head_norm_scratch(d_qkv.rows(), config_.head_size));
+            scratch = arena_.take<float>("column_sums", head_norm_scratch(d_qkv.rows(), c.head_size));
         const auto backward = [&](auto& g_query, auto& g_key) {
             head_norm_backward(d_qkv, g_query, g_key, scratch, a.raw_qkv, w.query_norm.weight,
-                               w.key_norm.weight, config_.heads, config_.kv_heads, stream_, epsilon());
+                               w.key_norm.weight, c.heads, c.kv_heads, stream_, epsilon());
         };
         g.query_norm.all ? backward(g.query_norm.sums.weight, g.key_norm.sums.weight)
                          : backward(g.query_norm.view.weight, g.key_norm.view.weight);
@@ -156,6 +159,5 @@ class AttentionLayer {
     const Stream& stream_;
     const ModelConfig& config_;
     const Family& family_;
-    TensorF position_factors_;
     SequenceKeys keys_;
 };

@@ -123,7 +123,8 @@ class Decoding {
     void take_caches() {
         const auto texts = static_cast<int64_t>(slots_.size());
         for (int l = 0; l < config_.layers; l++)
-            caches_.push_back(arena_.take<floatX>("kv_cache", {texts * rows_, 2 * config_.kv_width()}));
+            caches_.push_back(
+                arena_.take<floatX>("kv_cache", {texts * rows_, 2 * config_.layer(l).kv_width()}));
         for (Slot& slot : slots_)
             for (const TensorX& all : caches_)
                 slot.cache.layers.push_back(all.rows_at(number_of(slot) * rows_, rows_));
@@ -136,10 +137,11 @@ class Decoding {
     }
     // Copies the first rows of a slot's keys and values to another slot.
     void copy_keys(Slot& to, const Slot& from, int64_t rows) {
-        const int64_t columns = 2 * config_.kv_width();
-        for (size_t l = 0; l < caches_.size(); l++)
+        for (size_t l = 0; l < caches_.size(); l++) {
+            const int64_t columns = caches_[l].columns();
             copy_rows_on_device(to.cache.layers[l].data(), columns, from.cache.layers[l].data(), columns,
                                 columns, rows, stream_);
+        }
     }
 
     // Begins texts in a free slot until one goes on after its first tokens, or there are no more.

@@ -5,6 +5,7 @@
 #include "llmc/family_gpt2.h"
 #include "llmc/family_llama.h"
 #include "llmc/family_qwen.h"
+#include "llmc/family_uneven.h"
 #include "llmc/text.h"
 
 inline constexpr const Family* kFamilies[] = {&kGpt2, &kLlama, &kMistral, &kQwen2, &kQwen3, &kBloom};
@@ -72,13 +73,16 @@ inline void check_config(const ModelConfig& c, const std::string& where) {
     positive("positions", c.positions, kMostPositions);
     positive("layers", c.layers, kMostLayers);
     positive("channels", c.channels, kMostChannels);
-    positive("heads", c.heads, c.channels);
-    positive("key/value heads", c.kv_heads, c.heads);
-    positive("channels in a head", c.head_size, kMostHeadSize);
-    positive("channels in the MLP", c.mlp_width, kMostMlpWidth);
-    positive("channels in all heads", static_cast<int>(c.query_width()), kMostMlpWidth);
-    if (c.heads % c.kv_heads != 0)
-        fail("%s: %d heads are not a multiple of %d key/value heads", where.c_str(), c.heads, c.kv_heads);
+    for (int i = 0; i < (c.uneven.empty() ? 1 : c.layers); i++) {
+        const LayerConfig& l = c.layer(i);
+        positive("heads", l.heads, c.channels);
+        positive("key/value heads", l.kv_heads, l.heads);
+        positive("channels in a head", l.head_size, kMostHeadSize);
+        positive("channels in the MLP", l.mlp_width, kMostMlpWidth);
+        positive("channels in all heads", static_cast<int>(l.query_width()), kMostMlpWidth);
+        if (l.heads % l.kv_heads != 0)
+            fail("%s: %d heads are not a multiple of %d key/value heads", where.c_str(), l.heads, l.kv_heads);
+    }
 }
 
 // Fails unless the quantization_config of a model says NF4.
@@ -100,7 +104,7 @@ inline ModelConfig parse_config(const nlohmann::json& json, const std::string& f
     const ConfigReader r(json, file);
     const std::string type = r.text("model_type", "gpt2");
     ModelConfig c;
-    c.family = find_family(type);
+    c.family = type == kUneven.name ? &kUneven : find_family(type);
     if (!c.family)
         fail("%s: 'model_type' is \"%s\"; there are %s", file.c_str(), printable(type).c_str(),
              family_names().c_str());

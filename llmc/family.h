@@ -113,7 +113,7 @@ struct Family {
     // Fills in a new model's other sizes; channels, heads and positions are given.
     void (*begin)(ModelConfig&);
     Table (*embeddings)(const ModelConfig&);
-    Table (*block)(const ModelConfig&);  // the names do not include "h.3." or the like
+    Table (*block)(const ModelConfig&, const LayerConfig&);  // the names do not include "h.3." or the like
     Table (*head)(const ModelConfig&);
     const char* blocks;  // "h" or "layers": comes before a block's number in names
     // True if the family's class has dropout in training: of attention probabilities, of what is added to the

@@ -53,7 +53,7 @@ inline Table embeddings(const ModelConfig& c) {
             row(Field::EmbeddingNormBias, "word_embeddings_layernorm.bias", {c.channels}, Init::Zero)};
 }
 
-inline Table block(const ModelConfig& c) {
+inline Table block(const ModelConfig& c, const LayerConfig&) {
     const int64_t C = c.channels;
     return {
         row(Field::QkvWeight, "self_attention.query_key_value.weight", {3 * C, C}, Init::Normal),

@@ -52,7 +52,7 @@ inline Table embeddings(const ModelConfig& c) {
     return {tokens, row(Field::PositionEmbedding, "wpe.weight", {c.positions, c.channels}, Init::Normal)};
 }
 
-inline Table block(const ModelConfig& c) {
+inline Table block(const ModelConfig& c, const LayerConfig&) {
     const int64_t C = c.channels;
     return {
         row(Field::QkvWeight, "attn.c_attn.weight", {C, 3 * C}, Init::Normal),

@@ -170,8 +170,8 @@ inline Table embeddings(const ModelConfig& c) {
     return {tokens};
 }
 
-inline Table block(const ModelConfig& c) {
-    const int64_t C = c.channels, Q = c.query_width(), KV = c.kv_width(), F = c.mlp_width;
+inline Table block(const ModelConfig& c, const LayerConfig& layer) {
+    const int64_t C = c.channels, Q = layer.query_width(), KV = layer.kv_width(), F = layer.mlp_width;
     return {
         {Field::QkvWeight,
          {{"self_attn.q_proj.weight", {Q, C}},

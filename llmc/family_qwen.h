@@ -34,9 +34,9 @@ inline void write(const ModelConfig& c, nlohmann::json& json) {
     write_window(c, json);
 }
 
-inline Table block(const ModelConfig& c) {
-    Table table = llama::block(c);
-    const int64_t Q = c.query_width(), KV = c.kv_width();
+inline Table block(const ModelConfig& c, const LayerConfig& layer) {
+    Table table = llama::block(c, layer);
+    const int64_t Q = layer.query_width(), KV = layer.kv_width();
     table.push_back(
         {Field::QkvBias,
          {{"self_attn.q_proj.bias", {Q}}, {"self_attn.k_proj.bias", {KV}}, {"self_attn.v_proj.bias", {KV}}},
@@ -71,10 +71,10 @@ inline void read(const ConfigReader& r, ModelConfig& c) {
     qwen2::read_window(r, c);
 }
 
-inline Table block(const ModelConfig& c) {
-    Table table = llama::block(c);
-    table.push_back(row(Field::QueryNormWeight, "self_attn.q_norm.weight", {c.head_size}, Init::One));
-    table.push_back(row(Field::KeyNormWeight, "self_attn.k_norm.weight", {c.head_size}, Init::One));
+inline Table block(const ModelConfig& c, const LayerConfig& layer) {
+    Table table = llama::block(c, layer);
+    table.push_back(row(Field::QueryNormWeight, "self_attn.q_norm.weight", {layer.head_size}, Init::One));
+    table.push_back(row(Field::KeyNormWeight, "self_attn.k_norm.weight", {layer.head_size}, Init::One));
     return table;
 }
 }  // namespace qwen3

@@ -443,7 +443,8 @@ class GgufModel {
         check("", family.embeddings(config_));
         check("", family.head(config_));
         for (int l = 0; l < config_.layers; l++)
-            check(std::string(family.blocks) + "." + std::to_string(l) + ".", family.block(config_));
+            check(std::string(family.blocks) + "." + std::to_string(l) + ".",
+                  family.block(config_, config_.layer(l)));
         for (const GgufTensor& tensor : file_.tensors())
             if (!known.contains(tensor.name))
                 fail("%s: tensor \"%s\" is not of a %s model as it is known here", file_.path().c_str(),

@@ -112,7 +112,7 @@ class Gpt {
     // Points the views at the states' memory, and at the position factors' on the device. Call it when these
     // are allocated.
     void bind(float* position_factors_at) {
-        attention_.bind(
+        keys().bind(
             TensorF(position_factors_at, {static_cast<int64_t>(position_factors(config_).size())}));
         weights_.bind();
     }

@@ -143,7 +143,7 @@ class MlpLayer {
     // The activation (.., mlp_width) of the first product.
     TensorX activate(const TensorX& up) {
         Shape shape = up.shape();
-        shape.dims[shape.count - 1] = config_.mlp_width;
+        if (family_.mlp == MlpKind::SwiGlu) shape.dims[shape.count - 1] /= 2;  // the gate's half
         TensorX out = arena_.take<floatX>(family_.mlp == MlpKind::Gelu ? "gelu" : "swiglu", shape);
         if (family_.mlp == MlpKind::Gelu)
             gelu_forward(out, up, stream_);

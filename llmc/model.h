@@ -136,17 +136,19 @@ inline std::string block_prefix(const Family& family, int layer) {
     return std::string(family.blocks) + "." + std::to_string(layer) + ".";
 }
 
+// The tensors of a unit, as the model's family has them.
+inline Table family_table(const ModelConfig& c, int unit) {
+    if (unit == 0) return c.family->embeddings(c);
+    return unit <= c.layers ? c.family->block(c, c.layer(unit - 1)) : c.family->head(c);
+}
+
 // Where every tensor of a model, or of an adapter, is in memory. The same layout holds for weights, gradients
 // and optimizer state.
 class Layout {
   public:
     // Layout of the model's own tensors.
     explicit Layout(const ModelConfig& config)
-        : Layout(config, config.family->prefix, [&](int unit) {
-              const Family& family = *config.family;
-              if (unit == 0) return family.embeddings(config);
-              return unit <= config.layers ? family.block(config) : family.head(config);
-          }) {}
+        : Layout(config, config.family->prefix, [&](int unit) { return family_table(config, unit); }) {}
     // Layout of the tensors in other tables: table(unit) may be empty. Their names in files begin with
     // `prefix`.
     template <class Tables>

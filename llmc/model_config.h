@@ -48,7 +48,21 @@ inline double stretched_positions(const RopeScaling& s, int positions) {
 
 struct Family;
 
-struct ModelConfig {
+// What the layers of a model may differ in.
+struct LayerConfig {
+    int heads = 0, kv_heads = 0;  // of queries; of keys and values, each for heads / kv_heads heads
+    int head_size = 0;            // head_size times heads need not equal channels
+    int mlp_width = 0;            // of the activation's output
+    int window = 0;               // keys that a query attends to, itself included; 0: all before it
+
+    int64_t query_width() const { return int64_t{heads} * head_size; }
+    int64_t kv_width() const { return int64_t{kv_heads} * head_size; }
+    int64_t qkv_width() const { return query_width() + 2 * kv_width(); }
+    bool operator==(const LayerConfig&) const = default;
+};
+
+// The fields of LayerConfig are those of all layers or, if layers differ, of most: use layer(l).
+struct ModelConfig : LayerConfig {
     const Family* family = nullptr;
     int vocabulary = 0;  // number of tokens; the embedding has padded_vocabulary() rows
     int positions = 0;   // the longest sequence without extension by `rope`: see longest()
@@ -57,12 +71,9 @@ struct ModelConfig {
     // If learned positions are extended (model_positions.h): the rows that the model's files have; else 0.
     int grown_from = 0;
     int layers = 0, channels = 0;
-    int heads = 0, kv_heads = 0;  // of queries; of keys and values, each for heads / kv_heads heads
-    int head_size = 0;            // head_size times heads need not equal channels
-    int mlp_width = 0;            // of the activation's output
+    std::vector<LayerConfig> uneven;  // if layers differ: each of them; else empty
     double norm_epsilon = 1e-5;
     bool tied = true;      // the head's matrix is the token embedding
-    int window = 0;        // keys that a query attends to, itself included; 0: all before it
     RopeScaling rope;      // for rotary positions
     bool has_nf4 = false;  // the model's files have the blocks' matrices in NF4
     // The tokens that begin and end a text, as the model's folder says; they are copied to saves. Generation
@@ -74,15 +85,21 @@ struct ModelConfig {
     int padded_vocabulary() const { return (vocabulary + 127) / 128 * 128; }
     // The longest sequence, in tokens.
     int longest() const;
-    int64_t query_width() const { return int64_t{heads} * head_size; }
-    int64_t kv_width() const { return int64_t{kv_heads} * head_size; }
-    int64_t qkv_width() const { return query_width() + 2 * kv_width(); }
+    // A layer, from 0 on.
+    const LayerConfig& layer(int number) const {
+        return uneven.empty() ? *this : uneven[static_cast<size_t>(number)];
+    }
+    // Of the layer with the widest keys.
+    int64_t most_kv_width() const {
+        int64_t most = layer(0).kv_width();
+        for (const LayerConfig& l : uneven) most = std::max(most, l.kv_width());
+        return most;
+    }
     // True if the models have the same sizes and settings. The tokens that begin or end a text may differ.
     bool operator==(const ModelConfig& o) const {
         return family == o.family && vocabulary == o.vocabulary && positions == o.positions &&
-               layers == o.layers && channels == o.channels && heads == o.heads && kv_heads == o.kv_heads &&
-               head_size == o.head_size && mlp_width == o.mlp_width && norm_epsilon == o.norm_epsilon &&
-               tied == o.tied && window == o.window && rope == o.rope;
+               layers == o.layers && channels == o.channels && LayerConfig(*this) == LayerConfig(o) &&
+               uneven == o.uneven && norm_epsilon == o.norm_epsilon && tied == o.tied && rope == o.rope;
     }
 };
 

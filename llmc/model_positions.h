@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <numbers>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "llmc/error.h"
@@ -101,12 +102,29 @@ inline std::vector<float> alibi_slopes(int heads) {
     return slopes;
 }
 
-// (head_size / 2) inverse frequencies, (heads) slopes, or nothing for learned positions. `length` is the
-// length of the run's sequences in tokens; only the scaling `dynamic` depends on it.
+// Of all layers or, if layers differ, of one after the other: (head_size / 2) inverse frequencies, (heads)
+// slopes, or nothing for learned positions. `length` is the length of the run's sequences in tokens; only the
+// scaling `dynamic` depends on it.
 inline std::vector<float> position_factors(const ModelConfig& c, int length = 0) {
-    if (c.family->position == PositionKind::Rotary) return inverse_frequencies(c.head_size, c.rope, length);
-    if (c.family->position == PositionKind::Alibi) return alibi_slopes(c.heads);
-    return {};
+    std::vector<float> all;
+    for (int l = 0; l < (c.uneven.empty() ? 1 : c.layers); l++) {
+        std::vector<float> of_layer;
+        if (c.family->position == PositionKind::Rotary)
+            of_layer = inverse_frequencies(c.layer(l).head_size, c.rope, length);
+        if (c.family->position == PositionKind::Alibi) of_layer = alibi_slopes(c.layer(l).heads);
+        all.insert(all.end(), of_layer.begin(), of_layer.end());
+    }
+    return all;
+}
+// Where the factors of a layer are among them: the first one, and how many.
+inline std::pair<int64_t, int64_t> position_factors_of(const ModelConfig& c, int layer) {
+    const auto count = [&](int l) -> int64_t {
+        if (c.family->position == PositionKind::Rotary) return c.layer(l).head_size / 2;
+        return c.family->position == PositionKind::Alibi ? c.layer(l).heads : 0;
+    };
+    int64_t first = 0;
+    for (int l = 0; !c.uneven.empty() && l < layer; l++) first += count(l);
+    return {first, count(layer)};
 }
 
 // ---- longer sequences

@@ -229,10 +229,11 @@ class OffloadedKeys {
     }
 
     // Takes the buffers, until release(), for rows of `columns` elements, a row's keys and values together.
-    void take(int64_t columns, bool with_sums) {
+    // Pieces are as large as the layer with `most_columns` needs them.
+    void take(int64_t columns, int64_t most_columns, bool with_sums) {
         if (!offloads()) return;
         columns_ = columns;
-        keys_.piece_bytes = piece_bytes(rows_, columns);
+        keys_.piece_bytes = piece_bytes(rows_, most_columns);
         const auto take = [&](OffloadBuffer& buffer, const char* name) {
             buffer.take(name, StoredPieces::buffer_bytes(keys_.piece_bytes), "activation",
                         pieces_in(stored_keys_));
@@ -240,7 +241,7 @@ class OffloadedKeys {
         take(own_, "keys_and_values");
         for (OffloadBuffer& buffer : keys_.buffers) take(buffer, "offloaded_keys");
         if (!with_sums) return;
-        sums_.piece_bytes = sums_bytes(rows_, columns);
+        sums_.piece_bytes = sums_bytes(rows_, most_columns);
         for (OffloadBuffer& buffer : sums_.buffers)
             buffer.take("offloaded_key_sums", StoredPieces::buffer_bytes(sums_.piece_bytes), "gradient",
                         pieces_in(stored_sums_));

@@ -169,7 +169,7 @@ class OffloadedMemory {
     Place place_of_key_sums() const {
         return place_of_pieces(o_.steps > 0, OffloadedKeys<T>::sums_bytes(key_chunk_rows(), kv_columns()));
     }
-    int64_t kv_columns() const { return 2 * model_.layout.config().kv_width(); }
+    int64_t kv_columns() const { return 2 * model_.layout.config().most_kv_width(); }
     Place place_of_pieces(bool needed, size_t bytes) const {
         const int64_t rows = key_chunk_rows(), count = rows > 0 ? ceil_div(length(), rows) : 0;
         return {"--offload keys=disk", kActivationPlacement, needed ? static_cast<size_t>(count) * bytes : 0,

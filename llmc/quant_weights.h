@@ -112,8 +112,7 @@ inline Field head_field(const ModelConfig& c) { return c.tied ? Field::TokenEmbe
 // fields `others`.
 inline Layout layout_without(const ModelConfig& c, bool matrices, const std::vector<Field>& others) {
     return Layout(c, c.family->prefix, [&](int unit) {
-        const Family& family = *c.family;
-        Table table = unit == 0 ? family.embeddings(c) : unit > c.layers ? family.head(c) : family.block(c);
+        Table table = family_table(c, unit);
         std::erase_if(table, [&](const Row& row) {
             return (matrices && is_linear(row.field)) ||
                    std::find(others.begin(), others.end(), row.field) != others.end();

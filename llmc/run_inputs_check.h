@@ -376,6 +376,9 @@ inline void RunInputs::read_exported() {
     if (o_.export_file.empty()) return;
     const std::string option = "--export " + o_.export_file;
     if (adapter.kind == Trained::Prompt) fail("%s: GGUF has no soft prompts", option.c_str());
+    if (!config.uneven.empty())
+        fail("%s: the layers of this %s differ in their sizes, which is not written as GGUF", option.c_str(),
+             config.family->name);
     if (o_.export_part == "adapter") return;
     check_rope_for_gguf(config, option);
     std::map<std::string, std::string> templates;
@@ -406,11 +409,12 @@ void check_attention(const RunConfig& o, const ModelConfig& config) {
         fail(
             "--advanced attention=hopper: this build has no such kernels; make DEVICE=cuda PRECISION=bf16 "
             "with 90a in CUDA_ARCH does, and attention=common is in each");
-    if (!hopper_attention_supports(config.head_size))
-        fail(
-            "--advanced attention=hopper does heads of 64 and 128 channels, and the model's have %d: use "
-            "attention=common",
-            config.head_size);
+    for (int l = 0; l < config.layers; l++)
+        if (const int size = config.layer(l).head_size; !hopper_attention_supports(size))
+            fail(
+                "--advanced attention=hopper does heads of 64 and 128 channels, and the model's have %d: use "
+                "attention=common",
+                size);
 }
 
 // Fails unless there is a device for this binary and for the attention that was asked for.

@@ -166,7 +166,9 @@ class RunModel {
     // is the length of the sequence, or the mean length of packed examples.
     double flops_of_token(double attended, bool forward_only) const {
         const ModelConfig& config = in_.config;
-        const double attention = static_cast<double>(config.layers * config.query_width()) * attended;
+        int64_t queries = 0;
+        for (int l = 0; l < config.layers; l++) queries += config.layer(l).query_width();
+        const double attention = static_cast<double>(queries) * attended;
         const double model = static_cast<double>(whole.multiplied());
         const bool has_lora = adapter && in_.adapter.kind == Trained::Lora;
         const double lora = has_lora ? static_cast<double>(adapter->layout.count()) : 0;

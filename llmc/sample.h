@@ -118,7 +118,7 @@ void generate(Arena& arena, Stream stream, const ModelConfig& config, Model& mod
     KvCache cache;
     const int64_t positions = model.prompt_len() + static_cast<int64_t>(prompt.size()) + new_tokens;
     for (int l = 0; l < config.layers; l++)
-        cache.layers.push_back(arena.take<floatX>("kv_cache", {positions, 2 * config.kv_width()}));
+        cache.layers.push_back(arena.take<floatX>("kv_cache", {positions, 2 * config.layer(l).kv_width()}));
     std::vector<int> next = {choose(logits_after_prompt(arena, stream, model, prompt, cache))};
     arena.repeat(new_tokens - 1, [&] {
         // A dry run executes the last turn, which has the most keys.

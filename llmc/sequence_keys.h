@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "llmc/attention.cuh"
-#include "llmc/model.h"
+#include "llmc/model_positions.h"
 #include "llmc/offload_activations.h"
 #include "llmc/rows.h"
 #include "llmc/tensor.h"
@@ -44,6 +44,7 @@ struct KvCache {
 //     a piece of offloaded keys        the piece           the piece's first  those of the sequence
 //     several texts that are decoded   `each` has them; the rest is not used
 struct KvRows {
+    int layer = 0;
     TensorX all;  // (.., 2 kv_width())
     int64_t rows = 0;
     int rows_before = 0;     // how many rows of the sequence come before the current ones
@@ -68,19 +69,16 @@ inline KvRows KvCache::rows_of(int layer) const {
     }
     if (!each.empty()) return of_each;
     const TensorX& all = layers[static_cast<size_t>(layer)];
-    return {.all = all.view(), .rows = all.rows(), .rows_before = length};
+    return {.layer = layer, .all = all.view(), .rows = all.rows(), .rows_before = length};
 }
 
 class SequenceKeys {
   public:
-    // `position_factors`: the tensor that will have the position factors on the device.
-    SequenceKeys(Arena& arena, const Stream& stream, const ModelConfig& config,
-                 const TensorF& position_factors, bool hopper)
+    SequenceKeys(Arena& arena, const Stream& stream, const ModelConfig& config, bool hopper)
         : arena_(arena),
           stream_(stream),
           config_(config),
           family_(*config.family),
-          position_factors_(position_factors),
           hopper_(hopper),
           offloaded_(arena, stream) {}
     SequenceKeys(const SequenceKeys&) = delete;
@@ -90,20 +88,23 @@ class SequenceKeys {
     void offload_to(PieceSource* keys, PieceSource* sums, int64_t rows) { offloaded_.use(rows, keys, sums); }
 
     // The columns of a packed qkv where the keys and the values begin.
-    int64_t keys_at() const { return family_.heads_together ? config_.head_size : config_.query_width(); }
-    int64_t values_at() const {
-        return keys_at() + (family_.heads_together ? config_.head_size : config_.kv_width());
+    int64_t keys_at(const LayerConfig& c) const {
+        return family_.heads_together ? c.head_size : c.query_width();
+    }
+    int64_t values_at(const LayerConfig& c) const {
+        return keys_at(c) + (family_.heads_together ? c.head_size : c.kv_width());
     }
 
     // Call around a block whose rows go in chunks: they take and release the buffers of offloaded keys, and
     // for backward also of the sums of their gradients.
-    void begin_block() { offloaded_.take(2 * config_.kv_width(), false); }
-    void begin_block_for_backward() { offloaded_.take(2 * config_.kv_width(), true); }
+    void begin_block(int layer) { take_offloaded(layer, false); }
+    void begin_block_for_backward(int layer) { take_offloaded(layer, true); }
     void end_block() { offloaded_.release(); }
-    // Begins sequence `entry` of the batch, of `rows` rows, none of which has keys yet, in chunks of
-    // chunk_rows.
-    KvRows begin_sequence(int64_t rows, int entry, int64_t chunk_rows) {
-        KvRows kv{.all = {},
+    // Begins sequence `entry` of the batch in a layer, of `rows` rows, none of which has keys yet, in chunks
+    // of chunk_rows.
+    KvRows begin_sequence(int layer, int64_t rows, int entry, int64_t chunk_rows) {
+        KvRows kv{.layer = layer,
+                  .all = {},
                   .rows = rows,
                   .entry = entry,
                   .in_chunks = true,
@@ -112,7 +113,7 @@ class SequenceKeys {
         if (kv.offloaded)
             offloaded_.begin();
         else
-            kv.all = arena_.take<floatX>("keys_and_values", {rows, 2 * config_.kv_width()});
+            kv.all = arena_.take<floatX>("keys_and_values", {rows, kv_columns(layer)});
         return kv;
     }
     // Begins a sequence's backward: zeroes the sums of its keys' and values' gradients. Offloaded sums are
@@ -120,7 +121,8 @@ class SequenceKeys {
     void begin_gradients(KvRows& kv) {
         if (kv.offloaded) return;
         for (TensorF* const sums : {&kv.dk_sums, &kv.dv_sums}) {
-            *sums = arena_.take<float>("d_kv_sums", {kv.rows, config_.kv_width()}, "gradient");
+            *sums =
+                arena_.take<float>("d_kv_sums", {kv.rows, config_.layer(kv.layer).kv_width()}, "gradient");
             fill_zero(*sums, stream_);
         }
     }
@@ -134,40 +136,42 @@ class SequenceKeys {
 
     // Appends the keys and values of qkv (1, T, qkv_width()) to kv.
     void append(const TensorX& qkv, KvRows& kv) {
-        const int64_t row = 2 * config_.kv_width(), size = config_.head_size, T = qkv.rows();
+        const LayerConfig& c = config_.layer(kv.layer);
+        const int64_t row = 2 * c.kv_width(), size = c.head_size, T = qkv.rows();
         if (kv.offloaded) kv.all = offloaded_.own(T), kv.begin = kv.rows_before;
         floatX* const end = kv.all.at((kv.rows_before - kv.begin) * row);
-        const floatX* const from = qkv.at(keys_at());
+        const floatX* const from = qkv.at(keys_at(c));
         if (family_.heads_together)
-            copy_rows_on_device(end, 2 * size, from, 3 * size, 2 * size, T * config_.heads, stream_);
+            copy_rows_on_device(end, 2 * size, from, 3 * size, 2 * size, T * c.heads, stream_);
         else
-            copy_rows_on_device(end, row, from, config_.qkv_width(), row, T, stream_);
+            copy_rows_on_device(end, row, from, c.qkv_width(), row, T, stream_);
     }
 
     // What attention reads: a packed qkv (B, T, qkv_width()) attends to itself; with `kv`, rows (1, T, ..) of
     // one sequence attend to themselves and to the rows before them.
     AttentionInput<floatX> input(const TensorX& qkv, int layer, const Rows& rows, const KvRows* kv) const {
         const int B = static_cast<int>(qkv.shape().dims[0]), T = static_cast<int>(qkv.shape().dims[1]);
-        const int64_t row = config_.qkv_width(), size = config_.head_size;
+        const LayerConfig& c = config_.layer(layer);
+        const int64_t row = c.qkv_width(), size = c.head_size;
         const bool together = family_.heads_together;
         AttentionInput<floatX> in = {
             .batch = B,
-            .heads = config_.heads,
-            .head_size = config_.head_size,
+            .heads = c.heads,
+            .head_size = c.head_size,
             .queries = T,
             .keys = T,
             .q = qkv.data(),
-            .k = qkv.at(keys_at()),
-            .v = qkv.at(values_at()),
+            .k = qkv.at(keys_at(c)),
+            .v = qkv.at(values_at(c)),
             .q_row = row,
             .kv_row = row,
             .q_batch = T * row,
             .kv_batch = T * row,
-            .kv_heads = config_.kv_heads,
+            .kv_heads = c.kv_heads,
             .q_head = together ? 3 * size : size,
             .kv_head = together ? 3 * size : size,
-            .window = config_.window,
-            .alibi = family_.position == PositionKind::Alibi ? position_factors_.data() : nullptr,
+            .window = c.window,
+            .alibi = family_.position == PositionKind::Alibi ? factors_of(layer).data() : nullptr,
             .hopper = hopper_,
             .positions = rows.positions(qkv.rows()).data(),
             .document_ends = rows.documents->ends.data(),
@@ -175,11 +179,11 @@ class SequenceKeys {
         if (!kv) return in;
         // A row of kv has all keys, then all values; or, with heads_together, each head's key and value.
         in.dkv_row = row, in.dkv_head = in.kv_head;  // gradients are laid out as keys and values in qkv
-        in.kv_row = 2 * config_.kv_width();
+        in.kv_row = 2 * c.kv_width();
         in.in_chunks = kv->in_chunks;
         in.kv_head = together ? 2 * size : size;
         in.k = kv->all.data();
-        in.v = kv->all.at(together ? size : config_.kv_width());
+        in.v = kv->all.at(together ? size : c.kv_width());
         const int seen = kv->rows_before + T - kv->begin;  // keys from row `begin` on
         in.keys = static_cast<int>(std::min<int64_t>(kv->all.rows(), seen));
         in.later = seen - in.keys, in.left_out = kv->begin;
@@ -199,12 +203,26 @@ class SequenceKeys {
         for_each_seen_piece(qkv, layer, rows, kv, purpose, use);
     }
 
+    // The position factors of a layer.
+    TensorF factors_of(int layer) const {
+        const auto [first, count] = position_factors_of(config_, layer);
+        float* const all = position_factors_.data();
+        return TensorF(all ? all + first : nullptr, {count});
+    }
+    // Says where position_factors() are on the device.
+    void bind(TensorF position_factors) { position_factors_ = std::move(position_factors); }
+
   private:
+    int64_t kv_columns(int layer) const { return 2 * config_.layer(layer).kv_width(); }
+    void take_offloaded(int layer, bool with_sums) {
+        offloaded_.take(kv_columns(layer), 2 * config_.most_kv_width(), with_sums);
+    }
     template <class Use>
     void for_each_seen_piece(const TensorX& qkv, int layer, const Rows& rows, const KvRows* kv,
                              KeysFor purpose, Use&& use) {
         const bool with_sums = purpose == KeysFor::Backward;  // of the keys' gradients
-        const int64_t n = offloaded_.rows(), count = qkv.rows(), window = config_.window;
+        const LayerConfig& c = config_.layer(layer);
+        const int64_t n = offloaded_.rows(), count = qkv.rows(), window = c.window;
         const auto first_seen = [&](int64_t row) {
             return window > 0 ? std::max<int64_t>(0, row + 1 - window) / n : 0;
         };
@@ -225,8 +243,7 @@ class SequenceKeys {
             return is_last_chunk || piece < first_seen(kv->rows_before + n);
         };
         TensorF carried = arena_.take<float>(
-            "attention_carried",
-            {AttentionInput<floatX>::carried_size(count, config_.heads, config_.head_size)});
+            "attention_carried", {AttentionInput<floatX>::carried_size(count, c.heads, c.head_size)});
         const auto use_piece = [&](int64_t piece, KvRows& keys) {
             if (with_sums) {
                 const int64_t next = piece < own ? piece + 1 : first_seen(next_row);
@@ -240,7 +257,8 @@ class SequenceKeys {
             use(in);
         };
         const auto keys_from = [&](int64_t begin, TensorX all) {
-            return KvRows{.all = std::move(all),
+            return KvRows{.layer = layer,
+                          .all = std::move(all),
                           .rows = kv->rows,
                           .rows_before = kv->rows_before,
                           .entry = kv->entry,
@@ -265,7 +283,7 @@ class SequenceKeys {
     const Stream& stream_;
     const ModelConfig& config_;
     const Family& family_;
-    const TensorF& position_factors_;
+    TensorF position_factors_;
     const bool hopper_;
     OffloadedKeys<floatX> offloaded_;
 };

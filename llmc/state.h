@@ -220,8 +220,8 @@ class State {
     // The elements of a unit whose state this rank updates, counted from the unit's first.
     Slice own_slice(const Unit& unit) const { return options.slices.own(unit.size); }
     // Sets where the parts that are not on the device are stored. `blocks` and `block_gradients` have the
-    // weights and gradients of one block after another, block_bytes() each; `chunks` has the chunks,
-    // chunk_bytes() each.
+    // weights and gradients of one block after another, block_bytes() each: as the largest needs; `chunks`
+    // has the chunks, chunk_bytes() each.
     void lie_in(OffloadStorage* blocks, OffloadStorage* block_gradients, OffloadStorage* chunks) {
         for (StateBuffer& b : buffers_)
             if (!b.pieces.empty())
@@ -230,7 +230,10 @@ class State {
                                                            : chunks;
     }
     size_t block_bytes() const {
-        return whole_sectors(static_cast<size_t>(layout.units()[1].size) * sizeof(T));
+        int64_t largest = 0;
+        for (int l = 0; l < layout.config().layers; l++)
+            largest = std::max(largest, layout.units()[static_cast<size_t>(Layout::block_unit(l))].size);
+        return whole_sectors(static_cast<size_t>(largest) * sizeof(T));
     }
     const std::vector<StateChunk>& chunks() const { return chunks_; }  // in the order of the units
     // The numbers of a unit's chunks: from `first` up to, but not including, `end`.

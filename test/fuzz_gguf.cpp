@@ -19,7 +19,7 @@ void read_model(const std::string& path) {
         std::vector<unsigned char> data(tensor.bytes);
         tensor.file->read(tensor.offset, tensor.bytes, data.data());
     }
-    for (const Row& row : c.family->block(c))
+    for (const Row& row : c.family->block(c, c.layer(0)))
         for (const FileTensor& part : row.parts) {
             const std::string name = c.family->prefix + std::string(c.family->blocks) + ".0." + part.name;
             const GgufPart found =

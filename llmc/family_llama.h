@@ -222,7 +222,7 @@ inline constexpr Family kLlama = {.name = "llama",
 
 namespace mistral {
 // The attention window of all layers. Layer i has a window of `window` tokens if its layer type says so or,
-// without layer types, if slides(i). Fails if layers differ, because all blocks are alike here.
+// without layer types, if slides(i). Fails if layers differ: these families have one window.
 template <class Slides>
 int window_of_layers(const ConfigReader& r, const ModelConfig& c, int window, Slides&& slides) {
     const nlohmann::json& types = r.has("layer_types") ? r.json()["layer_types"] : nlohmann::json();

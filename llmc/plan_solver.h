@@ -86,8 +86,9 @@ class BlockRange {
     std::string_view path_, block_;
 };
 
-// The seconds that a block's transfers take in a phase, "forward" or "backward"; the same for all its blocks.
-// A disk either reads or writes; a link carries both directions at once.
+// The seconds that a block's transfers take in a phase, "forward" or "backward": the mean of its blocks, also
+// where these differ, because a block is fetched while others compute. A disk either reads or writes; a link
+// carries both directions at once.
 inline double moving_seconds(const Plan& plan, const std::vector<Segment>& segments, const std::string& phase,
                              const Rates& rates) {
     const auto is_of = [&](std::string_view range) { return range.starts_with(phase); };

@@ -1,7 +1,7 @@
 # make                   builds ./train for this machine
 # make deps              installs what that needs (Debian, Ubuntu)
 # make quick             builds ./train and the kernel tests, and runs a few tests of everything in three minutes
-# make test              installs what the tests need, and runs the tests that every change must pass (30 to 60 minutes on two cores)
+# make test              installs what the tests need, and runs the tests that every change must pass (20 to 40 minutes on two cores)
 # make install           puts the program, scripts, the first run's text, a manual page and shells' completions into PREFIX
 # make uninstall         removes them, and nothing outside of PREFIX
 # make format            formats the C++ sources

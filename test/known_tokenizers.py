@@ -71,11 +71,15 @@ TEXTS = {
 }
 
 
-def repository(first=0, step=1):
-    """The texts of this repository, or every `step`-th of them."""
+def repository_files():
+    """The texts of this repository."""
     paths = [path for pattern in ("*.md", "Makefile", "*.cu", "llmc/*", "test/*", "dev/*.py", "dev/*/*", "scripts/*")
              for path in sorted(ROOT.glob(pattern)) if path.is_file() and path.suffix not in (".png", ".txt")]
-    return "".join(path.read_text(errors="replace") for path in paths[first::step])
+    return [path.read_text(errors="replace") for path in paths]
+
+
+def repository():
+    return "".join(repository_files())
 
 
 def probe(folder, command, *arguments, inputs=(), code=0):

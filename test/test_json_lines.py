@@ -160,11 +160,15 @@ STRINGS = {
 }
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory, tokenizer):
+    return save_tokenizer(tmp_path_factory.mktemp("long"), tokenizer, PLAIN_CHATML, "<|endoftext|>", "<|im_end|>")
+
+
 @pytest.mark.parametrize("name", STRINGS)
-def test_long_strings(tmp_path_factory, tokenizer, name):
+def test_long_strings(plain, name):
     """Long strings are decoded inside their line, and the rest is parsed without them."""
-    folder = save_tokenizer(tmp_path_factory.mktemp("long"), tokenizer, PLAIN_CHATML, "<|endoftext|>", "<|im_end|>")
-    examples, text = reference.Examples(str(folder), "completions"), STRINGS[name]
+    folder, examples, text = plain, reader(plain), STRINGS[name]
     lines = []
     for example in ({"text": text}, {"a": [text, {text[:300]: text}], "text": text}, {"text": "short", "other": text},
                     {"prompt": text, "completion": "b"}, {"completion": text, "prompt": text[::-1]},

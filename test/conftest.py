@@ -18,8 +18,8 @@ sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "dev" / "data")]
 # files whose subject is the same in both. These files name the usual one: USUALLY = "fp32".
 MORE = bool(os.environ.get("MORE_TESTS"))
 # Files that take long begin first, the longest before others, so that no worker still has one when the others have ended.
-LONG = ("emulated", "devices_gpu", "memory", "devices_ends", "devices", "emulated_kernels", "families", "json_lines", "export", "bench_scripts",
-        "attention_rows", "train", "chosen_placements", "streaming")
+LONG = ("emulated", "devices_gpu", "tokenizers", "devices_ends", "devices", "emulated_kernels", "memory", "export", "json_lines",
+        "streamed_training", "bench_scripts", "families", "attention_rows", "gpu_plans", "streaming", "quantized_base", "embeddings", "train")
 
 
 # A test's signals must reach its runs, even if these tests were started with signals ignored (by nohup, or &

@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "llmc/arena.h"
-#include "llmc/disk_reader.h"
+#include "llmc/disk.h"
 #include "llmc/offload_buffer.h"
 #include "llmc/rows.h"  // From
 #include "llmc/work.h"
@@ -215,7 +215,7 @@ class HostBlockSource : public PieceSource {
 
 // ---- from the files of a frozen model
 //
-// Streams a frozen model's blocks from its own files: each is read straight from the disk (disk_reader.h)
+// Streams a frozen model's blocks from its own files: each is read straight from the disk (disk.h)
 // whenever it is needed. On a CPU it is read into its buffer; beside a GPU it is read into pinned memory and
 // copied from there on a separate stream.
 

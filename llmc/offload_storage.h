@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "llmc/device.h"
-#include "llmc/disk_queue.h"
+#include "llmc/disk.h"
 #include "llmc/file.h"
 #include "llmc/temporary_file.h"
 #include "llmc/work.h"

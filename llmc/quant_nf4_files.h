@@ -10,7 +10,7 @@
 #include <nlohmann/json.hpp>
 
 #include "llmc/checkpoint.h"
-#include "llmc/disk_reader.h"
+#include "llmc/disk.h"
 #include "llmc/quant_formats.h"
 #include "llmc/quant_nf4.cuh"
 #include "llmc/safetensors.h"

@@ -24,6 +24,15 @@ inline std::string host_name() {
     return name;
 }
 
+// A function of a loaded library (dlsym()), as whatever pointer to a function it initializes.
+struct LoadedFunction {
+    void* at;
+    template <class Function>
+    operator Function*() const {
+        return reinterpret_cast<Function*>(at);
+    }
+};
+
 // One process of a run.
 struct Rank {
     int number = 0, count = 1;
@@ -107,11 +116,15 @@ class RankEngine {
             receive.push_back({static_cast<char*>(all) + r * bytes, bytes});
         exchange(send, receive);
     }
-    // Returns when all ranks have called it.
-    void wait_for_all(const Rank& rank) {
-        std::vector<char> all(static_cast<size_t>(rank.count));
-        gather("", 1, all.data(), rank.count);
+    // A plain value of each of `count` ranks.
+    template <class T>
+    std::vector<T> gather(const T& own, int count) {
+        std::vector<T> all(static_cast<size_t>(count));
+        gather(&own, sizeof own, all.data(), count);
+        return all;
     }
+    // Returns when all ranks have called it.
+    void wait_for_all(const Rank& rank) { gather(char{}, rank.count); }
     // Ranks send each other signs of life. If none comes from a rank for this long, it is lost (see OnLost).
     // A rank that is slow, or waits for a disk, is not lost.
     virtual void set_patience(double seconds) = 0;

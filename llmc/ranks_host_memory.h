@@ -37,7 +37,7 @@ class SharedHostMemory {
             pid_t process;
             int file;
         };
-        const auto places = gather(Place{getpid(), made.fd()});
+        const auto places = engine_.gather(Place{getpid(), made.fd()}, rank_.count);
         const Place& first = places[static_cast<size_t>(rank_.number - rank_.number_on_this_machine)];
         const OpenFile opened(
             open(format("/proc/%d/fd/%d", first.process, first.file).c_str(), O_RDWR | O_CLOEXEC));
@@ -45,7 +45,7 @@ class SharedHostMemory {
                                          : mmap(nullptr, std::max<size_t>(bytes, 1), PROT_READ | PROT_WRITE,
                                                 MAP_SHARED, opened.fd(), 0);
         const int error = at == MAP_FAILED ? errno : 0;
-        gather(error);  // the first rank closes its file when all have opened it
+        engine_.gather(error, rank_.count);  // the first rank closes its file when all have opened it
         if (error)
             fail("--offload: the GPUs of a machine share %s of its memory, and this rank cannot open it: %s",
                  size_text(bytes).c_str(), std::strerror(error));
@@ -59,12 +59,6 @@ class SharedHostMemory {
             fail("--offload: %s of memory for the GPUs of a machine cannot be made: %s",
                  size_text(bytes).c_str(), std::strerror(errno));
         return fd;
-    }
-    template <class T>
-    std::vector<T> gather(const T& own) const {
-        std::vector<T> all(static_cast<size_t>(rank_.count));
-        engine_.gather(&own, sizeof own, all.data(), rank_.count);
-        return all;
     }
 
     RankEngine& engine_;

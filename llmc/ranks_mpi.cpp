@@ -36,14 +36,14 @@ constexpr const char* kLibraries[] = {"libmpich.so.12", "libmpi.so.12", "libmpic
 // MPI's functions that are used here, and its handles.
 struct Mpi {
     void* const library = load();
-    decltype(&MPI_Init_thread) const init = function<decltype(&MPI_Init_thread)>("MPI_Init_thread");
-    decltype(&MPI_Isend) const isend = function<decltype(&MPI_Isend)>("MPI_Isend");
-    decltype(&MPI_Irecv) const irecv = function<decltype(&MPI_Irecv)>("MPI_Irecv");
-    decltype(&MPI_Test) const test = function<decltype(&MPI_Test)>("MPI_Test");
-    decltype(&MPI_Testall) const test_all = function<decltype(&MPI_Testall)>("MPI_Testall");
-    decltype(&MPI_Cancel) const cancel = function<decltype(&MPI_Cancel)>("MPI_Cancel");
-    decltype(&MPI_Abort) const abort = function<decltype(&MPI_Abort)>("MPI_Abort");
-    decltype(&MPI_Finalize) const finalize = function<decltype(&MPI_Finalize)>("MPI_Finalize");
+    decltype(&MPI_Init_thread) const init = function("MPI_Init_thread");
+    decltype(&MPI_Isend) const isend = function("MPI_Isend");
+    decltype(&MPI_Irecv) const irecv = function("MPI_Irecv");
+    decltype(&MPI_Test) const test = function("MPI_Test");
+    decltype(&MPI_Testall) const test_all = function("MPI_Testall");
+    decltype(&MPI_Cancel) const cancel = function("MPI_Cancel");
+    decltype(&MPI_Abort) const abort = function("MPI_Abort");
+    decltype(&MPI_Finalize) const finalize = function("MPI_Finalize");
 #ifdef OPEN_MPI  // its handles are addresses in the library
     MPI_Comm const world = reinterpret_cast<MPI_Comm>(dlsym(library, "ompi_mpi_comm_world"));
     MPI_Datatype const byte = reinterpret_cast<MPI_Datatype>(dlsym(library, "ompi_mpi_byte"));
@@ -56,10 +56,9 @@ struct Mpi {
     MPI_Info const no_info = MPI_INFO_NULL;
 #endif
 
-    template <class Function>
-    Function function(const char* name) const {
-        const auto found = reinterpret_cast<Function>(dlsym(library, name));
-        if (!found) fail("--devices: MPI lacks %s: %s", name, dlerror());
+    LoadedFunction function(const char* name) const {
+        const LoadedFunction found = {dlsym(library, name)};
+        if (!found.at) fail("--devices: MPI lacks %s: %s", name, dlerror());
         return found;
     }
 
@@ -302,14 +301,15 @@ class MpiEngine : public RankEngine {
     // Fails if MPI does not see the ranks that the environment says.
     void check_numbers() {
         int number = -1, count = 0;
-        const auto size = mpi_.function<decltype(&MPI_Comm_size)>("MPI_Comm_size");
-        mpi_.function<decltype(&MPI_Comm_rank)>("MPI_Comm_rank")(mpi_.world, &number);
+        const decltype(&MPI_Comm_size) size = mpi_.function("MPI_Comm_size");
+        const decltype(&MPI_Comm_rank) rank = mpi_.function("MPI_Comm_rank");
+        const decltype(&MPI_Comm_split_type) split_type = mpi_.function("MPI_Comm_split_type");
+        rank(mpi_.world, &number);
         size(mpi_.world, &count);
         MPI_Comm here;
-        mpi_.function<decltype(&MPI_Comm_split_type)>("MPI_Comm_split_type")(mpi_.world, MPI_COMM_TYPE_SHARED,
-                                                                             0, mpi_.no_info, &here);
+        split_type(mpi_.world, MPI_COMM_TYPE_SHARED, 0, mpi_.no_info, &here);
         size(here, &rank_.on_this_machine);
-        mpi_.function<decltype(&MPI_Comm_rank)>("MPI_Comm_rank")(here, &rank_.number_on_this_machine);
+        rank(here, &rank_.number_on_this_machine);
         if (number != rank_.number || count != rank_.count)
             fail(
                 "--devices: MPI calls this rank %d of %d, and the environment %d of %d: was this built with "

@@ -115,49 +115,18 @@ struct NcclCommunicator;
 struct Nccl {
     static constexpr int kSuccess = 0, kInProgress = 7, kBytes = 1;  // kBytes: the data type ncclUint8
 
-    int (*get_version)(int*);
-    int (*get_unique_id)(NcclId*);
-    int (*comm_init_rank)(NcclCommunicator**, int, NcclId, int);
-    int (*comm_destroy)(NcclCommunicator*);
-    int (*comm_abort)(NcclCommunicator*);
-    int (*comm_get_async_error)(NcclCommunicator*, int*);
-    int (*group_start)();
-    int (*group_end)();
-    int (*send)(const void*, size_t, int, int, NcclCommunicator*, cudaStream_t);
-    int (*receive)(void*, size_t, int, int, NcclCommunicator*, cudaStream_t);
-    const char* (*error_text)(int);
+    void* const library = load();
+    int (*const get_unique_id)(NcclId*) = function("ncclGetUniqueId");
+    int (*const comm_init_rank)(NcclCommunicator**, int, NcclId, int) = function("ncclCommInitRank");
+    int (*const comm_destroy)(NcclCommunicator*) = function("ncclCommDestroy");
+    int (*const comm_abort)(NcclCommunicator*) = function("ncclCommAbort");
+    int (*const comm_get_async_error)(NcclCommunicator*, int*) = function("ncclCommGetAsyncError");
+    int (*const group_start)() = function("ncclGroupStart");
+    int (*const group_end)() = function("ncclGroupEnd");
+    int (*const send)(const void*, size_t, int, int, NcclCommunicator*, cudaStream_t) = function("ncclSend");
+    int (*const receive)(void*, size_t, int, int, NcclCommunicator*, cudaStream_t) = function("ncclRecv");
+    const char* (*const error_text)(int) = function("ncclGetErrorString");
 
-    // Loads NCCL: the file that NCCL_LIBRARY names; else from the loader's path, the CUDA Toolkit's folder,
-    // or the active Python environment.
-    Nccl() {
-        void* library = nullptr;
-        std::string reason;
-        for (const std::string& path : places()) {
-            library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-            if (library) break;
-            if (reason.empty()) reason = dlerror();
-        }
-        if (!library)
-            fail(
-                "--devices: NCCL cannot be loaded: %s: install libnccl2, or nvidia-nccl-cu%d by pip, and set "
-                "NCCL_LIBRARY to the path of libnccl.so.2 if it is in no usual place",
-                reason.c_str(), CUDART_VERSION / 1000);
-        const auto load = [&](auto& function, const char* name) {
-            function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
-            if (!function) fail("--devices: this NCCL has no %s: it needs to be 2.7 or later", name);
-        };
-        load(get_version, "ncclGetVersion");
-        load(get_unique_id, "ncclGetUniqueId");
-        load(comm_init_rank, "ncclCommInitRank");
-        load(comm_destroy, "ncclCommDestroy");
-        load(comm_abort, "ncclCommAbort");
-        load(comm_get_async_error, "ncclCommGetAsyncError");
-        load(group_start, "ncclGroupStart");
-        load(group_end, "ncclGroupEnd");
-        load(send, "ncclSend");
-        load(receive, "ncclRecv");
-        load(error_text, "ncclGetErrorString");
-    }
     void check(int result, const char* what) const {
         if (const std::string fault = fault_text(result, what); !fault.empty()) fail("%s", fault.c_str());
     }
@@ -169,6 +138,24 @@ struct Nccl {
     }
 
   private:
+    // Loads NCCL: the file that NCCL_LIBRARY names; else from the loader's path, the CUDA Toolkit's folder,
+    // or the active Python environment.
+    static void* load() {
+        std::string reason;
+        for (const std::string& path : places()) {
+            if (void* const found = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL)) return found;
+            if (reason.empty()) reason = dlerror();
+        }
+        fail(
+            "--devices: NCCL cannot be loaded: %s: install libnccl2, or nvidia-nccl-cu%d by pip, and set "
+            "NCCL_LIBRARY to the path of libnccl.so.2 if it is in no usual place",
+            reason.c_str(), CUDART_VERSION / 1000);
+    }
+    LoadedFunction function(const char* name) const {
+        const LoadedFunction found = {dlsym(library, name)};
+        if (!found.at) fail("--devices: this NCCL has no %s: it needs to be 2.7 or later", name);
+        return found;
+    }
     static std::vector<std::string> places() {
         if (const char* named = getenv("NCCL_LIBRARY")) return {named};
         std::vector<std::string> all = {"libnccl.so.2", "/usr/local/cuda/lib64/libnccl.so.2"};
@@ -220,12 +207,10 @@ inline std::string own_gpu_text() {
 
 // Fails if two ranks have the same GPU; says so on the first rank if their GPUs differ in kind.
 inline void check_gpus_differ(RankEngine& engine, const Rank& rank) {
-    constexpr size_t kBytes = 512;
-    std::string own = own_gpu_text();
-    own.resize(kBytes);
-    std::vector<char> all(kBytes * static_cast<size_t>(rank.count));
-    engine.gather(own.data(), kBytes, all.data(), rank.count);
-    const auto gpu = [&](int r) { return words_of(all.data() + static_cast<size_t>(r) * kBytes, '\n'); };
+    std::array<char, 512> own = {};
+    own_gpu_text().copy(own.data(), own.size() - 1);
+    const auto all = engine.gather(own, rank.count);
+    const auto gpu = [&](int r) { return words_of(all[static_cast<size_t>(r)].data(), '\n'); };
     for (int r = 0; r < rank.count; r++)
         for (int other = 0; other < r; other++) {
             if (gpu(r)[1] == gpu(other)[1])
@@ -326,13 +311,8 @@ class RankTransfers {
         setenv(kNcclChannels, std::to_string(nccl_channels(rank.count)).c_str(), 0);
         NcclId id{};
         if (rank.is_first()) nccl_.check(nccl_.get_unique_id(&id), "no identifier");
-        // The first rank's identifier, for all.
-        std::vector<Part> send(static_cast<size_t>(rank.count)), receive(send.size());
-        if (rank.is_first()) std::fill(send.begin(), send.end(), Part{id.bytes, sizeof id});
-        NcclId first{};
-        receive[0] = {first.bytes, sizeof first};
-        engine.exchange(send, receive);
-        nccl_.check(nccl_.comm_init_rank(&communicator_, rank.count, first, rank.number),
+        const std::vector<NcclId> ids = engine.gather(id, rank.count);
+        nccl_.check(nccl_.comm_init_rank(&communicator_, rank.count, ids[0], rank.number),
                     "the GPUs cannot be connected");
         // If a network fails, NCCL's kernels wait for ever, and with them the main thread.
         engine.watch([this] { return fault(); });

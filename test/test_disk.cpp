@@ -10,8 +10,7 @@
 
 #include <gtest/gtest.h>
 
-#include "llmc/disk_queue.h"
-#include "llmc/disk_reader.h"
+#include "llmc/disk.h"
 #include "llmc/offload_storage.h"
 #include "test/file_helpers.h"
 

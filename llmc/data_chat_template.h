@@ -19,7 +19,7 @@
 
 #include "llmc/data_json_lines.h"
 #include "llmc/file.h"
-#include "llmc/gguf_model.h"
+#include "llmc/gguf.h"
 #include "llmc/jinja.h"
 #include "llmc/jinja_strings.h"
 #include "llmc/tokenizer.h"

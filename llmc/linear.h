@@ -4,7 +4,6 @@
 
 #include "llmc/elementwise.cuh"
 #include "llmc/lora.cuh"
-#include "llmc/quant_weights.h"
 
 // The matrix as a product reads it: where it is, or dequantized into the arena.
 inline TensorX weight_of(Arena& arena, Stream stream, const Linear<floatX>& w) {

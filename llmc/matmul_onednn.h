@@ -24,7 +24,6 @@
 #include <oneapi/dnnl/dnnl.hpp>
 
 #include "llmc/arena.h"
-#include "llmc/elementwise.cuh"
 #include "llmc/free_memory.h"
 #include "llmc/simt.h"
 #include "llmc/simt_vector.h"

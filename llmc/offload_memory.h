@@ -9,7 +9,6 @@
 
 #include "llmc/offload_activations.h"
 #include "llmc/offload_blocks.h"
-#include "llmc/offload_embeddings.h"
 #include "llmc/offload_optimizer.h"
 #include "llmc/offload_storage.h"
 #include "llmc/run_config.h"

@@ -14,6 +14,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "llmc/attention.cuh"
 #include "llmc/run_config.h"
 #include "llmc/options_placement.h"
 #include "llmc/plan_free_memory.h"

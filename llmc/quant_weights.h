@@ -15,7 +15,7 @@
 #include "llmc/adapter.h"
 #include "llmc/checkpoint.h"
 #include "llmc/gguf_model.h"
-#include "llmc/offload_blocks.h"
+#include "llmc/disk.h"
 #include "llmc/quant_formats.h"
 #include "llmc/quant_nf4_files.h"
 #include "llmc/ranks_host_memory.h"

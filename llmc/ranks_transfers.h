@@ -19,7 +19,6 @@
 #include <vector>
 
 #include "llmc/device.h"
-#include "llmc/file.h"
 #include "llmc/ranks.h"
 #include "llmc/ranks_slices.h"
 #include "llmc/text.h"

@@ -13,7 +13,6 @@
 #include <utility>
 #include <vector>
 
-#include "llmc/attention.cuh"
 #include "llmc/checkpoint.h"
 #include "llmc/data_tokens.h"
 #include "llmc/dataset.h"

@@ -11,7 +11,6 @@
 #include "llmc/adapter.h"
 #include "llmc/checkpoint.h"
 #include "llmc/embedding_and_head.h"
-#include "llmc/quant_weights.h"
 #include "llmc/run_model.h"
 
 template <class T>

@@ -119,8 +119,9 @@ bool Step::train(int64_t number, double rate, const std::function<bool()>& stops
 }
 
 // The pass of a step that begins with this micro-batch. Only the last pass needs the sums of squares. But
-// passes that run the same plan must take the same memory, so all that add to gradients compute the sums. On
-// several devices the first pass does too: so its plan, which the report shows, has the exchange's buffers.
+// passes that run the same plan must take the same memory, so every pass that adds to gradients computes the
+// sums. On several devices the first pass computes them too, so that its plan, which the report shows, has
+// the buffers of the exchange.
 StepPass Step::pass_from(int first_micro_batch) const {
     const bool accumulate = first_micro_batch > 0;
     const bool is_last = first_micro_batch + micro_batches_per_pass() >= run_.own_micro_batches();
@@ -139,8 +140,8 @@ void Step::forward_backward_pass(const StepPass& pass, float loss_scale) {
 // Runs operations in the memory of their plan. On a GPU the second run records them as a graph, and later
 // ones replay it. A plan has one graph, and another in which ranks exchange gradients. All runs of a graph
 // must enqueue the same operations: whatever changes is in device memory or is done by the host (host_act()).
-// A graph keeps the loss scale with which it was recorded. That is right: it is the same in all steps, unless
-// batches are packed, and those bring their own in device memory.
+// A graph keeps the loss scale with which it was recorded. That is right, because the scale is the same in
+// all steps; only packed batches have different ones, which are in device memory.
 template <class Operations>
 void Step::run_in(Plan& plan, Operations&& operations, bool exchanges) {
     const auto run = [&] { arena_.run(plan, operations); };
@@ -240,7 +241,7 @@ void Gpt::backward_blocks(std::vector<MicroBatch>& micro_batches, const StepPass
         weights_.fetch(l);
         for (MicroBatch& m : micro_batches) {
             BlockActivations& a = m.blocks[static_cast<size_t>(l)];
-            // Likewise it is fetched by chunks of attention only if the block is recomputed.
+            // The input is fetched by chunks of attention if backward recomputes the block.
             const bool by_chunk = !a.middle;
             offloaded_inputs_.begin_backward(l, m.number, a.input, by_chunk);
             BlockGradient<floatX> g(trained_.layout.block(gradients.all.data(), l), m.accumulate);
@@ -282,7 +283,7 @@ void Gpt::forward_attention(int layer, BlockActivations& a, const Rows& rows, Ke
         if (!keep.attention) a.attention.out.drop(), a.attention.lse.drop();
     };
     if (mlp_.goes_in_chunks(a.input.rows())) {
-        // It has the name of what it holds in the end: if it is not kept, the block's output overwrites it.
+        // If it is not kept, the block's output overwrites it, so it has that tensor's name.
         a.middle = take(keep.middle ? "residual_middle" : "residual", a.input.shape());
         add_projection_in_chunks(a.middle, a.input, a.attention.out, layer, rows);
         return drop_attention();
@@ -409,7 +410,7 @@ HeadActivations Gpt::forward_head(const TensorX& x, const Rows& rows) {
 TensorX Gpt::forward_attention_in_chunks(int layer, BlockActivations& a, const Rows& rows, Keep keep) {
     Block<floatX>& w = weights_.block(layer);
     const DequantizedScope dequantized(arena_, stream_, {&w.qkv, &w.projection});
-    const bool stores_input = offloaded_inputs_.stores_by_chunk();  // as forward_blocks() decided
+    const bool stores_input = offloaded_inputs_.stores_by_chunk();  // forward_blocks() decided it
     const TensorX x = a.input.view();
     TensorX middle = stores_input || !keep.backward ? std::move(a.input) : take("residual", x.shape());
     SequenceKeys& keys = attention_.keys();

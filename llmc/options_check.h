@@ -73,7 +73,8 @@ inline void check_answers(const Asked& o) {
     if (!o.only_answers()) return;
     const std::string self = o.chat ? "--chat" : "--prompts " + o.prompts;
     if (o.chat && o.raw_prompt) fail("--raw-prompt: --chat writes a conversation in the model's chat format");
-    if (o.chat && !o.prompts.empty()) fail("--chat: answers you, and --prompts %s a file", o.prompts.c_str());
+    if (o.chat && !o.prompts.empty())
+        fail("--chat and --prompts %s cannot be combined: give one of them", o.prompts.c_str());
     for (const std::string& name :
          words_of("--data --val-data --prompt --sample.every --out --save-every --merge --export --epochs "
                   "--save-base --log --loss-by-position --eval-every --timeline --bench --memory --report "
@@ -81,8 +82,8 @@ inline void check_answers(const Asked& o) {
         if (o.has(name) && !o.of_save.contains(name))
             fail("%s only answers: leave %s out", self.c_str(), o.spelled(name).c_str());
     if (o.steps > 0) fail("%s trains nothing: leave --steps %s out", self.c_str(), o.first("--steps"));
-    if (o.batch == 0) fail("--batch auto is a training's; %s takes a number", self.c_str());
-    if (o.sample_tokens == 0) fail("%s: --sample tokens=0 leaves nothing to answer", self.c_str());
+    if (o.batch == 0) fail("--batch auto is for training; with %s, give a number", self.c_str());
+    if (o.sample_tokens == 0) fail("%s: with --sample tokens=0, answers have no tokens", self.c_str());
     if (parse_new_model(o.model) && o.resume.empty())
         fail("%s: --model %s is a new one, which knows nothing: give the folder of a trained model",
              self.c_str(), o.model.c_str());
@@ -93,7 +94,7 @@ inline void check_adapter_options(const Asked& o) {
     for (const char* name : {"--lora-rank", "--lora-alpha", "--lora-targets", "--lora-dropout"}) {
         if (!o.has(name)) continue;
         if (!o.adapter.empty() && name != std::string("--lora-dropout"))
-            fail("%s %s: %s %s has its own", name, o.first(name),
+            fail("%s %s: the adapter of %s %s keeps the one that it was trained with", name, o.first(name),
                  o.has("--adapter") ? "--adapter" : "--model", o.adapter.c_str());
         if (o.train != "lora") fail("%s %s is of an adapter: add --train lora", name, o.first(name));
     }
@@ -114,7 +115,7 @@ inline void check_adapter_options(const Asked& o) {
                  mixed);
     for (const char* name : {"--export.type", "--export.part"})
         if (o.has(name) && o.export_file.empty())
-            fail("--export %s=%s: and the name of the file?", std::strchr(name, '.') + 1, o.first(name));
+            fail("--export %s=%s: add --export FILE", std::strchr(name, '.') + 1, o.first(name));
     if (o.trains_adapter() && parse_new_model(o.model) && o.bench.empty())
         fail("--model %s makes a new model, and an adapter belongs to a trained one: give its folder",
              o.model.c_str());
@@ -128,11 +129,12 @@ inline void check_auto_length(const Asked& o) {
              o.resume.c_str());
     if (o.batch == 0) fail("--seq-len auto and --batch auto: one of them must be a number");
     if (o.steps == 0 || o.bench == "forward")
-        fail("--seq-len auto is a training's; for a validation alone give a number");
+        fail("--seq-len auto is for training; for a validation alone, give a number");
     if (parse_new_model(o.model))
         fail(
-            "--seq-len auto: is for a model that was trained; a new one, --model %s, has the positions of "
-            "its --seq-len",
+            "--seq-len auto is for a trained model; --model %s makes a new one, which gets as many positions "
+            "as "
+            "--seq-len says",
             o.model.c_str());
 }
 
@@ -166,8 +168,10 @@ inline void check_memory(const Asked& o) {
         fail("--memory %s chooses what to recompute itself: leave --recompute %s out", o.memory.c_str(),
              o.recompute.c_str());
     if (o.has("--memory") && o.offloaded_inputs > 0)
-        fail("--memory %s: chooses among blocks that are alike: --offload inputs=%s without a number, or not",
-             o.memory.c_str(), activation_placement_name());
+        fail(
+            "--memory %s offloads the inputs of all blocks or of none: give --offload inputs=%s without a "
+            "number",
+            o.memory.c_str(), activation_placement_name());
     if (o.allow_8bit && !o.resume.empty())
         fail("--state-formats auto: a resumed run keeps the formats of --resume %s", o.resume.c_str());
     if (o.allow_8bit && !o.has("--memory") && (!o.has("--gpu") || o.has("--recompute")))
@@ -179,7 +183,7 @@ inline void check_memory(const Asked& o) {
     if (!o.has("--memory.host")) return;
     const char* const size = o.host_memory.c_str();
     if (kHostIsDevice)
-        fail("--memory host=%s is beside a GPU; on a CPU the host's memory is what --memory counts", size);
+        fail("--memory host=%s is for a GPU; on a CPU, --memory itself is the host's memory", size);
     if (!o.has("--memory"))
         fail("--memory host=%s needs the device's size too, as in 8GiB,host=%s", size, size);
     if (o.batch == 0)
@@ -189,13 +193,11 @@ inline void check_memory(const Asked& o) {
 // Fails if --gpu is combined with more than a plan.
 inline void check_gpu_plan(const Asked& o) {
     if (!o.has("--gpu")) return;
-    if (o.gpu.empty()) fail("--gpu: names no GPU; there are RTX 4090, H100 and others");
-    if (!o.plan) fail("--gpu %s is for plans: add --plan", o.gpu.c_str());
+    if (o.gpu.empty()) fail("--gpu: names no GPU, such as RTX 4090 or H100");
+    if (!o.plan) fail("--gpu %s only plans: add --plan", o.gpu.c_str());
     if (!o.rates.empty())
-        fail(
-            "--gpu %s has its nominal rates, and --rates %s those of a device that was measured: leave one "
-            "out",
-            o.gpu.c_str(), o.rates.c_str());
+        fail("--gpu %s plans with the GPU's nominal rates, and --rates %s with measured ones: leave one out",
+             o.gpu.c_str(), o.rates.c_str());
 }
 
 // Fails on options for another build, or for another optimizer than the one that was chosen.
@@ -305,7 +307,7 @@ inline void check_options(const Asked& o) {
     if (!o.val_data.empty() && o.data.empty() && o.steps > 0)
         fail("--val-data needs --data, or --steps 0: to validate the model as it is");
     if (!o.val_data.empty() && o.batch == 0 && o.steps == 0)
-        fail("--batch auto is a training's; for a validation alone give a number");
+        fail("--batch auto is for training; for a validation alone, give a number");
     check_memory(o);
     if (int64_t{o.batch} * o.seq_len > kMostTokens)
         fail("--batch %d x --seq-len %d: more than 2^30 tokens in a micro-batch; use --grad-accum", o.batch,

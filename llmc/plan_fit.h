@@ -61,10 +61,9 @@ inline std::vector<MemorySetting> formats_to_try(const RunConfig& o, bool narrow
     return all;
 }
 
-// All settings to try. Every micro-batch that divides the step's sequences is tried with the MLP on all rows
-// at once and in chunks (the fewest chunks that cost little, then smaller ones), and then also with attention
-// in chunks if sequences are long. Each of these is tried with every
-// number of head rows, from large to small.
+// All settings to try, for every micro-batch that divides the step's sequences: the MLP on all rows at once,
+// in the smallest chunks that cost little, and in a quarter of these; then attention in chunks, if sequences
+// are long. Each of these is tried with every number of head rows, from large to small.
 inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const RunConfig& o,
                                                   const Rehearsals& rehearsals) {
     const int64_t sequences = int64_t{o.batch} * o.grad_accum;

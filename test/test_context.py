@@ -128,7 +128,7 @@ def test_is_quick(train_fp32, tmp_path):
 
 @pytest.mark.parametrize("options, named", [
     (("--batch", "auto"), "one of them must be a number"),
-    (("--steps", 0), "is a training's"), (("--bench", "forward"), "is a training's"), (("--model", "d2"), "new one"),
+    (("--steps", 0), "is for training"), (("--bench", "forward"), "is for training"), (("--model", "d2"), "new one"),
     (("--memory", "1MiB"), "the least that this takes"), (("--data", "none.jsonl"), "no file matches"),
     (("--memory", "lots"), "--memory 'lots'"), (("--seq-len", "most"), "--seq-len"),
 ], ids=str)

@@ -173,7 +173,7 @@ def test_no_room_for_the_tokens(train, work):
     (("--model", "bare", "--data", "a"), "a: the model's folder has no tokenizer (tokenizer.json, vocab.json with merges.txt, or tokenizer.model); without one, "),
     (("--model", "d1", "--data", "a", "--val-data", "shards/b_train_000000.bin"), "not below the vocabulary size 256"),
     (("--val-data", "a"), "--val-data needs --data, or --steps 0"),
-    (("--val-data", "a", "--steps", 0, "--batch", "auto"), "--batch auto is a training's"),
+    (("--val-data", "a", "--steps", 0, "--batch", "auto"), "--batch auto is for training"),
     (("--data", "a", "--seq-len", 64, "--batch", 2000), "--batch 2000: the data fill only "),
 ])
 def test_texts_that_will_not_do(train, work, options, line):

@@ -7,7 +7,7 @@ import resource
 import subprocess
 
 import pytest
-from trainer_runs import ENVIRONMENT, ROOT, binaries
+from trainer_runs import ENVIRONMENT, ROOT, binaries, plan_of
 
 CUDA = ROOT / "build/cuda-bf16/train"
 LLAMA_8B = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -106,7 +106,7 @@ def test_it_is_that_of_the_gpu_itself(program):
     there = subprocess.run([ROOT / "build/emulated/train-bf16", "--plan", *options], capture_output=True, text=True, timeout=300,
                            env={**ENVIRONMENT, "GPU": "H100"})
     assert there.returncode == 0, there.stderr
-    here, there = json.loads(run(program, *options, "--gpu", "H100", "--recompute", "gelu").stdout), json.loads(there.stdout)
+    here, there = plan_of(run(program, *options, "--gpu", "H100", "--recompute", "gelu").stdout), plan_of(there.stdout)
     del here["planned_gpu"]
     assert here == there
 
@@ -140,9 +140,9 @@ def test_gpus_by_the_names_that_people_use(program, name, is_called, gib):
 def test_several_gpus_by_their_name(program, name, is_called, count):
     """They are --devices."""
     options = ["json", "--model", "d2", "--batch", "1"]
-    plan = json.loads(run(program, *options, "--gpu", name).stdout)
+    plan = plan_of(run(program, *options, "--gpu", name).stdout)
     assert plan["planned_gpu"]["name"] == is_called
-    assert plan == json.loads(run(program, *options, "--gpu", is_called, "--devices", count).stdout)
+    assert plan == plan_of(run(program, *options, "--gpu", is_called, "--devices", count).stdout)
 
 
 def test_several_gpus_and_the_same_devices(program):
@@ -178,7 +178,7 @@ def test_all_well_known_models_are_tested_and_in_the_guide():
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "meta-llama/Meta-Llama-3.1-8B-Instruct", "unsloth/llama-3.1-8b"])
 def test_a_name_from_the_hub(program, name):
     """Without the model in the cache; a plan is that of its config.json."""
-    plans = [json.loads(run(program, "json", "--model", of, "--gpu", "L40S", "--train", "lora", "--batch", "1", "--seq-len", "4096").stdout)
+    plans = [plan_of(run(program, "json", "--model", of, "--gpu", "L40S", "--train", "lora", "--batch", "1", "--seq-len", "4096").stdout)
              for of in (name, "llama-3.1-8b")]
     assert plans[0].pop("model") == name and plans[1].pop("model") == "llama-3.1-8b" and plans[0] == plans[1]
 
@@ -186,7 +186,7 @@ def test_a_name_from_the_hub(program, name):
 def test_a_known_shape_is_that_of_its_config(program, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     options = ["--gpu", "RTX 4090", "--train", "lora", "--base", "nf4", "--batch", "1", "--seq-len", "20000"]
-    plans = [json.loads(run(program, "json", "--model", of, *options).stdout) for of in (tmp_path, "llama-3.1-8b")]
+    plans = [plan_of(run(program, "json", "--model", of, *options).stdout) for of in (tmp_path, "llama-3.1-8b")]
     assert plans[0].pop("model") == str(tmp_path) and plans[1].pop("model") == "llama-3.1-8b" and plans[0] == plans[1]
 
 
@@ -407,9 +407,9 @@ def test_mistakes(program, tmp_path, options, says):
 
 @pytest.mark.parametrize("options", ["--model llama-3.1-8b", "--model llama-3.2-1b --train lora --base nf4", "--model gpt2 --memory 2400MiB"])
 def test_a_chosen_length_has_the_plan_of_that_length(program, options):
-    plan = json.loads(run(program, "json", "--gpu", "RTX 4090", *options.split(), "--seq-len", "auto").stdout)
+    plan = plan_of(run(program, "json", "--gpu", "RTX 4090", *options.split(), "--seq-len", "auto").stdout)
     same = run(program, "json", "--gpu", "RTX 4090", *options.split(), "--batch", 1, "--seq-len", plan["seq_len"])
-    assert json.loads(same.stdout) == plan
+    assert plan_of(same.stdout) == plan
 
 
 @pytest.mark.parametrize("options, seconds", [

@@ -169,7 +169,7 @@ def test_a_place_that_the_build_has_not(train):
     for key in ("inputs", "keys"):
         line = refused(train, *SMALL, "--offload", f"{key}={wrong}", "--plan")
         assert line.startswith(f"--offload {key}: '{wrong}': ") and right in line
-    plans = [json.loads(train("--model", "d4", "--batch", 1, "--seq-len", 32, "--plan", "json", "--offload", f"inputs={home}").stdout)
+    plans = [train.plan("--model", "d4", "--batch", 1, "--seq-len", 32, "--offload", f"inputs={home}")
              for home in ("auto", right, f"{right}:4", "auto:4")]
     assert [plan["memory_setting"].pop("offloaded_inputs") for plan in plans] == [-1, -1, 4, 4]  # -1: of all layers
     assert plans[:1] * 4 == plans

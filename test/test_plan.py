@@ -38,7 +38,7 @@ def test_schema(train):
     assert list(plan) == ["model", "parameters", "trained", "vocabulary", "device", "precision", "batch", "seq_len", "grad_accum",
                           "head_rows", "mlp_rows", "attention_rows", "recompute", "totals", "outside_device", "host", "activations_lower_bound",
                           "peak_at", "estimated_seconds", "tokens_per_second", "rates", *(["gpu"] if plan["device"] == "cuda" else []),
-                          "phases", "operations", "buffers"]
+                          "phases", "operations", "buffers", "memory_setting"]
     assert list(plan["outside_device"].values()) == [0, 0, 0, 0] and list(plan["host"]) == ["pinned", "unpinned"]
     for kind in ("pinned", "unpinned"):  # on a CPU both are in the totals
         assert (plan["host"][kind] > 0) == (plan["device"] == "cuda")
@@ -64,6 +64,21 @@ def test_schema(train):
         assert 0 <= buffer["born"] < buffer["dies"], buffer
     assert {b["kind"] for b in plan["buffers"]} - {"master"} == {
         "weights", "gradients", "optimizer_m", "optimizer_v", "workspace", "input", "activation", "gradient"}
+
+
+def test_the_configuration_and_the_setting(train):
+    """--plan json has what was asked for, and in memory_setting what was chosen."""
+    options = ("--model", "d4", "--batch", 2, "--seq-len", 64, "--lr", 0.25, "--sample", "top-k=7", "--seed", 5)
+    plan = json.loads(train(*options, "--plan", "json").stdout)
+    run, setting = plan["run"], plan["memory_setting"]
+    assert (run["inputs"]["model"], run["inputs"]["seq_len"], run["training"]["lr"], run["training"]["seed"]) == ("d4", 64, 0.25, 5)
+    assert run["answers"]["sampling"]["top_k"] == 7 and run["device"]["plan"] and not run["outputs"]["out"]
+    assert (setting["batch"], setting["recompute"], setting["weights"], setting["zero"]) == (2, "gelu", "device", "auto")
+    budget = f"{plan['totals']['total'] + 1000}B"
+    chosen = json.loads(train(*options, "--memory", budget, "--plan", "json").stdout)
+    assert chosen["run"]["device"]["memory"] == budget
+    for key in ("batch", "grad_accum", "recompute", "head_rows", "mlp_rows", "attention_rows"):
+        assert chosen["memory_setting"][key] == chosen[key]
 
 
 def test_totals(train):

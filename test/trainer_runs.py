@@ -99,7 +99,14 @@ class Train:
         return result
 
     def plan(self, *arguments):
-        return json.loads(self(*arguments, "--plan", "json").stdout)
+        return plan_of(self(*arguments, "--plan", "json").stdout)
+
+
+def plan_of(text):
+    """The plan in the output of --plan json, without the configuration that it is of."""
+    plan = json.loads(text)
+    del plan["run"]
+    return plan
 
 
 @contextlib.contextmanager

@@ -807,7 +807,7 @@ void Trainer::prepare() {
         remark_no_validation(in_, run_.seq_len);
         print_plan();
     }
-    require_memory(report_, memory_of_rank(run_.rank),
+    require_memory(report_, memory_free_for(run_),
                    trains() ? Suggest::MemoryOption : Suggest::SmallerRun);
     PeakRate peak = {};
     if (trains()) {
@@ -878,7 +878,7 @@ void Step::forward(int64_t number) {
 void Trainer::bench() {
     open_device();
     // Before begin_bench(), which takes memory to measure.
-    require_memory(report_, memory_of_rank(run_.rank), Suggest::SmallerRun);
+    require_memory(report_, memory_free_for(run_), Suggest::SmallerRun);
     BenchReport r = begin_bench<floatX>(run_, report_, rates_, stream_);
     r.tokens = batches_.tokens_of_step();
     if (r.forward_only)
@@ -931,7 +931,7 @@ int run(int argc, char** argv, RankEngine* engine, FILE* errors) {
     if (engine) engine->set_patience(asked.patience);
     command.begin(engine);
     start_threads(asked.threads, asked.rank);
-    if (planned_gpu) keep_memory_of_lists();  // the program ends with its answer
+    if (asked.planned_gpu) keep_memory_of_lists();  // the program ends with its answer
     tf32_products = asked.tf32;
     if (!asked.calibrate.empty()) {
         check_device(asked);

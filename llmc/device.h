@@ -145,19 +145,17 @@ inline size_t device_bytes_in_use() {
 // no GPU answers).
 inline size_t context_bytes() {
     if (kHostIsDevice) return 0;
-    const KnownGpu& gpu = planned_gpu ? *planned_gpu : kA100;
 #ifdef SIMT_GPU
     int count = 0, major = 0;
-    if (!planned_gpu && cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, 0) == cudaSuccess &&
+    if (cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, 0) == cudaSuccess &&
         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess)
         return cuda_context_bytes(count, major == 9);
 #endif
-    return cuda_context_bytes(gpu.multiprocessors, gpu.is_hopper());
+    return cuda_context_bytes(kA100);
 }
 
 // Whether the device is a GPU whose memory is the host's: what is pinned takes the same memory.
 inline bool gpu_shares_host_memory() {
-    if (planned_gpu) return planned_gpu->integrated;
 #if defined(SIMT_GPU)
     int integrated = 0;
     return cudaDeviceGetAttribute(&integrated, cudaDevAttrIntegrated, 0) == cudaSuccess && integrated;
@@ -166,11 +164,8 @@ inline bool gpu_shares_host_memory() {
 #endif
 }
 
-// The device's memory that this process could allocate now; of a GPU that is only planned for, all that its
-// context leaves.
+// The device's memory that this process could allocate now.
 inline FreeMemory device_memory_free() {
-    if (planned_gpu)
-        return {memory_of(*planned_gpu) - context_bytes(), format("the memory of the %s", planned_gpu->name)};
 #if defined(SIMT_GPU)
     // For memory that the GPU shares, CUDA does not count the page cache as free, which would make room.
     if (gpu_shares_host_memory()) return host_memory_free();

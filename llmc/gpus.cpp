@@ -292,7 +292,7 @@ static bool is_of_another_maker(const std::vector<std::string>& words) {
     });
 }
 
-KnownGpu find_gpu(const std::string& name) {
+const KnownGpu& find_gpu(const std::string& name) {
     std::vector<std::string> words = words_of_gpu(count_in_name(name).second);
     const KnownGpu* gpu = gpu_with_words(words);
     const double memory = gpu ? 0 : take_memory(words);  // GB
@@ -321,7 +321,7 @@ std::string gpus_with_room(size_t bytes, size_t pinned) {
     std::vector<const KnownGpu*> all;
     for (const KnownGpu& gpu : known_gpus()) {
         if (gpu.for_plans_only) continue;
-        const size_t free = memory_of(gpu) - cuda_context_bytes(gpu.multiprocessors, gpu.is_hopper());
+        const size_t free = memory_of(gpu) - cuda_context_bytes(gpu);
         if (with_reserve({free, ""}, 0).bytes >= bytes + (gpu.integrated ? pinned : 0)) all.push_back(&gpu);
     }
     std::stable_sort(all.begin(), all.end(),

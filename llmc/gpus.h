@@ -2,7 +2,6 @@
 // are for. Read gpus.cpp, which has the table, to add a GPU.
 #pragma once
 
-#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -65,14 +64,14 @@ KnownGpu computed_gpu(const GpuFacts& facts);
 
 // ---- the GPU of --plan --gpu
 
-// The GPU that plans are for, whatever is in this machine; absent without --gpu.
-inline std::optional<KnownGpu> planned_gpu;
-
 // Bytes of a GPU that a CUDA context takes, by the GPU's multiprocessors. Published: 107 MiB with 34 (RTX
 // 4060 Ti) and 555 with 188 (RTX PRO 6000) in llama.cpp's pull request 23604, 426 with 142 (RTX 6000 Ada) in
 // unsloth-zoo's 1053. Measured on an H200: 527 with 132 (dev/results/gpu-h200.md).
 constexpr size_t cuda_context_bytes(int multiprocessors, bool is_hopper) {
     return static_cast<size_t>(multiprocessors) * ((is_hopper ? 4 : 3) << 20);
+}
+constexpr size_t cuda_context_bytes(const KnownGpu& gpu) {
+    return cuda_context_bytes(gpu.multiprocessors, gpu.is_hopper());
 }
 constexpr size_t memory_of(const KnownGpu& gpu) { return static_cast<size_t>(gpu.memory * 1073741824.0); }
 
@@ -85,4 +84,4 @@ std::string gpus_with_room(size_t bytes, size_t pinned);
 std::pair<int, std::string> count_in_name(const std::string& name);
 
 // The GPU that people call by this name. Fails if none is known, and then names those that are like it.
-KnownGpu find_gpu(const std::string& name);
+const KnownGpu& find_gpu(const std::string& name);

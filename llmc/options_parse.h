@@ -252,16 +252,16 @@ inline void plan_for_named_gpu(CLI::App& app, Asked& o, char** argv) {
     if (o.gpu.empty()) return;
     if (!o.rank.is_alone()) fail("--gpu %s: a plan needs one process: without mpirun", o.gpu.c_str());
     if (kHostIsDevice) become_planner(o.gpu, argv);
-    planned_gpu = find_gpu(o.gpu);
+    o.planned_gpu = &find_gpu(o.gpu);
     if (const int count = count_in_name(o.gpu).first; count >= 0) {
         if (o.has("--devices") && o.devices != count)
             fail("--gpu %s is %d GPUs, and --devices %d: leave one of these numbers out", o.gpu.c_str(),
                  count, o.devices);
         set_option(app, o, "--devices", {std::to_string(count)});
     }
-    if (o.has("--memory") && parse_bytes(o.memory, "--memory") > memory_of(*planned_gpu))
-        fail("--memory %s: the %s of --gpu has %.1f GiB", o.memory.c_str(), planned_gpu->name,
-             planned_gpu->memory);
+    if (o.has("--memory") && parse_bytes(o.memory, "--memory") > memory_of(*o.planned_gpu))
+        fail("--memory %s: the %s of --gpu has %.1f GiB", o.memory.c_str(), o.planned_gpu->name,
+             o.planned_gpu->memory);
 }
 
 // Sets the options of the command line and of the config file that it names; the command line counts. Values

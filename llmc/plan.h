@@ -243,7 +243,7 @@ inline void add_process(MemoryReport& r, const RunConfig& o, const InputBytes& r
     } else {
         r.unpinned = read.tokenizer + read.data + read.reading;
     }
-    r.context = context_bytes();
+    r.context = context_bytes_of(o);
     size_t copied = 0;
     for (const Plan* plan : plans.all()) copied = std::max(copied, plan->copied);
     r.nccl = nccl_bytes(o.devices);
@@ -276,9 +276,9 @@ inline void add_plans(MemoryReport& r, const RunConfig& o, const Plans& plans, c
                 seconds_waited(r.phases);
     r.rates = o.rates;
     if (!o.rates.empty() || kHostIsDevice) return;
-    r.gpu = nominal_gpu().called;
+    r.gpu = nominal_gpu(o.planned_gpu).called;
     if (!gpu_named(r.gpu))
-        r.gpu_rates = planned_gpu ? ", at its highest clock" : ", computed from what it reports";
+        r.gpu_rates = o.planned_gpu ? ", at its highest clock" : ", computed from what it reports";
 }
 
 // What a run with these plans and parts takes, and what a step costs by these rates. The report points to the
@@ -327,7 +327,7 @@ inline void open_report(Report& page, const RunConfig& o, const MemoryReport& re
     char* text = nullptr;
     size_t bytes = 0;
     FILE* const to = open_memstream(&text, &bytes);
-    if (planned_gpu) print_gpu_answer(to, o, report);
+    if (o.planned_gpu) print_gpu_answer(to, o, report);
     print_summary(to, report, "takes");
     print_phases(to, report);
     fclose(to);
@@ -360,15 +360,15 @@ inline void print_plan(const RunConfig& o, const MemoryReport& report, const Pla
         OperationCosts operations;
         for (const Plan* plan : {report.train, report.update}) add_costs(operations, plan->work, rates);
         nlohmann::ordered_json json = report_json(report, operations);
-        if (planned_gpu) json["planned_gpu"] = gpu_answer_json(report);
+        if (o.planned_gpu) json["planned_gpu"] = gpu_answer_json(*o.planned_gpu, report);
         json["run"] = json_of_run(o);
         json["memory_setting"] = json_of_setting(o);
         print(stdout, "%s\n", json_text(json).c_str());
     } else if (o.plan) {
-        if (planned_gpu) print_gpu_answer(stdout, o, report);
+        if (o.planned_gpu) print_gpu_answer(stdout, o, report);
         print_report(stdout, report);
     } else {
-        print_summary(stdout, report, "allocating", memory_of_rank(o.rank));
+        print_summary(stdout, report, "allocating", memory_free_for(o));
     }
     if (o.plan) remark_shortage(report);
 }

@@ -36,7 +36,7 @@
 inline FreeMemory memory_for(const RunConfig& o) {
     if (!o.memory.empty()) return {budget_of(o.memory, o.rank).bytes, "--memory"};
     check_device(o);
-    FreeMemory free = with_reserve(memory_of_rank(o.rank), context_bytes());
+    FreeMemory free = with_reserve(memory_free_for(o), context_bytes_of(o));
     free.at_most(least_of_ranks.device.bytes, least_of_ranks.device.limit);
     return free;
 }
@@ -165,7 +165,7 @@ template <class Trial>
 RunConfig with_chosen_setting(const RunConfig& given, RunInputs& inputs, Choices& choices) {
     if (choices.for_length) return *choices.for_length;
     if (fills_planned_gpu(given)) {
-        const bool host_has_its_own = !planned_gpu->integrated;
+        const bool host_has_its_own = !given.planned_gpu->integrated;
         try {
             return with_setting_for_memory<Trial>(filling_planned_gpu(given, false), inputs, choices);
         } catch (const UserError&) {
@@ -182,7 +182,7 @@ RunConfig answering_as_many_as_fit(RunConfig run, RunInputs& inputs) {
     if (run.prompts.empty() || !run.open.batch || run.plan) return run;
     check_device(run);
     Trial trial(run, inputs);
-    while (run.batch > 1 && still_to_take(trial.rehearse()) > memory_of_rank(run.rank).bytes) {
+    while (run.batch > 1 && still_to_take(trial.rehearse()) > memory_free_for(run).bytes) {
         run.batch /= 2;
         trial.apply(run);
     }
@@ -303,7 +303,7 @@ inline RunConfig options_without_data(RunConfig o) {
 // True if `o` itself is a plan for a GPU without data or files. with_chosen_setting() would then find again
 // what the search for the length has found.
 inline bool needs_no_second_search(const RunConfig& o) {
-    return planned_gpu && o.plan && o.data.empty() && o.val_data.empty() && o.out.empty() &&
+    return o.planned_gpu && o.plan && o.data.empty() && o.val_data.empty() && o.out.empty() &&
            o.resume.empty() && o.timeline.empty() && o.loss_by_position.empty();
 }
 

@@ -327,9 +327,9 @@ inline std::string in_words(const std::string& name) {
     const int ranks = given.rank.on_this_machine;
     const std::string each = ranks > 1 ? format("each of %d ", ranks) : "";
     const bool is_host_short = beside.pinned > memory_beside_device(given).pinned;
-    if (is_host_short && planned_gpu)
+    if (is_host_short && given.planned_gpu)
         fail("--memory host=%s: what %s %s offloads takes at least %s of its host's memory",
-             given.host_memory.c_str(), ranks > 1 ? (each + "GPUs").c_str() : "the", planned_gpu->name,
+             given.host_memory.c_str(), ranks > 1 ? (each + "GPUs").c_str() : "the", given.planned_gpu->name,
              size_text(beside.pinned).c_str());
     if (is_host_short)
         fail("--memory host=%s: what %s offloads takes at least %s of the host's memory",
@@ -357,12 +357,13 @@ inline std::string in_words(const std::string& name) {
     if (may_move && !kHostIsDevice && given.host_memory.empty())
         less = "host=SIZE in --memory, which lets more be offloaded to the host's memory";
     if (short_of_memory)
-        less = planned_gpu ? "a larger host= in --memory"
-                           : format("%sa TMPDIR with more room: %s has %s",
-                                    kHostIsDevice ? "" : "a larger host= in --memory, or ",
-                                    temporary_folder().c_str(), size_text(space_on_disk()).c_str());
+        less = given.planned_gpu ? "a larger host= in --memory"
+                                 : format("%sa TMPDIR with more room: %s has %s",
+                                          kHostIsDevice ? "" : "a larger host= in --memory, or ",
+                                          temporary_folder().c_str(), size_text(space_on_disk()).c_str());
     std::string on_which;
-    if (planned_gpu) on_which = format(" on %s %s", given.devices > 1 ? "each" : "the", planned_gpu->name);
+    if (given.planned_gpu)
+        on_which = format(" on %s %s", given.devices > 1 ? "each" : "the", given.planned_gpu->name);
     fail(
         "--memory %s: the least that this takes%s is %.1f MiB (%s). The largest part of that, %s, is for %s. "
         "Less is needed with %s.",

@@ -11,6 +11,7 @@
 #include "llmc/plan_report.h"
 #include "llmc/plan_solver.h"
 #include "llmc/ranks.h"
+#include "llmc/run_config.h"
 #include "llmc/text.h"
 
 // The limits of --batch auto: the most tokens that train well in one micro-batch, and the fewest steps that
@@ -63,6 +64,18 @@ inline void measure_free_memory() { memory_free_at_start(); }
 inline FreeMemory memory_of_rank(const Rank& rank) {
     if (!kHostIsDevice || rank.on_this_machine == 1) return memory_free_at_start();
     return host_memory_in_all(shared_limits(limits_at_start(), rank.on_this_machine));
+}
+
+// What a GPU that is only planned for has, without what its context takes.
+inline FreeMemory free_memory_of(const KnownGpu& gpu) {
+    return {memory_of(gpu) - cuda_context_bytes(gpu), format("the memory of the %s", gpu.name)};
+}
+// What a run, or the run that is planned, may use, and what its context takes of the device.
+inline FreeMemory memory_free_for(const RunConfig& o) {
+    return o.planned_gpu ? free_memory_of(*o.planned_gpu) : memory_of_rank(o.rank);
+}
+inline size_t context_bytes_of(const RunConfig& o) {
+    return o.planned_gpu ? cuda_context_bytes(*o.planned_gpu) : context_bytes();
 }
 
 // The bytes that --memory allows each rank, or its share of what is left of them on this machine.

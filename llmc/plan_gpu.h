@@ -15,20 +15,22 @@
 #include "llmc/text.h"
 
 // The memory that a run may take of the GPU that plans are for: a display and other programs keep 5%.
-inline FreeMemory memory_of_planned_gpu() { return with_reserve(device_memory_free(), context_bytes()); }
+inline FreeMemory usable_memory_of(const KnownGpu& gpu) {
+    return with_reserve(free_memory_of(gpu), cuda_context_bytes(gpu));
+}
 
 // True if the plan should choose settings for the whole memory of the GPU of --gpu: without --memory, and
 // unless an option asks for something that --memory would choose.
 inline bool fills_planned_gpu(const RunConfig& o) {
     const bool places_some_inputs = o.offloaded_inputs > 0;
-    return planned_gpu && o.memory.empty() && o.open.recompute && o.steps > 0 && o.batch > 0 &&
+    return o.planned_gpu && o.memory.empty() && o.open.recompute && o.steps > 0 && o.batch > 0 &&
            o.bench.empty() && !places_some_inputs;
 }
 
 // The options with the GPU's memory as --memory; `with_host`: and with unlimited memory of its host.
 inline RunConfig filling_planned_gpu(RunConfig o, bool with_host) {
     o.fills_gpu = true;
-    o.memory = format("%zuMiB", memory_of_planned_gpu().bytes >> 20);
+    o.memory = format("%zuMiB", usable_memory_of(*o.planned_gpu).bytes >> 20);
     if (with_host) o.host_memory = kAnyHostMemory;
     return o;
 }
@@ -61,14 +63,15 @@ inline std::string what_takes_less(const RunConfig& o, const RunConfig& smallest
 // least.
 [[noreturn]] inline void fail_to_fit_gpu(const RunConfig& given, const RunConfig& smallest, size_t least,
                                          size_t pinned, const std::string& options) {
-    const std::string others = gpus_with_room(least - std::min(least, context_bytes()), pinned);
+    const std::string others = gpus_with_room(least - std::min(least, context_bytes_of(given)), pinned);
     const bool several = given.devices > 1;
+    const KnownGpu& gpu = *given.planned_gpu;
     fail(
         "this does not fit %s %s: of %s %.1f GiB a run may use %.1f, and this one needs at least %.1f (%s). "
         "Less is needed with %s.%s",
-        several ? format("%d GPUs", given.devices).c_str() : "the GPU", planned_gpu->name,
-        several ? "each one's" : "its", planned_gpu->memory, gibibytes(memory_of_planned_gpu().bytes),
-        gibibytes(least), options.c_str(), what_takes_less(given, smallest).c_str(),
+        several ? format("%d GPUs", given.devices).c_str() : "the GPU", gpu.name,
+        several ? "each one's" : "its", gpu.memory, gibibytes(usable_memory_of(gpu).bytes), gibibytes(least),
+        options.c_str(), what_takes_less(given, smallest).c_str(),
         others.empty()
             ? ""
             : format(" GPUs that have room%s: %s.", with_host_memory(pinned).c_str(), others.c_str())
@@ -107,15 +110,15 @@ inline std::string costs_of_fitting(const MemoryReport& r, int ranks_on_a_machin
 // Prints the lines with which the plan for a named GPU begins: whether it fits; for a training, how fast it
 // is; and what fitting costs, if anything was chosen.
 inline void print_gpu_answer(FILE* to, const RunConfig& o, const MemoryReport& r) {
-    const size_t room = memory_of_planned_gpu().bytes;
+    const size_t room = usable_memory_of(*o.planned_gpu).bytes;
     const bool fits = r.total() <= room;
     const char* const trains = o.steps == 0          ? "a validation"
                                : o.train == "lora"   ? "LoRA"
                                : o.train == "prompt" ? "a soft prompt"
                                : o.trains_adapter()  ? "training the adapter"
                                                      : "full training";
-    const std::string gpu = o.devices > 1 ? format("each of %d GPUs %s", o.devices, planned_gpu->name)
-                                          : format("the %s", planned_gpu->name);
+    const std::string gpu = o.devices > 1 ? format("each of %d GPUs %s", o.devices, o.planned_gpu->name)
+                                          : format("the %s", o.planned_gpu->name);
     print(to, "%s %s: %s with %d x %d tokens at a time takes %.2f GiB of the %.2f that a run may use",
           fits ? "fits" : "does not fit", gpu.c_str(), trains, r.batch, r.seq_len, gibibytes(r.total()),
           gibibytes(room));
@@ -139,10 +142,8 @@ inline void print_gpu_answer(FILE* to, const RunConfig& o, const MemoryReport& r
 
 // What --plan json says of the named GPU: its memory, how much of that a run may use, and whether this run
 // fits.
-inline nlohmann::ordered_json gpu_answer_json(const MemoryReport& r) {
-    const size_t room = memory_of_planned_gpu().bytes;
-    return {{"name", planned_gpu->name},
-            {"bytes", memory_of(*planned_gpu)},
-            {"usable_bytes", room},
-            {"fits", r.total() <= room}};
+inline nlohmann::ordered_json gpu_answer_json(const KnownGpu& gpu, const MemoryReport& r) {
+    const size_t room = usable_memory_of(gpu).bytes;
+    return {
+        {"name", gpu.name}, {"bytes", memory_of(gpu)}, {"usable_bytes", room}, {"fits", r.total() <= room}};
 }

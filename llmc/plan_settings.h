@@ -310,16 +310,18 @@ inline size_t ask_space_on_disk() {
     return free_disk_bytes(folder).value_or(0);
 }
 // The same, asked once: a search and the plan that it leads to see the same space, even if other programs
-// write. A machine that is only planned for has as much as a run needs.
+// write.
 inline size_t space_on_disk() {
-    static const size_t space = planned_gpu ? SIZE_MAX : ask_space_on_disk();
+    static const size_t space = ask_space_on_disk();
     return space;
 }
 
 // How much memory outside the device --memory may use: a rank's share of what its machine has.
 inline BesideDevice memory_beside_device(const RunConfig& o) {
     const auto ranks = static_cast<size_t>(o.rank.on_this_machine);
-    BesideDevice space = {.files = std::min(space_on_disk() / ranks, least_of_ranks.files)};
+    // A machine that is only planned for has as much as a run needs.
+    const size_t on_disk = o.planned_gpu ? SIZE_MAX : space_on_disk();
+    BesideDevice space = {.files = std::min(on_disk / ranks, least_of_ranks.files)};
     if (!o.host_memory.empty()) space.pinned = parse_bytes(o.host_memory, "--memory host=") / ranks;
     return space;
 }

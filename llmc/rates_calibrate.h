@@ -58,7 +58,7 @@ inline double median_of(int times, const std::function<double(int)>& measure) {
 template <class T>
 class Calibration {
   public:
-    explicit Calibration(Stream stream) : stream_(stream), rates_(nominal_rates<T>()) {
+    explicit Calibration(Stream stream) : stream_(stream), rates_(nominal_rates<T>(nominal_gpu())) {
         for (size_t i = 0; i < kDraws; i++)
             draws_.push_back(static_cast<float>(random_uniform(0, i) - 0.5));  // zeros take less power
         read_.fill(*this), written_.fill(*this);

@@ -86,10 +86,8 @@ inline NominalGpu gpu_planned_for(const GpuFacts& facts) {
     if (facts.multiprocessors > 0 && facts.clock > 0) return {computed_gpu(facts), facts.name};
     return {kA100, kA100.name};
 }
-inline const NominalGpu& nominal_gpu() {
-    static const NominalGpu gpu =
-        planned_gpu ? NominalGpu{*planned_gpu, planned_gpu->name} : gpu_planned_for(gpu_facts());
-    return gpu;
+inline NominalGpu nominal_gpu(const KnownGpu* planned = nullptr) {
+    return planned ? NominalGpu{*planned, planned->name} : gpu_planned_for(gpu_facts());
 }
 
 // The rates that a GPU is assumed to reach. In products on tensor cores, some two thirds of what its maker
@@ -110,8 +108,8 @@ DeviceRates rates_of_gpu(const KnownGpu& gpu) {
 // command must make the same choice every time. The CPU's are those of cores with AVX-512, one per thread,
 // with oneDNN.
 template <class T>
-DeviceRates nominal_rates(double threads = omp_get_max_threads()) {
-    if (!kFastCpu) return rates_of_gpu<T>(nominal_gpu());
+DeviceRates nominal_rates(const KnownGpu& gpu, double threads = omp_get_max_threads()) {
+    if (!kFastCpu) return rates_of_gpu<T>(gpu);
     return {threads * (std::is_same_v<T, float> ? 100e9 : 180e9), threads * 12e9, 5e-6};
 }
 
@@ -122,20 +120,20 @@ DeviceRates nominal_rates(double threads = omp_get_max_threads()) {
 // exchange by NVLink or, without it, over their links to the host. Machines with CPUs are assumed to be
 // connected by 10 Gbit/s, those with GPUs by 100; set_rank_links() divides that among a machine's ranks.
 constexpr double kNominalRanks = 2e9, kNominalNetwork = kHostIsDevice ? 1.25e9 : 12.5e9;
-inline std::array<double, kRoutes> nominal_transfers() {
+inline std::array<double, kRoutes> nominal_transfers(const KnownGpu& gpu) {
     if (kHostIsDevice) return {1e9, 1e9, kFree, kFree, kFree, kNominalRanks, kFree};
-    const double link = nominal_gpu().link * 0.8, nvlink = nominal_gpu().nvlink * 0.8;
-    return {7e9, 5e9, link, link, nominal_gpu().host / 2, nvlink > 0 ? nvlink : link, kFree};
+    const double link = gpu.link * 0.8, nvlink = gpu.nvlink * 0.8;
+    return {7e9, 5e9, link, link, gpu.host / 2, nvlink > 0 ? nvlink : link, kFree};
 }
 
 // How the ranks of a run are connected. The rates may have what --calibrate has measured of that; the rest is
 // nominal.
-inline void set_rank_links(Rates& rates, const RunConfig& o) {
+inline void set_rank_links(Rates& rates, const RunConfig& o, const KnownGpu& gpu) {
     RankLinks& links = rates.ranks;
     double& link = rates.transfers[Route::ToRanks];
     links.link_is_nominal = !rates.measured() || link == 0;
-    if (links.link_is_nominal) link = nominal_transfers()[Route::ToRanks];
-    links.over_host_link = !kHostIsDevice && nominal_gpu().nvlink == 0;
+    if (links.link_is_nominal) link = nominal_transfers(gpu)[Route::ToRanks];
+    links.over_host_link = !kHostIsDevice && gpu.nvlink == 0;
     links.on_a_machine = std::min(o.devices, o.rank.on_this_machine);
     if (o.devices == links.on_a_machine) return;
     links.network_of = o.network > 0                  ? "--network"
@@ -151,11 +149,12 @@ inline void set_rank_links(Rates& rates, const RunConfig& o) {
 // The rates that a run plans with: those of the file of --rates, or the nominal ones.
 template <class T>
 Rates rates_of(const RunConfig& o, double threads = omp_get_max_threads()) {
-    Rates nominal(nominal_rates<T>(threads));
-    nominal.transfers = nominal_transfers();
+    const NominalGpu gpu = nominal_gpu(o.planned_gpu);
+    Rates nominal(nominal_rates<T>(gpu, threads));
+    nominal.transfers = nominal_transfers(gpu);
     Rates rates =
         o.rates.empty() ? nominal : read_rates(o.rates, nominal.nominal, measured_on(dtype_name<T>()));
-    set_rank_links(rates, o);
+    set_rank_links(rates, o, gpu);
     return rates;
 }
 

@@ -44,7 +44,7 @@ class Resolved {
                                    [&] { return with_chosen_setting<Trial>(run, inputs, choices); });
         run = answering_as_many_as_fit<Trial>(run, inputs);
         run = with_steps_of_epochs(run, inputs);
-        if (!planned_gpu) malloc_trim(0);  // and what the search has freed
+        if (!run.planned_gpu) malloc_trim(0);  // and what the search has freed
     }
     Resolved(const Resolved&) = delete;
 

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "llmc/gpus.h"
 #include "llmc/ranks.h"
 #include "llmc/sample_token.h"
 
@@ -161,9 +162,10 @@ struct RunConfig : MemorySetting, InputConfig, TrainingConfig, OutputConfig, Ans
     // were given, and decisions that hold for a resume. Most are an option, "--lr"; an option with keys has
     // one for each key, "--offload.weights".
     std::map<std::string, std::vector<std::string>> settings;
-    std::set<std::string> of_save;  // those that came from the resumed save,
-    std::string directory;          // and the folder that their relative names count from
-    Rank rank = {};                 // this process among the ranks of --devices
+    std::set<std::string> of_save;          // those that came from the resumed save,
+    std::string directory;                  // and the folder that their relative names count from
+    Rank rank = {};                         // this process among the ranks of --devices
+    const KnownGpu* planned_gpu = nullptr;  // that of --gpu, whatever is in this machine; null without it
 
     RunConfig with(const MemorySetting& setting) const {
         RunConfig run = *this;

@@ -420,7 +420,7 @@ void check_attention(const RunConfig& o, const ModelConfig& config) {
 // Fails unless there is a device for this binary and for the attention that was asked for.
 inline void check_device([[maybe_unused]] const RunConfig& o) {
 #ifdef SIMT_GPU
-    if (planned_gpu) return;
+    if (o.planned_gpu) return;
     check_gpu();
     if (o.attention == "hopper" && !device_is_hopper())
         fail(

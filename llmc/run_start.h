@@ -149,7 +149,7 @@ inline void remark_no_validation(const RunInputs& in, int seq_len) {
 
 // After a plan, says on stderr which inputs a run would need besides: data, or the model's weights.
 inline void remark_what_a_run_needs(const RunConfig& o, const RunInputs& in) {
-    if (planned_gpu || known_shape(o.model)) return;
+    if (o.planned_gpu || known_shape(o.model)) return;
     if (!in.data && o.steps > 0 && (o.prompt.empty() || !o.open.steps))
         print(stderr, "a run needs --data, and this plan does not\n");
     if (!parse_new_model(o.model) && !in.gguf && (in.resumed.empty() || in.adapter) && !has_weights(in.model))

@@ -295,13 +295,8 @@ inline MemoryReport report_of_run(const RunConfig& o, const RunInputs& in, const
     r.vocabulary = in.config.vocabulary;
     r.vocabulary_of = in.assumed_vocabulary();
     r.reads_bytes = parse_new_model(o.model) && in.tokenizer_folder.empty() && in.config.vocabulary == 256;
-    r.recompute = o.recompute;
-    r.batch = o.batch;
+    static_cast<MemorySetting&>(r) = o;
     r.seq_len = o.seq_len;
-    r.grad_accum = o.grad_accum;
-    r.head_rows = o.head_rows;
-    r.mlp_rows = o.mlp_rows;
-    r.attention_rows = o.attention_rows;
     if (!o.memory.empty()) r.budget = describe_budget(o.memory, budget_of(o.memory, o.rank));
     r.choice = choices.memory;
     r.batch_choice = choices.batch;

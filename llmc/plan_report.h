@@ -14,6 +14,7 @@
 
 #include "llmc/free_memory.h"
 #include "llmc/rates.h"
+#include "llmc/run_config.h"
 #include "llmc/step_plan.h"
 
 // A configuration that --memory chose or could have chosen.
@@ -65,15 +66,14 @@ struct RanksReport {
     double all_sent() const { return std::accumulate(sent.begin(), sent.end(), 0.0); }
 };
 
-struct MemoryReport : OutsideDevice {
-    std::string model, device, precision, recompute;
+struct MemoryReport : OutsideDevice, MemorySetting {
+    std::string model, device, precision;
     int64_t parameters = 0, trained = 0;
     int vocabulary = 0;
     std::string vocabulary_of;  // why it is this size, if neither data nor a file say it
     bool reads_bytes = false;   // a new model that has no tokenizer
-    int batch = 0, seq_len = 0, grad_accum = 1;
+    int seq_len = 0;
     RanksReport ranks;  // the report is about one of them
-    int64_t head_rows = 0, mlp_rows = 0, attention_rows = 0;
     double seconds = 0;                // of a step, by estimate
     double update_seconds = 0;         // of the update in it
     PhaseTimes phases;                 // the step's time by phases

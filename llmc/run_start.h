@@ -47,7 +47,6 @@ inline void remark_inputs(const RunConfig& o, const RunInputs& in) {
 // them is read until the last step, or by one validation.
 inline std::string print_data(const RunConfig& o, const RunInputs& in, const Batches& batches,
                               int64_t first_step) {
-    const auto number = [](uint64_t n) { return static_cast<unsigned long long>(n); };
     if (!in.chat_used.description.empty())
         print(stdout, "chats: written by %s\n", in.chat_used.description.c_str());
     if (in.chat_used.guesses)
@@ -62,30 +61,29 @@ inline std::string print_data(const RunConfig& o, const RunInputs& in, const Bat
     const SequenceLoader& training = *batches.training();
     const uint64_t epoch = training.sequences_per_epoch();
     const Dataset& data = *in.data;
-    std::string text =
-        format("%llu tokens in %llu sequences of %d", number(data.token_count()), number(epoch), o.seq_len);
+    std::string text = format("%lu tokens in %lu sequences of %d", data.token_count(), epoch, o.seq_len);
     if (data.is_examples())
-        text = format(
-            "%llu examples, %llu tokens, %llu of them with loss, in %llu sequences of %d, %.1f%% padding",
-            number(data.example_count()), number(data.token_count()),
-            number(training.tokens_with_loss(0, epoch)), number(epoch), o.seq_len, 100 * training.padding());
+        text =
+            format("%lu examples, %lu tokens, %lu of them with loss, in %lu sequences of %d, %.1f%% padding",
+                   data.example_count(), data.token_count(), training.tokens_with_loss(0, epoch), epoch,
+                   o.seq_len, 100 * training.padding());
     const int64_t steps = std::max(o.steps, first_step);
     const auto read = static_cast<double>(batches.sequences_after(steps));
-    text += format("; %lld steps read %.0f sequences, %.2f epochs", static_cast<long long>(steps), read,
+    text += format("; %ld steps read %.0f sequences, %.2f epochs", steps, read,
                    read / static_cast<double>(epoch));
     if (data.is_examples() && o.open.steps && o.epochs == 0) text += " (--epochs or --steps change that)";
     if (batches.validation())
-        text += format("; a validation reads %llu of %llu", number(batches.validation_sequences()),
-                       number(batches.validation()->sequences_per_epoch()));
+        text += format("; a validation reads %lu of %lu", batches.validation_sequences(),
+                       batches.validation()->sequences_per_epoch());
     print(stdout, "data: %s\n", text.c_str());
     for (const Dataset* d : {in.data.get(), in.val_data.get()}) {
         if (d && d->texts_parted() > 0)
-            print(stdout, "%s: %llu texts are longer than a sequence and go on in others\n",
-                  d->stream_name(0).c_str(), number(d->texts_parted()));
+            print(stdout, "%s: %lu texts are longer than a sequence and go on in others\n",
+                  d->stream_name(0).c_str(), d->texts_parted());
         if (d && d->examples_cut() > 0)
             print(stdout,
-                  "%s: %llu examples are longer than --seq-len %d: their ends are cut off and not learnt%s\n",
-                  d->stream_name(0).c_str(), number(d->examples_cut()), o.seq_len,
+                  "%s: %lu examples are longer than --seq-len %d: their ends are cut off and not learnt%s\n",
+                  d->stream_name(0).c_str(), d->examples_cut(), o.seq_len,
                   d->longer_length(o.seq_len, in.most_tokens()).c_str());
     }
     return text;
@@ -125,8 +123,8 @@ inline void print_example(const RunConfig& o, const RunInputs& in) {
         const std::string cut = is_cut ? format(", cut to %zu by --seq-len %d", most, o.seq_len) : "";
         const auto learnt = std::ranges::count_if(tokens, [](int32_t token) { return token >= 0; });
         if (encoder.chat()) print(stdout, "chats: written by %s\n", encoder.chat()->description().c_str());
-        print(stdout, "%s: %zu tokens%s; the %lld between \u27e6 and \u27e7 are learnt:\n%s\n", where.c_str(),
-              all, cut.c_str(), static_cast<long long>(learnt), marked_text(tokens, *in.tokenizer).c_str());
+        print(stdout, "%s: %zu tokens%s; the %ld between \u27e6 and \u27e7 are learnt:\n%s\n", where.c_str(),
+              all, cut.c_str(), learnt, marked_text(tokens, *in.tokenizer).c_str());
     };
     for (const std::string& path : data.paths()) {
         const FileReader given(path);
@@ -135,8 +133,7 @@ inline void print_example(const RunConfig& o, const RunInputs& in) {
         data_kind(file) == DataKind::JsonList ? for_each_element(file, use) : for_each_line(file, use);
     }
     if (number < o.show_example)
-        fail("--show-example %lld: the data have %lld examples", static_cast<long long>(o.show_example),
-             static_cast<long long>(number));
+        fail("--show-example %ld: the data have %ld examples", o.show_example, number);
 }
 
 // If text or examples are too short to hold out a validation set, says so on stderr.
@@ -161,11 +158,9 @@ inline void print_changes(const RunConfig& o, int64_t first_step, std::optional<
     if (o.changes.empty()) return;
     print(stdout, "other settings than those of the save: %s\n", joined(o.changes, ", ").c_str());
     print(stdout,
-          "the learning rate goes on as that of a run of %lld steps with these settings: %.3e in step "
-          "%lld%s\n",
-          static_cast<long long>(o.steps),
-          learning_rate(o.schedule, first_step, o.steps, o.warmup, o.lr, o.min_lr),
-          static_cast<long long>(first_step + 1),
+          "the learning rate goes on as that of a run of %ld steps with these settings: %.3e in step "
+          "%ld%s\n",
+          o.steps, learning_rate(o.schedule, first_step, o.steps, o.warmup, o.lr, o.min_lr), first_step + 1,
           rate_before ? format("; it was %.3e in the step before", *rate_before).c_str() : "");
 }
 
@@ -174,8 +169,8 @@ inline void print_changes(const RunConfig& o, int64_t first_step, std::optional<
 inline void print_start(const RunConfig& o, const RunInputs& in, int64_t first_step, bool saves) {
     const bool has_adapter = static_cast<bool>(in.adapter), trains = o.steps > first_step;
     if (!o.resume.empty() && o.steps > 0 && !trains)
-        print(stdout, "%s is at step %lld of %lld: nothing is left to train\n", o.resume.c_str(),
-              static_cast<long long>(first_step), static_cast<long long>(o.steps));
+        print(stdout, "%s is at step %ld of %ld: nothing is left to train\n", o.resume.c_str(), first_step,
+              o.steps);
     else if (o.begins_anew)
         print(stdout, "--resume auto: %s holds no save yet: beginning\n", o.out.c_str());
     if (!o.resume.empty() && trains) print_changes(o, first_step, in.progress->rate);
@@ -193,13 +188,11 @@ inline void print_start(const RunConfig& o, const RunInputs& in, int64_t first_s
         o.eval_every > 0 && (o.steps - 1) / o.eval_every == first_step / o.eval_every;
     if ((o.keep_best || o.early_stopping > 0) && validates_at_end_alone)
         print(stdout,
-              "%s: the only validation is at the end of the run, after step %lld: --eval-every is %lld\n",
-              o.keep_best ? "--keep-best" : "--early-stopping", static_cast<long long>(o.steps),
-              static_cast<long long>(o.eval_every));
+              "%s: the only validation is at the end of the run, after step %ld: --eval-every is %ld\n",
+              o.keep_best ? "--keep-best" : "--early-stopping", o.steps, o.eval_every);
     if (o.warmup > o.steps && o.bench.empty())
-        print(stdout,
-              "--warmup %lld is not over after %lld steps: the learning rate does not reach --lr %g\n",
-              static_cast<long long>(o.warmup), static_cast<long long>(o.steps), o.lr);
+        print(stdout, "--warmup %ld is not over after %ld steps: the learning rate does not reach --lr %g\n",
+              o.warmup, o.steps, o.lr);
     if (o.update_in_backward && o.clip > 0)
         print(stdout, "--update-in-backward: the gradient of each block is clipped by its own norm\n");
     if (!saves)

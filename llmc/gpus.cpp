@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "llmc/error.h"
-#include "llmc/free_memory.h"
 #include "llmc/text.h"
 
 // A GeForce from its fp32 TFLOP/s and GB/s: products in bf16 have twice that rate, in TF32 the same.
@@ -317,23 +316,31 @@ const KnownGpu& find_gpu(const std::string& name) {
     return *gpu;
 }
 
+FreeMemory free_memory_of(const KnownGpu& gpu) {
+    return {memory_of(gpu) - cuda_context_bytes(gpu), format("the memory of the %s", gpu.name)};
+}
+FreeMemory usable_memory_of(const KnownGpu& gpu) {
+    return with_reserve(free_memory_of(gpu), cuda_context_bytes(gpu));
+}
+
 std::string gpus_with_room(size_t bytes, size_t pinned) {
     std::vector<const KnownGpu*> all;
     for (const KnownGpu& gpu : known_gpus()) {
         if (gpu.for_plans_only) continue;
-        const size_t free = memory_of(gpu) - cuda_context_bytes(gpu);
-        if (with_reserve({free, ""}, 0).bytes >= bytes + (gpu.integrated ? pinned : 0)) all.push_back(&gpu);
+        const size_t usable = with_reserve(free_memory_of(gpu), 0).bytes;
+        if (usable >= bytes + (gpu.integrated ? pinned : 0)) all.push_back(&gpu);
     }
     std::stable_sort(all.begin(), all.end(),
                      [](const KnownGpu* a, const KnownGpu* b) { return a->memory < b->memory; });
-    std::string names;
+    std::vector<std::string> names;  // at most three, one of each size
     double last = 0;
-    int count = 0;
-    for (const KnownGpu* gpu : all) {
-        if (gpu->memory < last + 2) continue;  // one of each size
-        names += (count > 0 ? ", " : "") + format("%s (%.0f GiB)", gpu->name, gpu->memory);
-        last = gpu->memory;
-        if (++count == 3) break;
-    }
-    return names;
+    for (const KnownGpu* gpu : all)
+        if (gpu->memory >= last + 2 && names.size() < 3) {
+            names.push_back(format("%s (%.0f GiB)", gpu->name, gpu->memory));
+            last = gpu->memory;
+        }
+    const bool takes_host = pinned > size_t{1} << 30;  // more than a little of its memory
+    const std::string with =
+        takes_host ? format(" with %.1f GiB of the host's memory", gibibytes(pinned)) : "";
+    return names.empty() ? "" : "GPUs that have room" + with + ": " + joined(names, ", ");
 }

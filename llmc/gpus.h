@@ -7,6 +7,8 @@
 #include <string_view>
 #include <utility>
 
+#include "llmc/free_memory.h"
+
 // The bytes/s of 16 lanes of PCI Express, each way, and of NVLink between a GPU and its own CPU.
 constexpr double kPcie4 = 32e9, kPcie5 = 64e9, kNvlinkC2c = 450e9;
 // The bytes/s of the NVLinks of a GPU to the others of its machine, each way, by generation.
@@ -75,8 +77,13 @@ constexpr size_t cuda_context_bytes(const KnownGpu& gpu) {
 }
 constexpr size_t memory_of(const KnownGpu& gpu) { return static_cast<size_t>(gpu.memory * 1073741824.0); }
 
-// The smallest GPUs of the table with room for a run that takes `bytes` of a GPU beside its context, and
-// `pinned` of its host, at most three; "" if there is none. An integrated GPU has both in the same memory.
+// What a GPU has that is only planned for, without what a context takes; and what a run may take of it, with
+// its context: a display and other programs keep 5%.
+FreeMemory free_memory_of(const KnownGpu& gpu);
+FreeMemory usable_memory_of(const KnownGpu& gpu);
+
+// "GPUs that have room: A, B, C": the smallest of the table for a run that takes `bytes` of a GPU beside its
+// context, and `pinned` of its host; "" if there is none. An integrated GPU has both in the same memory.
 std::string gpus_with_room(size_t bytes, size_t pinned);
 
 // How many GPUs a name means, as in "2x RTX 3090", "8xH100", "RTX 3090 x2" or "dual 3090", and the name

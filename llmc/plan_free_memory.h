@@ -66,10 +66,6 @@ inline FreeMemory memory_of_rank(const Rank& rank) {
     return host_memory_in_all(shared_limits(limits_at_start(), rank.on_this_machine));
 }
 
-// What a GPU that is only planned for has, without what its context takes.
-inline FreeMemory free_memory_of(const KnownGpu& gpu) {
-    return {memory_of(gpu) - cuda_context_bytes(gpu), format("the memory of the %s", gpu.name)};
-}
 // What a run, or the run that is planned, may use, and what its context takes of the device.
 inline FreeMemory memory_free_for(const RunConfig& o) {
     return o.planned_gpu ? free_memory_of(*o.planned_gpu) : memory_of_rank(o.rank);

@@ -278,3 +278,71 @@ void print_report(FILE* to, const MemoryReport& r) {
         print(to, "%s uses %.2f MiB of the same arena\n", name, mebibytes(plan->bytes));
     print(to, "\nin all: %.2f MiB\n", mebibytes(r.total()));
 }
+
+// ---- the answer of --plan --gpu
+
+// What is paid for fitting, in words. A machine has the host memory, files and disk of all its ranks; each
+// GPU has a link of its own.
+static std::string costs_of_fitting(const MemoryReport& r, int ranks_on_a_machine) {
+    const auto ranks = static_cast<size_t>(ranks_on_a_machine);
+    std::string costs;
+    const auto add = [&](const std::string& cost) { costs += (costs.empty() ? "" : "; ") + cost; };
+    const auto moved = [&](Route route) { return r.moved[route]; };
+    if (!r.choice.empty()) {
+        const double slower = r.choice[0].slower;
+        add(slower < 0.001 ? "a step takes no longer than if the GPU could keep everything"
+            : slower < 1
+                ? format("a step takes %.1f%% longer than if the GPU could keep everything", 100 * slower)
+                : format("a step takes %.1f times as long as if the GPU could keep everything", 1 + slower));
+    }
+    const auto add_gib = [&](size_t bytes, const char* of) {
+        if (const std::string n = format("%.1f", gibibytes(bytes)); n != "0.0") add(n + " GiB of " + of);
+    };
+    add_gib(r.pinned_on_a_machine(), ranks > 1 ? "each host's memory, pinned" : "the host's memory, pinned");
+    add_gib(ranks * r.in_files(), ranks > 1 ? "files on each host" : "files");
+    if (const double link = moved(Route::FromHost) + moved(Route::ToHost); link > 0)
+        add(gigabytes(link) + (ranks > 1 ? " over each GPU's link" : " over the link") +
+            " to the host in each step");
+    const auto all_ranks = [&](Route route) { return static_cast<double>(ranks) * moved(route); };
+    if (moved(Route::DiskRead) > 0)
+        add(gigabytes(all_ranks(Route::DiskRead)) + " read from the disk in each step");
+    if (moved(Route::DiskWrite) > 0) add(gigabytes(all_ranks(Route::DiskWrite)) + " written to it");
+    return costs;
+}
+
+void print_gpu_answer(FILE* to, const RunConfig& o, const MemoryReport& r) {
+    const size_t room = usable_memory_of(*o.planned_gpu).bytes;
+    const bool fits = r.total() <= room;
+    const char* const trains = o.steps == 0          ? "a validation"
+                               : o.train == "lora"   ? "LoRA"
+                               : o.train == "prompt" ? "a soft prompt"
+                               : o.trains_adapter()  ? "training the adapter"
+                                                     : "full training";
+    const std::string gpu = o.devices > 1 ? format("each of %d GPUs %s", o.devices, o.planned_gpu->name)
+                                          : format("the %s", o.planned_gpu->name);
+    print(to, "%s %s: %s with %d x %d tokens at a time takes %.2f GiB of the %.2f that a run may use",
+          fits ? "fits" : "does not fit", gpu.c_str(), trains, r.batch, r.seq_len, gibibytes(r.total()),
+          gibibytes(room));
+    const size_t pinned = r.pinned_on_a_machine();
+    if (fits && pinned > size_t{1} << 30)
+        print(to, ", and %.1f GiB of %s host's memory", gibibytes(pinned), o.machines > 1 ? "each" : "the");
+    if (const std::string others = fits ? "" : gpus_with_room(r.total() - r.context, r.all_pinned());
+        !others.empty())
+        print(to, "; %s", others.c_str());
+    if (!fits && o.steps > 0 && !o.open.recompute)
+        print(to, "; without --recompute, the plan chooses what to recompute and to offload");
+    print(to, "\n");
+    if (r.seconds > 0)
+        print(to, "about %.*f tokens/s, %s for a step of %.0f tokens, by the GPU's nominal rates\n",
+              r.tokens() / r.seconds < 10 ? 2 : 0, r.tokens() / r.seconds, seconds_text(r.seconds).c_str(),
+              r.tokens());
+    if (const std::string costs = costs_of_fitting(r, o.devices / o.machines); !costs.empty())
+        print(to, "cost of fitting: %s\n", costs.c_str());
+    print(to, "\n");
+}
+
+ordered_json gpu_answer_json(const KnownGpu& gpu, const MemoryReport& r) {
+    const size_t room = usable_memory_of(gpu).bytes;
+    return {
+        {"name", gpu.name}, {"bytes", memory_of(gpu)}, {"usable_bytes", room}, {"fits", r.total() <= room}};
+}

@@ -1,5 +1,5 @@
 // plan_report.h - the memory report: what every buffer takes, when it is born and when it dies, as text or as
-// JSON.
+// JSON; and the answer of --plan --gpu: whether a run fits a GPU, how fast it is, and what that costs.
 #pragma once
 
 #include <algorithm>
@@ -13,6 +13,7 @@
 #include <nlohmann/json.hpp>
 
 #include "llmc/free_memory.h"
+#include "llmc/gpus.h"
 #include "llmc/rates.h"
 #include "llmc/run_config.h"
 #include "llmc/step_plan.h"
@@ -73,7 +74,7 @@ struct MemoryReport : OutsideDevice, MemorySetting {
     std::string vocabulary_of;  // why it is this size, if neither data nor a file say it
     bool reads_bytes = false;   // a new model that has no tokenizer
     int seq_len = 0;
-    RanksReport ranks;  // the report is about one of them
+    RanksReport ranks;                 // the report is about one of them
     double seconds = 0;                // of a step, by estimate
     double update_seconds = 0;         // of the update in it
     PhaseTimes phases;                 // the step's time by phases
@@ -182,3 +183,10 @@ void print_summary(FILE* to, const MemoryReport& r, const char* verb, const Free
 void print_phases(FILE* to, const MemoryReport& r);
 // Prints the summary, a table of every buffer, and the sum again, which a long table has moved out of sight.
 void print_report(FILE* to, const MemoryReport& r);
+
+// Prints the lines with which the plan for a named GPU begins: whether it fits; for a training, how fast it
+// is; and what fitting costs, if anything was chosen.
+void print_gpu_answer(FILE* to, const RunConfig& o, const MemoryReport& r);
+// What --plan json says of the named GPU: its memory, how much of that a run may use, and whether this run
+// fits.
+nlohmann::ordered_json gpu_answer_json(const KnownGpu& gpu, const MemoryReport& r);

@@ -3,15 +3,16 @@
 // device.
 #pragma once
 
+#include <cassert>
 #include <compare>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "llmc/error.h"
-#include "llmc/shape.h"
 
 // ---- operations
 
@@ -131,6 +132,36 @@ struct Transfer {
 };
 
 // ---- tensors in the arena, and the whole
+
+struct Shape {
+    static constexpr int kMaxDims = 4;
+    int64_t dims[kMaxDims] = {};
+    int count = 0;
+
+    Shape() = default;
+    Shape(std::initializer_list<int64_t> list) {
+        assert(list.size() <= kMaxDims);
+        for (int64_t d : list) dims[count++] = d;
+    }
+    int64_t size() const {
+        int64_t n = 1;
+        for (int i = 0; i < count; i++) n *= dims[i];
+        return n;
+    }
+    // The last dimension, and the product of all others.
+    int64_t columns() const { return count ? dims[count - 1] : 1; }
+    int64_t rows() const { return columns() ? size() / columns() : 0; }
+    bool operator==(const Shape& other) const {
+        for (int i = 0; i < kMaxDims; i++)
+            if (dims[i] != other.dims[i]) return false;
+        return count == other.count;
+    }
+    std::string text() const {
+        std::string s;
+        for (int i = 0; i < count; i++) s += (i ? " x " : "") + std::to_string(dims[i]);
+        return s;
+    }
+};
 
 // One take of the step. Times count takes and releases from the start of the step; the tensor lives in [born,
 // dies).

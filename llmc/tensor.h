@@ -13,8 +13,8 @@
 #include <utility>
 
 #include "llmc/build.h"
-#include "llmc/shape.h"
 #include "llmc/simt.h"
+#include "llmc/step_plan.h"
 
 template <class T>
 constexpr const char* dtype_name() {

@@ -11,6 +11,8 @@
 // Copies to and from the device use the default stream: kernels on other streams must be done by then.
 #pragma once
 
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <bit>
 #include <cassert>
@@ -23,7 +25,6 @@
 #include <system_error>
 #include <vector>
 
-#include "llmc/error.h"
 #include "llmc/adapter_files.h"
 #include "llmc/model_names.h"
 #include "llmc/model_positions.h"
@@ -31,6 +32,7 @@
 #include "llmc/safetensors.h"
 #include "llmc/save_folder.h"
 #include "llmc/save_progress.h"
+#include "llmc/state.h"
 
 // Host copies of device memory hold at most this many elements.
 constexpr int64_t kChunkElements = int64_t{1} << 19;
@@ -398,19 +400,18 @@ void write_settings(const std::string& folder, const ModelConfig& model, const T
 template <class T>
 void write_adapter(const std::string& folder, const State<T>& state, const AdapterConfig& adapter,
                    const TokenizerSource& tokenizer) {
-    write_adapter_config(folder + "/" + kAdapterConfigFile, adapter.json);
+    write_json(folder + "/" + kAdapterConfigFile, adapter.json);
     if (adapter.base) write_json(folder + "/" + kAdapterBaseFile, adapter.base->json());
     write_generation(folder, state.layout.config());
     write_tokenizer(tokenizer, folder);
     write_tensors(folder + "/" + kAdapterWeightsFile, state.layout, weight_buffers(state));
 }
 
-// Writes and syncs all files of a save into a new folder.
+// Writes all files of a save into a folder.
 template <class T>
 void write_save(const std::string& folder, const State<T>& state, const Progress& progress,
                 const TokenizerSource& tokenizer, bool with_training_state, const AdapterConfig& adapter,
                 const ReadBuffer& read) {
-    check_call(mkdir(folder.c_str(), 0777) == 0, folder, "make the folder");
     if (adapter) {
         write_adapter(folder, state, adapter, tokenizer);
     } else {
@@ -419,24 +420,28 @@ void write_save(const std::string& folder, const State<T>& state, const Progress
     }
     if (with_training_state) {
         write_tensors(folder + "/trainer_state.safetensors", state.layout, training_buffers(state), read);
-        write_json(
-            folder + "/trainer_state.json",
-            {{"step", progress.step},
-             {"sequences", progress.sequences},
-             {"evaluated", progress.evaluated},
-             {"validated", progress.validated},
-             {"others", progress.others},
-             {"first_loss", progress.first_loss ? nlohmann::json(*progress.first_loss) : nlohmann::json()},
-             {"rate", progress.rate ? nlohmann::json(*progress.rate) : nlohmann::json()},
-             {"best", best_to_json(progress.best)},
-             {"last_good", progress.last_good ? nlohmann::json(*progress.last_good) : nlohmann::json()},
-             {"precision", dtype_name<T>()},
-             {"formats", state.options.text()},
-             {"options", convert_options(progress.options, escape_bytes)},
-             {"directory", escape_bytes(progress.directory)},
-             {"data", progress.data}});
+        Progress all = progress;
+        all.precision = dtype_name<T>();
+        all.formats = state.options.text();
+        write_progress(folder, all);
     }
-    sync_directory(folder);
+}
+
+// Calls write(folder) to write files into a new folder, and syncs it. A folder of an earlier try is removed,
+// and so is this one if it fails. Then calls give_name(), after which the folder has another name.
+template <class Write, class GiveName>
+void write_new_folder(const std::string& folder, Write&& write, GiveName&& give_name) {
+    remove_folder(folder);
+    check_call(mkdir(folder.c_str(), 0777) == 0, folder, "make the folder");
+    try {
+        write(folder);
+        sync_directory(folder);
+        give_name();
+    } catch (...) {
+        std::error_code ignored;
+        std::filesystem::remove_all(folder, ignored);
+        throw;
+    }
 }
 
 // Saves the weights (or the adapter's) as step-N in a folder of saves, with the state to resume from if
@@ -454,16 +459,13 @@ void save_checkpoint(const SaveFolder& folder, const State<T>& state, const Prog
     const std::string name = step_name(progress.step), path = out + "/" + name, temporary = path + ".tmp";
     // A resumed run's tokenizer may be in a save that has been removed since. The latest save has it too.
     const bool removed = !tokenizer.folder.empty() && !file_exists(tokenizer.folder);
-    remove_folder(temporary);
-    try {
-        write_save(temporary, state, progress, removed ? TokenizerSource(out + "/latest") : tokenizer,
-                   with_training_state, adapter, read);
-        replace_folder(temporary, path);
-    } catch (...) {
-        std::error_code ignored;
-        std::filesystem::remove_all(temporary, ignored);
-        throw;
-    }
+    const TokenizerSource& from = removed ? TokenizerSource(out + "/latest") : tokenizer;
+    write_new_folder(
+        temporary,
+        [&](const std::string& to) {
+            write_save(to, state, progress, from, with_training_state, adapter, read);
+        },
+        [&] { replace_folder(temporary, path); });
     publish(out, folder.shown(progress.step));
     remove_old_saves(folder, progress.step);
 }
@@ -475,17 +477,7 @@ void write_folder(const std::string& path, Write&& write) {
     const std::string folder = without_last_slashes(path);
     make_folders(folder_above(folder));
     const std::string temporary = unfinished_folder(folder);
-    remove_folder(temporary);
-    check_call(mkdir(temporary.c_str(), 0777) == 0, temporary, "make the folder");
-    try {
-        write(temporary);
-        sync_directory(temporary);
-        replace_file(temporary, folder);
-    } catch (...) {
-        std::error_code ignored;
-        std::filesystem::remove_all(temporary, ignored);
-        throw;
-    }
+    write_new_folder(temporary, write, [&] { replace_file(temporary, folder); });
 }
 
 // After an output has failed with the message `failed`: saves what was trained, by write(path), in a new
@@ -528,7 +520,8 @@ WrittenFiles bytes_of_save(const State<T>& state, bool with_training_state) {
 template <class T>
 void load_training_state(State<T>& state, const std::string& folder, const AdapterConfig& adapter = {}) {
     const std::string save = resolve_save(folder), now = state.options.text();
-    const Progress saved = read_progress(save);
+    Progress saved = read_progress(save);
+    if (saved.formats.empty()) saved.formats = StateOptions().text();
     if (saved.precision != dtype_name<T>())
         fail("%s was saved by a %s build, this one is %s: make PRECISION=%s", save.c_str(),
              saved.precision.c_str(), dtype_name<T>(), saved.precision.c_str());

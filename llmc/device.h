@@ -16,6 +16,7 @@
 #include "llmc/gpus.h"
 #include "llmc/simt.h"
 #include "llmc/step_plan.h"
+#include "llmc/text.h"
 
 #if defined(SIMT_GPU) || __has_include(<nvtx3/nvToolsExt.h>)
 #include <nvtx3/nvToolsExt.h>

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "llmc/model_config.h"
-#include "llmc/tensor.h"
+#include "llmc/step_plan.h"
 
 enum class NormKind { Layer, Rms };
 enum class PositionKind { Learned, Rotary, Alibi };
@@ -120,3 +120,8 @@ struct Family {
     // residual stream, and, with learned positions, of the embeddings.
     bool drops = false;
 };
+
+// The part of a block's tensor names between the family's prefix and their own names.
+inline std::string block_prefix(const Family& family, int layer) {
+    return std::string(family.blocks) + "." + std::to_string(layer) + ".";
+}

@@ -3,23 +3,12 @@
 // seems to have. plan_free_memory.h compares a plan with it.
 #pragma once
 
-#include <omp.h>
-#include <sys/mman.h>
 #include <sys/resource.h>
 
-#include <algorithm>
 #include <cstdint>
-#include <cstdlib>
-#include <fstream>
-#include <map>
 #include <optional>
-#include <set>
-#include <sstream>
 #include <string>
 #include <vector>
-
-#include "llmc/error.h"
-#include "llmc/text.h"
 
 // ---- what there is, and what is free
 //
@@ -37,11 +26,6 @@ struct FreeMemory {
     }
 };
 
-// Address space that a run maps but does not touch, measured with 1 to 16 threads: for the code that compiles
-// products, for heaps, and for the products that a search for the largest batch describes. It counts only if
-// address space is limited.
-inline size_t untouched_bytes(int threads) { return static_cast<size_t>(28 + 4 * threads) << 20; }
-
 // The most memory of one library that a run reads. oneDNN has 38 MiB of code and tables for all kinds of
 // machines; training, validation and sampling in fp32 and bf16 were measured to read 7.2 MiB of it.
 constexpr size_t kMostOfALibrary = size_t{15} << 19;
@@ -49,25 +33,7 @@ constexpr size_t kMostOfALibrary = size_t{15} << 19;
 // The most memory that pages of the executable and its libraries take: pages that are mapped from files with
 // code, as listed in /proc/self/maps. Which of them are in memory at the start differs from run to run, so a
 // plan counts them all. 0 if there is no /proc.
-inline size_t library_bytes(const std::string& root = "") {
-    std::ifstream maps(root + "/proc/self/maps");
-    std::map<std::string, size_t> sizes;  // by device and inode
-    std::set<std::string> with_code;
-    for (std::string line; std::getline(maps, line);) {
-        unsigned long begin = 0, end = 0, inode = 0;
-        char access[5] = "", device[16] = "";
-        if (sscanf(line.c_str(), "%lx-%lx %4s %*s %15s %lu", &begin, &end, access, device, &inode) != 5)
-            continue;
-        if (inode == 0 || access[0] != 'r' || access[1] == 'w')
-            continue;  // pages that can be written are copies
-        const std::string file = format("%s %lu", device, inode);
-        sizes[file] += end - begin;
-        if (access[2] == 'x') with_code.insert(file);
-    }
-    size_t sum = 0;
-    for (const std::string& file : with_code) sum += std::min(sizes[file], kMostOfALibrary);
-    return sum;
-}
+size_t library_bytes(const std::string& root = "");
 
 // What the process already has of the memory in a plan: memory of its own, pages of its executable and
 // libraries that are in memory, and the latter as a plan counts them.
@@ -83,109 +49,11 @@ struct ProcessLimits {
     rlim_t address_space = RLIM_INFINITY, data = RLIM_INFINITY;
     size_t untouched = 0;
 
-    static ProcessLimits now() {
-        rlimit address_space{}, data{};
-        ProcessLimits limits;
-        limits.untouched = untouched_bytes(omp_get_max_threads());
-        if (getrlimit(RLIMIT_AS, &address_space) == 0) limits.address_space = address_space.rlim_cur;
-        if (getrlimit(RLIMIT_DATA, &data) == 0) limits.data = data.rlim_cur;
-        return limits;
-    }
+    static ProcessLimits now();
 };
 
 // The number after `name` in a file with lines like "MemAvailable:   123 kB". Nothing if there is none.
-inline std::optional<uint64_t> number_in_file(const std::string& path, const std::string& name) {
-    std::ifstream file(path);
-    for (std::string line; std::getline(file, line);) {
-        std::istringstream words(line);
-        std::string first;
-        uint64_t number = 0;
-        if (words >> first >> number && first == name) return number;
-    }
-    return std::nullopt;
-}
-
-// The number that is the whole content of a file. Nothing if it is a word such as "max".
-inline std::optional<uint64_t> number_of_file(const std::string& path) {
-    std::ifstream file(path);
-    uint64_t number = 0;
-    if (file >> number) return number;
-    return std::nullopt;
-}
-
-inline OwnMemory OwnMemory::now(const std::string& root) {
-    const auto status = [&](const char* name) {
-        return number_in_file(root + "/proc/self/status", name).value_or(0) << 10;
-    };
-    return {status("RssAnon:"), status("RssFile:"), library_bytes(root)};
-}
-
-// A hierarchy of cgroups that may limit memory: where it is mounted, and this process's folder in it.
-struct MemoryCgroups {
-    int version;
-    std::string mounted_at;
-    std::string folder;  // relative to mounted_at: "/a/b", or empty
-};
-
-// Decodes a path from /proc/self/mountinfo, in which spaces are written as \040.
-inline std::string unescaped(const std::string& text) {
-    std::string plain;
-    for (size_t i = 0; i < text.size(); i++) {
-        const bool escaped =
-            text[i] == '\\' && i + 3 < text.size() &&
-            std::all_of(&text[i + 1], &text[i + 4], [](char c) { return c >= '0' && c <= '7'; });
-        plain += escaped ? static_cast<char>(strtol(text.substr(i + 1, 3).c_str(), nullptr, 8)) : text[i];
-        if (escaped) i += 3;
-    }
-    return plain;
-}
-
-// True if `name` is in a comma-separated list.
-inline bool has_name(const std::string& list, const std::string& name) {
-    return ("," + list + ",").find("," + name + ",") != std::string::npos;
-}
-
-// The process's path in a hierarchy, from /proc/self/cgroup: lines like "4:memory:/path", or "0::/path" in
-// version 2.
-inline std::optional<std::string> cgroup_path(const std::string& root, int version) {
-    std::ifstream file(root + "/proc/self/cgroup");
-    for (std::string line; std::getline(file, line);) {
-        const size_t names = line.find(':') + 1, path = line.find(':', names) + 1;
-        if (names == 0 || path == 0) continue;
-        const std::string list = line.substr(names, path - 1 - names);
-        if (version == 2 ? list.empty() : has_name(list, "memory")) return line.substr(path);
-    }
-    return std::nullopt;
-}
-
-// The hierarchies that are mounted, from /proc/self/mountinfo. A mount may show only a part of a hierarchy,
-// as in a container; then the mounted part's path is removed from the process's path. If the process is
-// outside that part, only the mount's root is used.
-inline std::vector<MemoryCgroups> memory_cgroups(const std::string& root) {
-    std::vector<MemoryCgroups> all;
-    std::ifstream file(root + "/proc/self/mountinfo");
-    for (std::string line; std::getline(file, line);) {
-        const size_t behind = line.find(" - ");
-        if (behind == std::string::npos) continue;
-        std::istringstream before(line), after(line.substr(behind + 3));
-        std::string word, mounted, at, type, source, options;
-        before >> word >> word >> word >> mounted >> at;
-        after >> type >> source >> options;
-        const int version = type == "cgroup2" ? 2 : type == "cgroup" && has_name(options, "memory") ? 1 : 0;
-        if (version == 0) continue;
-        const auto path = cgroup_path(root, version);
-        if (!path) continue;
-        std::string prefix = unescaped(mounted), folder;
-        if (prefix == "/") prefix.clear();
-        if (path->compare(0, prefix.size(), prefix) == 0) folder = path->substr(prefix.size());
-        if (folder == "/" || (!folder.empty() && folder[0] != '/') || folder.find("/..") == 0) folder.clear();
-        all.push_back({version, unescaped(at), folder});
-    }
-    return all;
-}
-
-// Values from here on mean no limit: version 1 writes a number near 2^63 instead of a word.
-constexpr uint64_t kNoCgroupLimit = uint64_t{1} << 60;
+std::optional<uint64_t> number_in_file(const std::string& path, const std::string& name);
 
 // A memory limit: how much it allows, how much of that is free now, and how much this process may have in
 // all, including what it already has.
@@ -195,101 +63,24 @@ struct MemoryLimit {
     bool of_process = false;  // else all processes on this machine share it
 };
 
-// What the kernel takes in a cgroup for a process besides the pages that the process asks for: one page of
-// page tables per 512 pages, and some more.
-constexpr uint64_t kPageBytes = 4096, kPagesOfATable = 512, kKernelBytes = 1 << 20;
-
-// Adds the limits of one cgroup. Cached files that can be dropped count as free, unless they may be the
-// libraries of its processes.
-inline void add_cgroup_limits(std::vector<MemoryLimit>& all, const std::string& root, int version,
-                              const std::string& folder, const OwnMemory& own) {
-    const std::string at = root + folder;
-    const auto used = number_of_file(at + (version == 2 ? "/memory.current" : "/memory.usage_in_bytes"));
-    if (!used) return;
-    const auto in_stat = [&](const char* name) {
-        return number_in_file(at + "/memory.stat", name).value_or(0);
-    };
-    const uint64_t files = in_stat(version == 2 ? "inactive_file" : "total_inactive_file"),
-                   mapped = in_stat(version == 2 ? "file_mapped" : "total_mapped_file");
-    const uint64_t own_files = std::min<uint64_t>(mapped, own.resident_files);
-    const uint64_t kept = *used - std::min(*used, files - std::min(files, own_files));
-    const auto names =
-        version == 2 ? std::vector{"memory.max", "memory.high"} : std::vector{"memory.limit_in_bytes"};
-    for (const char* name : names)
-        if (const auto most = number_of_file(at + "/" + name); most && *most < kNoCgroupLimit) {
-            const uint64_t free = *most - std::min(*most, kept);
-            const uint64_t for_kernel = std::min(free, free / kPagesOfATable + kKernelBytes);
-            all.push_back({*most, free, free - for_kernel + own.anonymous + own_files,
-                           format("%s/%s", folder.c_str(), name)});
-        }
-}
-
 // All limits of this process now. Tests put `root` before every path.
-inline std::vector<MemoryLimit> memory_limits(const std::string& root = "",
-                                              const ProcessLimits& limits = ProcessLimits::now(),
-                                              const OwnMemory& own = OwnMemory::now()) {
-    std::vector<MemoryLimit> all;
-    if (const auto kib = number_in_file(root + "/proc/meminfo", "MemAvailable:")) {
-        const uint64_t free = *kib << 10;  // MemAvailable includes pages of files, even mapped ones
-        all.push_back({number_in_file(root + "/proc/meminfo", "MemTotal:").value_or(*kib) << 10, free,
-                       free + own.anonymous, "this machine's memory"});
-    }
-    for (const MemoryCgroups& cgroups : memory_cgroups(root)) {
-        std::string folder = cgroups.folder;
-        while (true) {
-            add_cgroup_limits(all, root, cgroups.version, cgroups.mounted_at + folder, own);
-            if (folder.empty()) break;
-            folder.resize(folder.rfind('/'));
-        }
-    }
-    const auto limit_by = [&](rlim_t most, const char* name, const char* option) {
-        const auto kib = number_in_file(root + "/proc/self/status", name);
-        if (most == RLIM_INFINITY || !kib) return;
-        const uint64_t used = (*kib << 10) + limits.untouched, free = most - std::min<uint64_t>(most, used);
-        all.push_back({most, free, free + own.anonymous + own.libraries,
-                       format("ulimit %s %llu", option, static_cast<unsigned long long>(most >> 10)), true});
-    };
-    limit_by(limits.address_space, "VmSize:", "-v");
-    limit_by(limits.data, "VmData:", "-d");
-    return all;
-}
+std::vector<MemoryLimit> memory_limits(const std::string& root = "",
+                                       const ProcessLimits& limits = ProcessLimits::now(),
+                                       const OwnMemory& own = OwnMemory::now());
 
 // What is free for this process now, in addition to what it has.
-inline FreeMemory host_memory_free(const std::string& root = "",
-                                   const ProcessLimits& limits = ProcessLimits::now()) {
-    FreeMemory free;
-    for (const MemoryLimit& limit : memory_limits(root, limits, OwnMemory()))
-        free.at_most(limit.free, limit.name);
-    return free;
-}
+FreeMemory host_memory_free(const std::string& root = "", const ProcessLimits& limits = ProcessLimits::now());
 
 // What this process may have in all, including what it already has: the budget of a plan.
-inline FreeMemory host_memory_in_all(const std::vector<MemoryLimit>& limits) {
-    FreeMemory free;
-    for (const MemoryLimit& limit : limits) free.at_most(limit.in_all, limit.name);
-    return free;
-}
+FreeMemory host_memory_in_all(const std::vector<MemoryLimit>& limits);
 
 // The share that each of `ranks` processes has of these limits.
-inline std::vector<MemoryLimit> shared_limits(std::vector<MemoryLimit> limits, int ranks) {
-    for (MemoryLimit& limit : limits) {
-        if (limit.of_process || ranks == 1) continue;
-        for (size_t* bytes : {&limit.most, &limit.free, &limit.in_all}) *bytes /= static_cast<size_t>(ranks);
-        limit.name += format(", shared by %d ranks", ranks);
-    }
-    return limits;
-}
+std::vector<MemoryLimit> shared_limits(std::vector<MemoryLimit> limits, int ranks);
 
 // How much of a budget of `bytes` is really available: less if a limit that allows at least `bytes` has less
 // left now. Rounded to whole MiB, so that a plan and its run agree. Limits below `bytes` are ignored: such a
 // budget is meant for another machine.
-inline FreeMemory available_of(size_t bytes, const std::vector<MemoryLimit>& limits) {
-    FreeMemory free{bytes, ""};
-    for (const MemoryLimit& limit : limits)
-        if (limit.most + kPageBytes > bytes && limit.in_all < bytes)  // a cgroup's limit is whole pages
-            free.at_most(limit.in_all >> 20 << 20, limit.name);
-    return free;
-}
+FreeMemory available_of(size_t bytes, const std::vector<MemoryLimit>& limits);
 
 // The free memory without a reserve of 5%. `context` is device memory that this process's context already
 // takes.
@@ -301,24 +92,8 @@ inline FreeMemory with_reserve(const FreeMemory& free, size_t context) {
 //
 // Checks that the process may allocate more memory, before calls that would crash without it.
 
-inline bool limited_address_space() {
-    rlimit limit{};
-    return getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
-}
+bool limited_address_space();
 
 // Fails unless `bytes` more bytes can be mapped now. It notices a limit (ulimit -v), but not that physical
 // memory is used up. `what`: what needs them, for the message.
-inline void require_memory_for(size_t bytes, const char* what) {
-    void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (p != MAP_FAILED) {
-        munmap(p, bytes);
-        return;
-    }
-    rlimit limit{};
-    getrlimit(RLIMIT_AS, &limit);
-    const std::string said =
-        limit.rlim_cur == RLIM_INFINITY
-            ? "and the system refuses"
-            : format("beyond ulimit -v %llu", static_cast<unsigned long long>(limit.rlim_cur >> 10));
-    fail("out of memory: %s takes up to %s more, %s", what, size_text(bytes).c_str(), said.c_str());
-}
+void require_memory_for(size_t bytes, const char* what);

@@ -4,62 +4,31 @@
 // gguf.h writes the format; tokenizer_gguf_write.h adds the tokenizer.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
+#include <cstdint>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "llmc/adapter.h"
-#include "llmc/adapter_files.h"
-#include "llmc/checkpoint.h"
-#include "llmc/gguf_model.h"
 #include "llmc/gguf.h"
-#include "llmc/model.h"
-#include "llmc/quant_formats.h"
+#include "llmc/gguf_model.h"
 
 // ---- the types of tensors
 
-// A type of files. Most of its matrices have the format `matrices`.
+// A type of files. Most of its matrices have the type `matrices`, a name of kGgufTypes.
 struct ExportType {
     const char* name;
     uint32_t file_type;  // llama.cpp's number, for general.file_type
-    const WeightFormat& matrices;
+    const char* matrices;
     bool is_mixed;  // llama-quantize gives some matrices more bits
 };
-inline constexpr ExportType kExportTypes[] = {
-    {"f32", 0, kStoredF32, false}, {"f16", 1, kStoredF16, false}, {"bf16", 32, kStoredBf16, false},
-    {"q8_0", 7, kQ8_0, false},     {"q4_0", 2, kQ4_0, true},      {"q4_k_m", 15, kQ4_K, true},
-    {"q6_k", 18, kQ6_K, true},
-};
-inline const ExportType* find_export_type(std::string_view name) {
-    for (const ExportType& type : kExportTypes)
-        if (name == type.name) return &type;
-    return nullptr;
-}
+// The type of this name; null if there is none.
+const ExportType* find_export_type(std::string_view name);
 
-// True for the layers whose attn_v and ffn_down get more bits in Q4_K_M: the first and the last eighth, and
-// every third layer between them.
-inline bool gets_more_bits(int layer, int layers) {
-    return layer < layers / 8 || layer >= 7 * layers / 8 || (layer - layers / 8) % 3 == 2;
-}
-
-// The format of a matrix with rows of `columns` elements, by its name in the GGUF. `layer` is -1 outside the
-// blocks. The head gets more bits in all mixed types; a tied token embedding is the head.
-inline const WeightFormat& export_format(const ExportType& type, const ModelConfig& c,
-                                         const std::string& name, int layer, int64_t columns) {
-    const auto has = [&](const char* part) { return name.find(part) != name.npos; };
-    const WeightFormat* format = &type.matrices;
-    const bool is_head = name == "output.weight" || (c.tied && name == "token_embd.weight");
-    if (type.is_mixed && is_head)
-        format = columns % format->block == 0 ? &kQ6_K : &kQ8_0;
-    else if (format == &kQ4_K && (has("attn_v.") || has("attn_qkv.") || has("ffn_down.")) &&
-             gets_more_bits(layer, c.layers))
-        format = &kQ6_K;
-    // Rows that are no whole blocks get a format with smaller blocks.
-    if (columns % format->block != 0) format = format == &kQ4_K ? &kQ5_0 : &kQ8_0;
-    return columns % format->block == 0 ? *format : kStoredF16;
-}
+// The type of a matrix with rows of `columns` elements, by its name in the GGUF. `layer` is -1 outside the
+// blocks.
+const GgufType& export_type_of(const ExportType& type, const ModelConfig& c, const std::string& name,
+                               int layer, int64_t columns);
 
 // ---- the tensors
 
@@ -70,7 +39,7 @@ struct ExportTensor {
     Field field;
     int unit;
     std::vector<int64_t> shape;
-    const WeightFormat* format;
+    const GgufType* type;
     int64_t first_row;  // of the parameter's rows
     GgufPart::Rows order;
     bool is_transposed;  // the model's files have (in, out)
@@ -81,322 +50,29 @@ struct ExportTensor {
 };
 
 // The architecture's name in llama.cpp.
-inline const char* gguf_architecture(const ModelConfig& c) {
-    return c.family == &kMistral ? "llama" : c.family->name;
-}
+const char* gguf_architecture(const ModelConfig& c);
+// The order of the rows of the tensor that has this name in Hugging Face's files.
+GgufPart::Rows rows_order(const ModelConfig& c, const std::string& name);
 
-inline GgufPart::Rows rows_order(const ModelConfig& c, const std::string& name) {
-    const auto has = [&](const char* part) { return name.find(part) != name.npos; };
-    const bool rotary = has(".q_proj.") || has(".k_proj.");
-    if (std::string_view(gguf_architecture(c)) == "llama" && rotary) return GgufPart::Rows::RotaryPairs;
-    if (c.family->heads_together && has(".query_key_value.")) return GgufPart::Rows::QueriesKeysValues;
-    return GgufPart::Rows::Same;
-}
-
-// The tensors of a unit of the model.
-inline std::vector<ExportTensor> export_tensors(const Layout& layout, int unit, const ExportType& type) {
-    const ModelConfig& c = layout.config();
-    std::vector<ExportTensor> tensors;
-    for (const Parameter& p : layout.parameters_of(unit)) {
-        int64_t row = 0;
-        for (const Parameter::Part& part : p.parts) {
-            ExportTensor t = {gguf::name_of(*c.family, part.name),
-                              part.name,
-                              p.field,
-                              unit,
-                              {},
-                              &kStoredF32,
-                              row,
-                              rows_order(c, part.name),
-                              !c.family->by_outputs && is_linear(p.field)};
-            t.shape = file_shape(part.shape);
-            if (t.is_transposed) std::swap(t.shape[0], t.shape[1]);
-            // Vectors and learned positions stay in fp32.
-            if (t.shape.size() == 2 && p.field != Field::PositionEmbedding)
-                t.format = &export_format(type, c, t.name, layout.is_block(unit) ? unit - 1 : -1, t.shape[1]);
-            row += t.rows();
-            tensors.push_back(t);
-        }
-    }
-    return tensors;
-}
-
-// The host memory that an export takes: a chunk of rows as they are, as floats and encoded, and the file's
-// buffer; a whole matrix where matrices are transposed.
-inline size_t export_buffers(const ModelConfig& c) {
-    const size_t chunk = static_cast<size_t>(kChunkElements) * 3 * sizeof(float) + (size_t{1} << 20);
-    const auto matrix = static_cast<size_t>(int64_t{c.mlp_width} * c.channels) * sizeof(float);
-    return chunk + (c.family->by_outputs ? 0 : matrix);
-}
+// The host memory that an export takes: a chunk of elements as they are, as floats and encoded, and the
+// file's buffer; a whole matrix where matrices are transposed.
+size_t export_buffers(const ModelConfig& c, int64_t chunk_elements);
 
 // ---- the keys
 
-// A number of parameters as llama.cpp labels sizes: "135M", "1.2B".
-inline std::string size_label(int64_t parameters) {
-    constexpr std::pair<double, const char*> units[] = {{1e12, "T"}, {1e9, "B"}, {1e6, "M"}, {1e3, "K"}};
-    const auto n = static_cast<double>(parameters);
-    auto [unit, letter] = units[3];
-    for (const auto& larger : {units[2], units[1], units[0]})
-        if (n > larger.first) unit = larger.first, letter = larger.second;
-    const double scaled = n / unit, whole = std::nearbyint(scaled);
-    return format("%.*f%s", whole >= 10 ? 0 : whole >= 1 ? 1 : 2, scaled, letter);
-}
-
-// A model's name from its folder's: "SmolLM2-135M-instruct" becomes "SmolLM2 135M Instruct".
-inline std::string title_of(const std::string& folder) {
-    std::string title, word;
-    const auto end_word = [&] {
-        const bool lower =
-            std::any_of(word.begin(), word.end(), [](unsigned char c) { return std::islower(c); }) &&
-            std::none_of(word.begin(), word.end(), [](unsigned char c) { return std::isupper(c); });
-        const bool is_version =
-            word.size() > 1 && word[0] == 'v' && word.find_first_not_of("0123456789.", 1) == word.npos;
-        const bool is_number = !word.empty() && std::isdigit(static_cast<unsigned char>(word[0]));
-        bool begins = true;
-        for (char& letter : word) {
-            const auto c = static_cast<unsigned char>(letter);
-            if (lower && !is_version && !is_number && begins && std::isalpha(c))
-                letter = static_cast<char>(std::toupper(c));
-            begins = !std::isalpha(c);
-        }
-        if (!word.empty()) title += (title.empty() ? "" : " ") + word;
-        word.clear();
-    };
-    for (const char c : folder) c == '-' || c == ' ' ? end_word() : word.push_back(c);
-    end_word();
-    return title;
-}
-
-// What llama.cpp's converter reads from a model's name, "SmolLM2-135M-Instruct": the other names are empty if
-// the name does not tell.
-struct NameParts {
-    std::string basename, finetune, version, size_label;
-};
-
-// Reads a model's name as gguf's Metadata.get_model_id_components() does. A size counts only if it is near
-// the model's number of parameters; else it is probably a context length.
-inline NameParts parts_of_name(const std::string& name, int64_t parameters) {
-    enum Kind { None, Version, Type, Size, Finetune, Base };
-    const auto is = [](const char* pattern, const std::string& text) {
-        return NamePattern(std::string("(?i)") + pattern, "", "").matches(text);
-    };
-    std::vector<std::pair<std::string, Kind>> parts;
-    for (size_t at = 0; at <= name.size() && name.find(' ') == name.npos;) {
-        const size_t end = std::min(name.find('-', at), name.size());
-        if (end > at) parts.emplace_back(name.substr(at, end - at), None);
-        at = end + 1;
-    }
-    for (size_t i = 0; i < parts.size(); i++) {
-        auto& [part, kind] = parts[i];
-        if (is("(v|iter)?\\d+([.]\\d+)*", part)) {
-            kind = Version;
-        } else if (is("i?q\\d(_\\w)*|b?fp?(16|32)", part)) {
-            kind = Type;
-        } else if (i > 0 && is("(A|\\d+x)?\\d+([._]\\d+)?[KMBT]\\d?|small|mini|medium|large|x?xl", part)) {
-            std::replace(part.begin(), part.end(), '_', '.');
-            const auto digit = [&part = part](size_t from_end) {
-                return part.size() >= from_end &&
-                       std::isdigit(static_cast<unsigned char>(part[part.size() - from_end]));
-            };
-            if (digit(1))  // 7b1
-                part = part.substr(0, part.size() - 2) + "." + part.back() + part[part.size() - 2];
-            if (digit(2))
-                part.back() = static_cast<char>(std::toupper(static_cast<unsigned char>(part.back())));
-            kind = Size;
-            char* rest = nullptr;
-            const double number = strtod(part.c_str(), &rest), total = static_cast<double>(parameters);
-            const size_t unit = std::string_view(" KMBT").find(part.back());
-            if (rest + 1 == part.c_str() + part.size() && unit != std::string_view::npos &&
-                std::abs(number * std::pow(1000, unit) - total) > std::floor(7 * total / 8)) {
-                kind = Finetune;
-                part.back() = static_cast<char>(std::tolower(static_cast<unsigned char>(part.back())));
-            }
-        } else if (i > 0 && is("chat|instruct|vision|lora", part)) {
-            kind = Finetune;
-        }
-    }
-    const auto has_digit = [](const std::string& text) {
-        return text.find_first_of("0123456789") != text.npos;
-    };
-    const bool numbered = std::any_of(parts.begin(), parts.end(),
-                                      [&](const auto& p) { return p.second == Size && has_digit(p.first); });
-    // The base name is at the start. It includes versions, except at the end of the whole name.
-    size_t base = 0;
-    for (auto& [part, kind] : parts)
-        if (kind == Size && numbered && !has_digit(part)) kind = None;
-    while (base < parts.size() &&
-           (parts[base].second == Version ||
-            (parts[base].second == None && std::isalpha(static_cast<unsigned char>(parts[base].first[0])))))
-        base++;
-    size_t end = base;
-    while (base == parts.size() && end > 0 && parts[end - 1].second == Version) end--;
-    NameParts found;
-    const auto join = [](std::string& to, const std::string& part) { to += (to.empty() ? "" : "-") + part; };
-    for (size_t i = 0; i < parts.size(); i++) {
-        const auto& [part, kind] = parts[i];
-        if (i < end)
-            join(found.basename, part);
-        else if (kind == Version)
-            join(found.version, part);
-        else if (kind == Size && ("-" + found.size_label + "-").find("-" + part + "-") == std::string::npos)
-            join(found.size_label, part);
-        else if (kind == Finetune || kind == None)
-            join(found.finetune, part);
-    }
-    if (found.size_label.empty() && found.finetune.empty() && found.version.empty()) found.basename.clear();
-    return found;
-}
-
 // Fails on a scaling of rotary positions that GGUF has no keys for.
-inline void check_rope_for_gguf(const ModelConfig& c, const std::string& where) {
-    const RopeScaling& s = c.rope;
-    const char* const name = kRopeNames[static_cast<int>(s.type)];
-    if (s.type == RopeType::kDynamic) fail("%s: GGUF has no rotary scaling \"%s\"", where.c_str(), name);
-    if (s.type == RopeType::kLlama3 && std::string_view(gguf_architecture(c)) != "llama")
-        fail("%s: GGUF has the rotary scaling \"%s\" for llama alone, and this is a %s", where.c_str(), name,
-             c.family->name);
-    if (s.type == RopeType::kYarn && (s.attention_factor > 0 || s.mscale > 0 || !s.truncate))
-        fail("%s: GGUF has no keys for \"attention_factor\", \"mscale\" and \"truncate\" of \"%s\"",
-             where.c_str(), name);
-}
-
-// The divisors of the rotary frequencies by Llama 3.1's scaling, the tensor rope_freqs.weight; in fp32 and in
-// the order of operations of llama.cpp's converter, for the same bits.
-inline std::vector<float> rope_divisors(int head_size, const RopeScaling& s) {
-    RopeScaling plain = s;
-    plain.type = RopeType::kDefault;
-    const auto length = static_cast<float>(s.original_max_position_embeddings);
-    const auto factor = static_cast<float>(s.factor), low = static_cast<float>(s.low_freq_factor),
-               range = static_cast<float>(s.high_freq_factor - s.low_freq_factor);
-    std::vector<float> divisors;
-    for (const float inverse : inverse_frequencies(head_size, plain)) {
-        const float wave = static_cast<float>(2 * std::numbers::pi) / inverse;
-        const float smooth = (length / wave - low) / range;
-        if (wave < static_cast<float>(s.original_max_position_embeddings / s.high_freq_factor))
-            divisors.push_back(1);
-        else if (wave > static_cast<float>(s.original_max_position_embeddings / s.low_freq_factor))
-            divisors.push_back(factor);
-        else
-            divisors.push_back(1 / ((1 - smooth) / factor + smooth));
-    }
-    return divisors;
-}
-
-// Adds the keys of rotary positions.
-inline void add_rope_keys(GgufKeys& keys, const std::string& arch, const RopeScaling& s) {
-    if (s.type == RopeType::kLinear || s.type == RopeType::kYarn) {
-        keys.add(arch + ".rope.scaling.type", kRopeNames[static_cast<int>(s.type)]);
-        keys.add_float(arch + ".rope.scaling.factor", s.factor);
-    }
-    if (s.type == RopeType::kYarn) {
-        keys.add(arch + ".rope.scaling.original_context_length",
-                 static_cast<uint32_t>(s.original_max_position_embeddings));
-        keys.add_float(arch + ".rope.scaling.yarn_beta_fast", s.beta_fast);
-        keys.add_float(arch + ".rope.scaling.yarn_beta_slow", s.beta_slow);
-    }
-    keys.add_float(arch + ".rope.freq_base", s.theta);
-}
-
-// Adds the keys of sampling that generation_config.json asks for.
-inline void add_sampling_keys(GgufKeys& keys, const nlohmann::json& generation) {
-    if (!generation.is_object()) return;
-    const auto number = [&](const char* name) {
-        const auto found = generation.find(name);
-        return found != generation.end() && found->is_number() ? &*found : nullptr;
-    };
-    if (const auto* k = number("top_k")) keys.add_signed("general.sampling.top_k", k->get<int32_t>());
-    constexpr std::pair<const char*, const char*> floats[] = {{"top_p", "top_p"},
-                                                              {"min_p", "min_p"},
-                                                              {"temperature", "temp"},
-                                                              {"repetition_penalty", "penalty_repeat"}};
-    for (const auto& [name, key] : floats)
-        if (const auto* value = number(name))
-            keys.add_float(std::string("general.sampling.") + key, value->get<double>());
-}
+void check_rope_for_gguf(const ModelConfig& c, const std::string& where);
 
 // The keys of a model, without those of its tokenizer. `name` is that of its folder or file.
-inline GgufKeys model_keys(const ModelConfig& c, const ExportType& type, const std::string& name,
-                           int64_t parameters) {
-    const std::string arch = gguf_architecture(c), own = arch + ".";
-    const auto size = [&](GgufKeys& keys, const char* key, int64_t value) {
-        keys.add(own + key, static_cast<uint32_t>(value));
-    };
-    GgufKeys keys;
-    keys.add("general.architecture", arch);
-    keys.add("general.type", "model");
-    add_sampling_keys(keys, c.generation);
-    const NameParts parts = parts_of_name(name, parameters);
-    keys.add("general.name", title_of(name));
-    if (!parts.version.empty()) keys.add("general.version", parts.version);
-    if (!parts.finetune.empty()) keys.add("general.finetune", parts.finetune);
-    if (!parts.basename.empty()) keys.add("general.basename", parts.basename);
-    keys.add("general.size_label", parts.size_label.empty() ? size_label(parameters) : parts.size_label);
-    size(keys, "block_count", c.layers);
-    // llama.cpp takes no longer texts. For a BLOOM that states no length, its converter writes the channels.
-    const int length = c.stated_length > 0 ? c.stated_length : c.channels;
-    size(keys, "context_length", c.family == &kBloom ? length : c.positions);
-    size(keys, "embedding_length", c.channels);
-    size(keys, "feed_forward_length", c.mlp_width);
-    size(keys, "attention.head_count", c.heads);
-    if (c.family != &kGpt2) size(keys, "attention.head_count_kv", c.kv_heads);
-    if (c.family->norm == NormKind::Layer) {
-        keys.add_float(own + "attention.layer_norm_epsilon", c.norm_epsilon);
-    } else {
-        add_rope_keys(keys, arch, c.rope);
-        keys.add_float(own + "attention.layer_norm_rms_epsilon", c.norm_epsilon);
-        size(keys, "attention.key_length", c.head_size);
-        size(keys, "attention.value_length", c.head_size);
-    }
-    if (c.window > 0) size(keys, "attention.sliding_window", c.window);
-    keys.add("general.file_type", type.file_type);
-    if (arch == "llama") {
-        size(keys, "vocab_size", c.vocabulary);
-        size(keys, "rope.dimension_count", c.head_size);
-    }
-    keys.add("general.quantization_version", uint32_t{2});
-    return keys;
-}
+GgufKeys model_keys(const ModelConfig& c, const ExportType& type, const std::string& name,
+                    int64_t parameters);
 
 // ---- adapters
 
 // The tensors of a LoRA: A and B of each linear layer that has one. A file has one alpha, and the scale of a
 // layer is alpha / rank. Layers with another scale have it in B.
-inline std::vector<ExportTensor> adapter_tensors(const ModelConfig& c,
-                                                 const std::vector<LinearModule>& modules,
-                                                 const ExportType& type, double alpha) {
-    std::vector<ExportTensor> tensors;
-    for (const LinearModule& m : modules) {
-        const std::string layer = full_name(c, m), name = gguf::name_of(*c.family, layer + ".weight");
-        const auto add = [&](const char* end, const char* peft, int64_t rows,
-                             int64_t columns) -> ExportTensor& {
-            const WeightFormat& format = columns % type.matrices.block == 0 ? type.matrices : kStoredF16;
-            tensors.push_back({name + end,
-                               kPeftPrefix + layer + peft,
-                               m.field,
-                               m.layer + 1,
-                               {rows, columns},
-                               &format,
-                               0,
-                               GgufPart::Rows::Same,
-                               false});
-            return tensors.back();
-        };
-        add(".lora_a", ".lora_A.weight", m.rank, m.inputs);
-        ExportTensor& b = add(".lora_b", ".lora_B.weight", m.outputs, m.rank);
-        b.order = rows_order(c, layer + ".weight");
-        b.factor = static_cast<float>(m.scale * m.rank / alpha);
-    }
-    return tensors;
-}
+std::vector<ExportTensor> adapter_tensors(const ModelConfig& c, const std::vector<LinearModule>& modules,
+                                          const ExportType& type, double alpha);
 
 // The keys of a LoRA.
-inline GgufKeys adapter_keys(const ModelConfig& c, const std::string& name, double alpha) {
-    GgufKeys keys;
-    keys.add("general.architecture", gguf_architecture(c));
-    keys.add("general.type", "adapter");
-    keys.add("adapter.type", "lora");
-    keys.add("general.name", title_of(name));
-    keys.add_float("adapter.lora.alpha", alpha);
-    keys.add("general.quantization_version", uint32_t{2});
-    return keys;
-}
+GgufKeys adapter_keys(const ModelConfig& c, const std::string& name, double alpha);

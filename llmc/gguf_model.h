@@ -7,20 +7,14 @@
 // then all keys, then all values; Hugging Face has the three of each head together.
 #pragma once
 
-#include <cmath>
-#include <numbers>
-#include <set>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
-#include <nlohmann/json.hpp>
+#include <nlohmann/json_fwd.hpp>
 
 #include "llmc/families.h"
 #include "llmc/gguf.h"
-#include "llmc/model_names.h"
-#include "llmc/model_positions.h"
 #include "llmc/safetensors.h"
 
 // A tensor of the model in a GGUF file.
@@ -74,122 +68,23 @@ struct GgufPart {
         if (tensor->type->block_bytes == 4) return read_rows(first, count, out);
         std::vector<uint16_t> bits(n);
         read_rows(first, count, bits.data());
-        const bool half = std::string_view(tensor->type->name) == "F16";
-        for (size_t i = 0; i < n; i++)
-            out[i] =
-                half ? half_to_float(bits[i]) : std::bit_cast<float>(static_cast<uint32_t>(bits[i]) << 16);
+        widen(bits, std::string_view(tensor->type->name) == "F16", out);
     }
 };
 
 namespace gguf {
-// Hugging Face's names and GGUF's, without their prefixes and without ".weight" or ".bias".
-inline constexpr std::pair<std::string_view, const char*> kNames[] = {
-    {"wte", "token_embd"},
-    {"wpe", "position_embd"},
-    {"ln_1", "attn_norm"},
-    {"attn.c_attn", "attn_qkv"},
-    {"attn.c_proj", "attn_output"},
-    {"ln_2", "ffn_norm"},
-    {"mlp.c_fc", "ffn_up"},
-    {"mlp.c_proj", "ffn_down"},
-    {"embed_tokens", "token_embd"},
-    {"word_embeddings", "token_embd"},
-    {"word_embeddings_layernorm", "token_embd_norm"},
-    {"norm", "output_norm"},
-    {"ln_f", "output_norm"},
-    {"lm_head", "output"},
-    {"input_layernorm", "attn_norm"},
-    {"post_attention_layernorm", "ffn_norm"},
-    {"self_attn.q_proj", "attn_q"},
-    {"self_attn.k_proj", "attn_k"},
-    {"self_attn.v_proj", "attn_v"},
-    {"self_attn.o_proj", "attn_output"},
-    {"self_attn.q_norm", "attn_q_norm"},
-    {"self_attn.k_norm", "attn_k_norm"},
-    {"self_attention.query_key_value", "attn_qkv"},
-    {"self_attention.dense", "attn_output"},
-    {"mlp.gate_proj", "ffn_gate"},
-    {"mlp.up_proj", "ffn_up"},
-    {"mlp.down_proj", "ffn_down"},
-    {"mlp.dense_h_to_4h", "ffn_up"},
-    {"mlp.dense_4h_to_h", "ffn_down"},
-};
-
 // Translates "model.layers.3.self_attn.q_proj.weight" to "blk.3.attn_q.weight"; empty if there is no such
 // name.
-inline std::string name_of(const Family& family, std::string_view name) {
-    if (name.starts_with(family.prefix)) name.remove_prefix(std::string_view(family.prefix).size());
-    std::string block;
-    if (const std::string blocks = std::string(family.blocks) + "."; name.starts_with(blocks)) {
-        name.remove_prefix(blocks.size());
-        const size_t dot = name.find('.');
-        block = "blk." + std::string(name.substr(0, dot)) + ".";
-        name.remove_prefix(std::min(name.size(), dot + 1));
-    }
-    const size_t ending = std::min(name.rfind('.'), name.size());
-    for (const auto& [known, ours] : kNames)
-        if (name.substr(0, ending) == known) return block + ours + std::string(name.substr(ending));
-    return "";
-}
+std::string name_of(const Family& family, std::string_view name);
 
 // The number by which Llama 3.1's scaling divides each rotary frequency; a GGUF stores these.
-inline std::vector<double> llama3_divisors(int head_size, const RopeScaling& rope) {
-    RopeScaling plain = rope;
-    plain.type = RopeType::kDefault;
-    const std::vector<float> with = inverse_frequencies(head_size, rope),
-                             without = inverse_frequencies(head_size, plain);
-    std::vector<double> divisors;
-    for (size_t i = 0; i < with.size(); i++) divisors.push_back(double{without[i]} / double{with[i]});
-    return divisors;
-}
-
-// Finds the settings of Llama 3.1's scaling that give these divisors, and sets them in `rope`; returns
-// whether there are any. The lowest frequencies are divided by the whole factor. Only the ratios of the
-// original length and of the two frequency factors matter, and all known models have 1 and 4 for the latter.
-inline bool find_llama3(int head_size, const std::vector<float>& divisors, RopeScaling& rope) {
-    rope.factor = double{divisors.back()};
-    if (!(rope.factor >= 1 && rope.factor < 1e6)) return false;
-    RopeScaling plain = rope;
-    plain.type = RopeType::kDefault;
-    const std::vector<float> inverse = inverse_frequencies(head_size, plain);
-    const auto fits = [&](double length) {
-        rope.original_max_position_embeddings = static_cast<int>(std::lround(length));
-        if (rope.original_max_position_embeddings < 1) return false;
-        const std::vector<double> wanted = llama3_divisors(head_size, rope);
-        for (size_t i = 0; i < divisors.size(); i++)
-            if (!(std::abs(double{divisors[i]} - wanted[i]) < 1e-3 * wanted[i])) return false;
-        return true;
-    };
-    if (fits(rope.original_max_position_embeddings)) return true;
-    // A frequency that is divided by a part of the factor tells the length. Without one, the first that is
-    // divided by the whole factor makes less than one turn in it.
-    for (size_t i = 0; i < divisors.size(); i++) {
-        const double turns = double{inverse[i]} / (2 * std::numbers::pi), divisor = double{divisors[i]};
-        const double smooth = (1 / divisor - 1 / rope.factor) / (1 - 1 / rope.factor);
-        const bool whole = divisor >= rope.factor * (1 - 1e-6);
-        if (divisor > 1 + 1e-6 && fits(whole ? std::floor(1 / turns) : (3 * smooth + 1) / turns)) return true;
-    }
-    return false;
-}
+std::vector<double> llama3_divisors(int head_size, const RopeScaling& rope);
 }  // namespace gguf
 
 // The name on Hugging Face's hub of the model that a GGUF file is of, ORG/NAME; `otherwise` if its keys do
 // not say it. general.base_model.0 may also be the model that it was fine-tuned from: that has another name
 // than the file.
-inline std::string published_name(const nlohmann::json& keys, const std::string& otherwise) {
-    const auto text = [&](const char* key) {
-        const auto found = keys.find(key);
-        return found != keys.end() && found->is_string() ? found->get<std::string>() : "";
-    };
-    constexpr std::string_view kHub = "https://huggingface.co/";
-    std::string url = text("general.base_model.0.repo_url"), name = text("general.name");
-    std::string found = text("general.base_model.0.organization") + "/" + text("general.base_model.0.name");
-    if (url.starts_with(kHub)) found = url.substr(kHub.size());
-    std::ranges::replace(found, ' ', '-');
-    std::ranges::replace(name, ' ', '-');
-    const bool is_it = name.empty() || lower(name) == lower(found.substr(found.find('/') + 1));
-    return is_hub_name(found) && is_it ? found : otherwise;
-}
+std::string published_name(const nlohmann::json& keys, const std::string& otherwise);
 
 class GgufModel {
   public:
@@ -197,20 +92,7 @@ class GgufModel {
     // Mistral), qwen2, qwen3 and bloom. Fails in one line that names the file and the key or tensor if the
     // architecture is another one, if keys or tensors would change the arithmetic in an unknown way, or if a
     // tensor is missing.
-    explicit GgufModel(const std::string& path) : file_(path), reader_(file_.metadata(), path) {
-        arch_ = reader_.text("general.architecture", "");
-        constexpr const char* known[] = {"gpt2", "llama", "qwen2", "qwen3", "bloom"};
-        if (std::find(std::begin(known), std::end(known), arch_) == std::end(known))
-            fail("%s: 'general.architecture' is \"%s\"; gpt2, llama, qwen2, qwen3 and bloom are supported",
-                 path.c_str(), printable(arch_).c_str());
-        const std::string type = reader_.text("general.type", "model");
-        if (type != "model")
-            fail("%s: 'general.type' is \"%s\"; a model is needed", path.c_str(), printable(type).c_str());
-        refuse_other_keys();
-        config_ = parse_config(config_json(), path);
-        read_rope_divisors();
-        check_tensors();
-    }
+    explicit GgufModel(const std::string& path);
 
     const GgufFile& file() const { return file_; }
     const ModelConfig& config() const { return config_; }
@@ -218,238 +100,18 @@ class GgufModel {
     std::string chat_template() const { return reader_.text("tokenizer.chat_template", ""); }
 
     // The tensor that has this name in Hugging Face's files. Fails if it is missing or has another shape.
-    GgufPart get(const std::string& name, const std::vector<int64_t>& shape) const {
-        const std::string ours = gguf::name_of(*config_.family, name);
-        const GgufTensor* tensor = file_.find(ours);
-        if (!tensor)
-            fail("%s: tensor \"%s\" is missing, which is %s", file_.path().c_str(), ours.c_str(),
-                 name.c_str());
-        if (tensor->shape != shape)
-            fail("%s: tensor \"%s\" has shape %s where %s is needed", file_.path().c_str(), ours.c_str(),
-                 shape_text(tensor->shape).c_str(), shape_text(shape).c_str());
-        GgufPart part{tensor, GgufPart::Rows::Same, config_.head_size, config_.heads};
-        const bool rotary = name.find(".q_proj.") != name.npos || name.find(".k_proj.") != name.npos;
-        if (arch_ == "llama" && rotary) part.order = GgufPart::Rows::RotaryPairs;
-        if (config_.family->heads_together && name.find(".query_key_value.") != name.npos)
-            part.order = GgufPart::Rows::QueriesKeysValues;
-        return part;
-    }
+    GgufPart get(const std::string& name, const std::vector<int64_t>& shape) const;
 
   private:
     std::string key(const char* name) const { return arch_ + "." + name; }
-
-    // Fails on keys that are not read: ignoring them could mean wrong arithmetic.
-    void refuse_other_keys() const {
-        reader_.must_be("split.count", {1, 0});  // the number of files of one model
-        constexpr const char* kKnown =
-            "vocab_size context_length embedding_length block_count feed_forward_length attention.head_count "
-            "attention.head_count_kv attention.key_length attention.value_length "
-            "attention.layer_norm_epsilon attention.layer_norm_rms_epsilon attention.sliding_window "
-            "rope.dimension_count rope.freq_base rope.scaling.type rope.scaling.factor "
-            "rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.yarn_beta_fast "
-            "rope.scaling.yarn_beta_slow tensor_data_layout";
-        for (const auto& [name, value] : file_.metadata().items()) {
-            if (name.starts_with(arch_ + ".") && !has_word(kKnown, name.substr(arch_.size() + 1)))
-                fail("%s: '%s' is not supported", file_.path().c_str(), printable(name).c_str());
-        }
-    }
-
-    // The number of rows of the embedding.
-    int vocabulary() const {
-        const GgufTensor* embedding = file_.find("token_embd.weight");
-        if (!embedding || embedding->shape.size() != 2 || embedding->rows() > kMostVocabulary)
-            fail("%s: tensor \"token_embd.weight\" is missing, or is no embedding", file_.path().c_str());
-        const auto rows = static_cast<int>(embedding->rows());
-        reader_.must_be(key("vocab_size").c_str(), {rows});
-        return rows;
-    }
-
-    nlohmann::json config_json() const {
-        const auto size = [&](const char* name, int most) { return reader_.size(key(name).c_str(), most); };
-        const bool bloom = arch_ == "bloom";
-        nlohmann::json json = {{"vocab_size", vocabulary()}, {"model_type", arch_}};
-        const int layers = size("block_count", kMostLayers),
-                  channels = size("embedding_length", kMostChannels);
-        const int heads = size("attention.head_count", kMostChannels),
-                  mlp = size("feed_forward_length", kMostMlpWidth);
-        add_marks(json);
-        if (arch_ == "gpt2") {
-            const double epsilon = reader_.number(key("attention.layer_norm_epsilon").c_str(), 1e-5, 0, 1);
-            json.update({{"n_layer", layers},
-                         {"n_embd", channels},
-                         {"n_head", heads},
-                         {"n_inner", mlp},
-                         {"n_positions", size("context_length", kMostPositions)},
-                         {"layer_norm_epsilon", epsilon}});
-            return json;
-        }
-        if (bloom) {
-            const double epsilon = reader_.number(key("attention.layer_norm_epsilon").c_str(), 1e-5, 0, 1);
-            json.update({{"n_layer", layers},
-                         {"hidden_size", channels},
-                         {"n_head", heads},
-                         {"n_inner", mlp},
-                         {"layer_norm_epsilon", epsilon}});
-            if (reader_.has(key("context_length").c_str()))
-                json["seq_length"] = size("context_length", kMostPositions);
-            return json;
-        }
-        json.update({{"num_hidden_layers", layers},
-                     {"hidden_size", channels},
-                     {"num_attention_heads", heads},
-                     {"intermediate_size", mlp},
-                     {"max_position_embeddings", size("context_length", kMostPositions)},
-                     {"num_key_value_heads",
-                      reader_.size(key("attention.head_count_kv").c_str(), heads, kMostChannels)},
-                     {"rms_norm_eps", reader_.number(key("attention.layer_norm_rms_epsilon").c_str(), 0, 1)},
-                     {"tie_word_embeddings", !file_.find("output.weight")}});
-        add_positions(json, channels, heads);
-        return json;
-    }
-
-    // Adds the settings of rotary positions and of the attention window.
-    void add_positions(nlohmann::json& json, int channels, int heads) const {
-        const int share = channels % heads == 0 ? channels / heads : 0;
-        if (share == 0 && !reader_.has(key("attention.key_length").c_str()))
-            fail("%s: '%s' is missing, and %d channels are not a multiple of %d heads", file_.path().c_str(),
-                 key("attention.key_length").c_str(), channels, heads);
-        const int head_size = reader_.size(key("attention.key_length").c_str(), share, kMostHeadSize);
-        json["head_dim"] = head_size;
-        for (const char* same : {"attention.value_length", "rope.dimension_count"})
-            reader_.must_be(key(same).c_str(), {head_size});
-        json["rope_theta"] = reader_.number(key("rope.freq_base").c_str(), 10000, 1, 1e30);
-        const std::string scaling = reader_.text(key("rope.scaling.type").c_str(), "none");
-        if (scaling == "linear")
-            json["rope_scaling"] = {{"rope_type", "linear"},
-                                    {"factor", reader_.number(key("rope.scaling.factor").c_str(), 0, 1e30)}};
-        else if (scaling == "yarn")
-            json["rope_scaling"] = yarn_json();
-        else if (scaling != "none")
-            fail("%s: '%s' is \"%s\"; none, linear and yarn are supported", file_.path().c_str(),
-                 key("rope.scaling.type").c_str(), printable(scaling).c_str());
-        if (!reader_.has(key("attention.sliding_window").c_str())) return;
-        json["sliding_window"] = reader_.size(key("attention.sliding_window").c_str(), INT32_MAX);
-        if (arch_ == "llama")
-            json["model_type"] = "mistral";
-        else
-            json["use_sliding_window"] = true, json["max_window_layers"] = 0;
-    }
-
-    nlohmann::json yarn_json() const {
-        const auto number = [&](const char* name, double otherwise) {
-            return reader_.number(key(name).c_str(), otherwise, 0, 1e30);
-        };
-        return {{"rope_type", "yarn"},
-                {"factor", number("rope.scaling.factor", 1)},
-                {"original_max_position_embeddings",
-                 reader_.size(key("rope.scaling.original_context_length").c_str(), kMostPositions)},
-                {"beta_fast", number("rope.scaling.yarn_beta_fast", 32)},
-                {"beta_slow", number("rope.scaling.yarn_beta_slow", 1)}};
-    }
-
-    // Adds the tokens that begin and end a text. The token that ends a turn ends a text too.
-    void add_marks(nlohmann::json& json) const {
-        const auto mark = [&](const char* name) {
-            const std::string full = std::string("tokenizer.ggml.") + name;
-            return reader_.has(full.c_str())
-                       ? nlohmann::json(reader_.integer(full.c_str(), 0, kMostVocabulary))
-                       : nlohmann::json();
-        };
-        json["bos_token_id"] = mark("bos_token_id");
-        json["pad_token_id"] = mark("padding_token_id");
-        nlohmann::json ends = nlohmann::json::array();
-        for (const char* name : {"eos_token_id", "eot_token_id"})
-            if (const nlohmann::json end = mark(name); !end.is_null() && (ends.empty() || ends[0] != end))
-                ends.push_back(end);
-        json["eos_token_id"] = ends;
-    }
-
-    void read_rope_divisors() {
-        const GgufTensor* tensor = file_.find("rope_freqs.weight");
-        if (!tensor) return;
-        const auto refuse = [&](const char* why) {
-            fail("%s: tensor \"rope_freqs.weight\" %s", file_.path().c_str(), why);
-        };
-        if (config_.family->position != PositionKind::Rotary)
-            refuse("is in a model without rotary positions");
-        if (tensor->shape != std::vector<int64_t>{config_.head_size / 2} ||
-            std::string_view(tensor->type->name) != "F32")
-            refuse("is not a number for each pair of channels of a head");
-        std::vector<float> given(static_cast<size_t>(tensor->rows()));
-        tensor->file->read(tensor->offset, tensor->bytes, given.data());
-        RopeScaling rope = config_.rope;
-        if (rope.type != RopeType::kDefault) refuse("stands beside another scaling of the positions");
-        rope.type = RopeType::kLlama3;
-        if (!gguf::find_llama3(config_.head_size, given, rope)) refuse("is not the scaling of Llama 3.1");
-        if (rope.factor > 1) config_.rope = rope;
-    }
-
-    // Fails if a tied head is in the file and differs from the token embedding. One that has been quantized
-    // in another way is not compared.
-    void check_tied_head() const {
-        const GgufTensor *head = file_.find("output.weight"), *tokens = file_.find("token_embd.weight");
-        if (!head || !tokens) return;
-        const auto refuse = [&] {
-            fail("%s: tensor \"output.weight\" is not \"token_embd.weight\", as in every %s model",
-                 file_.path().c_str(), config_.family->name);
-        };
-        if (head->shape != tokens->shape) refuse();
-        const GgufPart one{head, GgufPart::Rows::Same, 0, 0}, other{tokens, GgufPart::Rows::Same, 0, 0};
-        constexpr int64_t kRows = 256;
-        for (int64_t first = 0; first < head->shape[0]; first += kRows) {
-            const int64_t count = std::min(kRows, head->shape[0] - first);
-            const auto rows = static_cast<size_t>(count);
-            if (head->type == tokens->type) {
-                std::vector<char> bytes(rows * head->row_bytes()), others(bytes.size());
-                one.read_rows(first, count, bytes.data());
-                other.read_rows(first, count, others.data());
-                if (bytes != others) refuse();
-            } else if (one.has_floats() && other.has_floats()) {
-                // The narrower of the two types decides how near they must be.
-                std::vector<float> x(rows * static_cast<size_t>(head->shape[1])), y(x.size());
-                one.read_floats(first, count, x.data());
-                other.read_floats(first, count, y.data());
-                for (size_t i = 0; i < x.size(); i++)
-                    if (!(std::fabs(x[i] - y[i]) <= 0x1p-7f * std::fabs(x[i]) + 1e-6f)) refuse();
-            }
-        }
-    }
-
-    // Checks that all tensors are there and no others. Allowed besides them: the divisors of the frequencies,
-    // and a copy of the embedding as the head, which converters of GPT-2 and BLOOM wrote.
-    void check_tensors() const {
-        std::set<std::string> known = {"rope_freqs.weight"};
-        if (arch_ == "bloom" || arch_ == "gpt2") {
-            known.insert("output.weight");
-            check_tied_head();
-        }
-        const Family& family = *config_.family;
-        const auto check = [&](const std::string& block, const Table& table) {
-            for (const Row& row : table)
-                for (const FileTensor& part : row.parts) {
-                    const std::string name = (part.has_prefix ? family.prefix + block : "") + part.name;
-                    std::vector<int64_t> shape(part.shape.dims, part.shape.dims + part.shape.count);
-                    // A GGUF has all matrices as (out, in).
-                    if (!family.by_outputs && std::find(std::begin(kLinearFields), std::end(kLinearFields),
-                                                        row.field) != std::end(kLinearFields))
-                        std::swap(shape[0], shape[1]);
-                    const GgufPart found = get(name, shape);
-                    if (part.shape.count == 1 && !found.has_floats())
-                        fail("%s: tensor \"%s\" has type %s where F32 is needed", file_.path().c_str(),
-                             found.tensor->name.c_str(), found.tensor->type->name);
-                    known.insert(found.tensor->name);
-                }
-        };
-        check("", family.embeddings(config_));
-        check("", family.head(config_));
-        for (int l = 0; l < config_.layers; l++)
-            check(std::string(family.blocks) + "." + std::to_string(l) + ".",
-                  family.block(config_, config_.layer(l)));
-        for (const GgufTensor& tensor : file_.tensors())
-            if (!known.contains(tensor.name))
-                fail("%s: tensor \"%s\" is not of a %s model as it is known here", file_.path().c_str(),
-                     printable(tensor.name).c_str(), family.name);
-    }
+    void refuse_other_keys() const;
+    int vocabulary() const;
+    nlohmann::json config_json() const;
+    void add_positions(nlohmann::json& json, int channels, int heads) const;
+    void add_marks(nlohmann::json& json) const;
+    void read_rope_divisors();
+    void check_tied_head() const;
+    void check_tensors() const;
 
     GgufFile file_;
     ConfigReader reader_;

@@ -249,7 +249,7 @@ class Evaluator {
     }
 
     void generation(const Statement& s) {
-        if (out_ != &root_) fail("{% generation %} inside of a macro or a block is not supported");
+        if (out_ != &root_) fail("{%% generation %%} inside of a macro or a block is not supported");
         const Inside inside(*this, scope_);
         const size_t begin = root_.size();
         execute(s.body);

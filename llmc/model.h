@@ -14,6 +14,7 @@
 #include "llmc/families.h"
 #include "llmc/quant_matrix.h"
 #include "llmc/random.h"
+#include "llmc/tensor.h"
 
 // What LoRA adds to a linear layer. The matrix A has the rows of all parts, one part after the other; each
 // part has its own range of the layer's outputs.
@@ -130,11 +131,6 @@ struct Unit {
     int64_t offset, size;  // in elements, padding included
     int64_t decayed;       // how many elements, from the start, get weight decay
 };
-
-// The part of a block's tensor names between the family's prefix and their own names.
-inline std::string block_prefix(const Family& family, int layer) {
-    return std::string(family.blocks) + "." + std::to_string(layer) + ".";
-}
 
 // The tensors of a unit, as the model's family has them.
 inline Table family_table(const ModelConfig& c, int unit) {

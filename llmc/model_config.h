@@ -3,11 +3,11 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
-#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
+
+#include <nlohmann/json.hpp>
 
 #include "llmc/file.h"
 
@@ -36,13 +36,6 @@ struct RopeScaling {
 
     bool operator==(const RopeScaling&) const = default;
 };
-
-// The longest sequence of a model whose file has `positions` as max_position_embeddings. The factors of yarn
-// and dynamic extend it.
-inline double stretched_positions(const RopeScaling& s, int positions) {
-    if (s.type != RopeType::kYarn && s.type != RopeType::kDynamic) return positions;
-    return std::max<double>(positions, std::floor(s.factor * s.original_max_position_embeddings));
-}
 
 // ---- a model
 
@@ -105,9 +98,6 @@ struct ModelConfig : LayerConfig {
 
 constexpr int kMostVocabulary = 1 << 24;
 constexpr int kMostPositions = 1 << 21;  // so that attention's tiles fit into a grid's height
-inline int ModelConfig::longest() const {
-    return static_cast<int>(std::min<double>(kMostPositions, stretched_positions(rope, positions)));
-}
 constexpr int kMostLayers = 10000;
 constexpr int kMostChannels = 1 << 20;
 constexpr int kMostHeadSize = 128;
@@ -122,93 +112,37 @@ class ConfigReader {
     }
     const std::string& file() const { return file_; }
     // A key that is null counts as absent.
-    bool has(const char* name) const {
-        const auto it = json_.find(name);
-        return it != json_.end() && !it->is_null();
-    }
+    bool has(const std::string& name) const;
     // For a key with two spellings: the one that is present.
     const char* either(const char* name, const char* other) const { return has(name) ? name : other; }
 
     // An integer from `least` to `most`.
-    int integer(const char* name, int least, int most) const {
-        const nlohmann::json& value = required(name);
-        const bool huge = value.is_number_unsigned() && value.get<uint64_t>() > INT32_MAX;
-        if (!value.is_number_integer() || huge || value.get<int64_t>() < least || value.get<int64_t>() > most)
-            refuse(name, format("an integer from %d to %d", least, most));
-        return value.get<int>();
-    }
+    int integer(const std::string& name, int least, int most) const;
     // A count of something: at least one.
-    int size(const char* name, int most) const { return integer(name, 1, most); }
-    int size(const char* name, int otherwise, int most) const {
+    int size(const std::string& name, int most) const { return integer(name, 1, most); }
+    int size(const std::string& name, int otherwise, int most) const {
         return has(name) ? size(name, most) : otherwise;
     }
     // A number above `low` and below `high`.
-    double number(const char* name, double low, double high) const {
-        const nlohmann::json& value = required(name);
-        if (!value.is_number() || !(value.get<double>() > low && value.get<double>() < high))
-            refuse(name, format("a number above %g and below %g", low, high));
-        return value.get<double>();
-    }
-    double number(const char* name, double otherwise, double low, double high) const {
+    double number(const std::string& name, double low, double high) const;
+    double number(const std::string& name, double otherwise, double low, double high) const {
         return has(name) ? number(name, low, high) : otherwise;
     }
-    bool truth(const char* name, bool otherwise) const {
-        if (!has(name)) return otherwise;
-        if (!json_[name].is_boolean()) refuse(name, "true or false");
-        return json_[name].get<bool>();
-    }
-    std::string text(const char* name, const char* otherwise) const {
-        if (!has(name)) return otherwise;
-        if (!json_[name].is_string()) refuse(name, "a string");
-        return json_[name].get<std::string>();
-    }
+    bool truth(const std::string& name, bool otherwise) const;
+    std::string text(const std::string& name, const char* otherwise) const;
     // Fails if the key is present with a value that is not allowed, because it would change the arithmetic.
-    void must_be(const char* name, std::initializer_list<nlohmann::json> allowed) const {
-        if (!has(name)) return;
-        for (const nlohmann::json& value : allowed)
-            if (json_[name] == value) return;
-        fail("%s: '%s' is %s; only %s is supported", file_.c_str(), name, shown(json_[name]).c_str(),
-             allowed.begin()->dump().c_str());
-    }
+    void must_be(const std::string& name, std::initializer_list<nlohmann::json> allowed) const;
     // Fails naming the key, its value, and what it must be.
-    [[noreturn]] void refuse(const std::string& name, const std::string& needed) const {
-        fail("%s: '%s' is %s, but must be %s", file_.c_str(), printable(name).c_str(),
-             shown(json_[name]).c_str(), needed.c_str());
-    }
+    [[noreturn]] void refuse(const std::string& name, const std::string& needed) const;
     // The tokens that a key names, one or a list; those outside the vocabulary are left out. Empty if the key
     // is absent.
-    std::vector<int> tokens(const char* name, int vocabulary) const {
-        std::vector<int> all;
-        if (!has(name)) return all;
-        const auto add = [&](const nlohmann::json& token) {
-            if (!token.is_number_integer()) refuse(name, "a token's number or a list of them");
-            const auto id = token.get<int64_t>();
-            if (id >= 0 && id < vocabulary) all.push_back(static_cast<int>(id));
-        };
-        if (json_[name].is_array())
-            for (const nlohmann::json& token : json_[name]) add(token);
-        else
-            add(json_[name]);
-        return all;
-    }
+    std::vector<int> tokens(const std::string& name, int vocabulary) const;
     // The keys of an object inside this one; empty if it is absent.
-    ConfigReader object(const char* name) const {
-        static const nlohmann::json none = nlohmann::json::object();
-        if (has(name) && !json_[name].is_object()) refuse(name, "an object");
-        return ConfigReader(has(name) ? json_[name] : none, file_ + ": " + name);
-    }
+    ConfigReader object(const std::string& name) const;
     const nlohmann::json& json() const { return json_; }
 
   private:
-    const nlohmann::json& required(const char* name) const {
-        if (!has(name)) fail("%s: '%s' is missing", file_.c_str(), name);
-        return json_[name];
-    }
-    // A value for messages, shortened.
-    static std::string shown(const nlohmann::json& value) {
-        const std::string text = value.dump(-1, ' ', true);
-        return text.size() > 60 ? text.substr(0, 60) + "..." : text;
-    }
+    const nlohmann::json& required(const std::string& name) const;
 
     const nlohmann::json& json_;
     std::string file_;

@@ -53,7 +53,7 @@ inline void answer_questions(const CLI::App& app, const Settings& settings) {
     else if (settings.contains("--version"))
         answer = version_text() + "\n";
     else if (settings.contains("--model") && settings.at("--model")[0] == "list" && !file_exists("list"))
-        for (const KnownModel& known : kKnownModels)
+        for (const KnownModel& known : known_models())
             answer += format("%-30s %s\n", known.name, known.family->name);
     if (answer.empty()) return;
     fputs(answer.c_str(), stdout);

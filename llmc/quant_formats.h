@@ -66,13 +66,6 @@ inline constexpr const WeightFormat* kWeightFormats[] = {&kNf4,       &kNf4Doubl
                                                          &kQ5_0,      &kQ8_0,      &kQ4_K,      &kQ6_K,
                                                          &kStoredF32, &kStoredF16, &kStoredBf16};
 
-// The format of that name, or null.
-inline const WeightFormat* find_weight_format(std::string_view name) {
-    for (const WeightFormat* format : kWeightFormats)
-        if (name == format->name) return format;
-    return nullptr;
-}
-
 // The format with this type number in GGUF files, or null.
 inline const WeightFormat* find_ggml_format(uint32_t type) {
     for (const WeightFormat* format : kWeightFormats)

@@ -54,9 +54,9 @@ inline Nf4State parse_nf4_state(std::string_view text, const std::string& where)
                  wanted.dump().c_str());
     };
     for (const auto& [key, unused] : json.items()) {
-        const auto known = {"quant_type",       "blocksize",    "dtype",        "shape",
-                            "nested_blocksize", "nested_dtype", "nested_offset"};
-        if (std::find(known.begin(), known.end(), key) == known.end())
+        constexpr const char* kKnown =
+            "quant_type blocksize dtype shape nested_blocksize nested_dtype nested_offset";
+        if (!has_word(kKnown, key))
             fail("%s: \"%s\" is not supported", where.c_str(), printable(key).c_str());
     }
     require("quant_type", "nf4");
@@ -97,12 +97,34 @@ inline std::string nf4_state_json(const Nf4State& state) {
     return text + "}";
 }
 
+// A tensor of a matrix in a file, and the offset of its bytes in the matrix in memory.
+struct Nf4Tensor {
+    std::string name;
+    FileType type;
+    std::vector<int64_t> shape;
+    int64_t at;
+};
+
+// The tensors that bitsandbytes saves of a matrix, without the JSON.
+inline std::vector<Nf4Tensor> nf4_tensors(const std::string& name, const Nf4State& state) {
+    const int64_t n = state.rows * state.columns;
+    const Nf4Parts parts(n, state.is_double);
+    std::vector<Nf4Tensor> all = {
+        {name, FileType::U8, {ceil_div(n, 2), 1}, parts.codes},
+        {name + ".absmax", state.is_double ? FileType::U8 : FileType::F32, {parts.blocks}, parts.absmax},
+        {name + ".quant_map", FileType::F32, {16}, parts.quant_map}};
+    if (!state.is_double) return all;
+    all.push_back({name + ".nested_absmax", FileType::F32, {parts.nested_blocks}, parts.nested_absmax});
+    all.push_back({name + ".nested_quant_map", FileType::F32, {kNf4NestedValues}, parts.nested_map});
+    return all;
+}
+
 // An NF4 matrix in a folder's files.
 class Nf4File {
   public:
     // `name` is the matrix's whole name, "model.layers.0.mlp.up_proj.weight". Fails in one line that names it
     // if a tensor is missing, a tensor's size or type does not fit the JSON, or the JSON is not supported.
-    Nf4File(const SafetensorsFolder& folder, const std::string& name) : name_(name) {
+    Nf4File(const SafetensorsFolder& folder, const std::string& name) {
         const auto entry = [&](const char* ending) {
             const SafetensorsEntry* found = folder.find(name + ending);
             if (!found) fail("tensor \"%s\" is missing", printable(name + ending).c_str());
@@ -114,15 +136,19 @@ class Nf4File {
         std::string text(state->bytes, '\0');
         state->read(0, text.size(), text.data());
         state_ = parse_nf4_state(text, "tensor \"" + printable(state->name) + "\"");
-        const Nf4Parts parts = this->parts();
-        parts_ = {{entry(""), parts.codes, ceil_div(elements(), 2), nullptr},
-                  {entry(".absmax"), parts.absmax, parts.blocks, state_.is_double ? "U8" : "F32"},
-                  {entry(".quant_map"), parts.quant_map, 16, "F32"}};
-        if (state_.is_double) {
-            parts_.push_back({entry(".nested_absmax"), parts.nested_absmax, parts.nested_blocks, "F32"});
-            parts_.push_back({entry(".nested_quant_map"), parts.nested_map, kNf4NestedValues, "F32"});
+        for (const Nf4Tensor& t : nf4_tensors("", state_)) {
+            const Part part = {entry(t.name.c_str()), t.at, t.type == FileType::F32};
+            const FileTypeInfo& type = file_type_info(t.type);
+            size_t bytes = type.bytes;
+            for (const int64_t dim : t.shape) bytes *= static_cast<size_t>(dim);
+            // The codes may be bytes of any type.
+            require(*part.entry, t.name.empty() ? part.entry->dtype : type.name, bytes);
+            parts_.push_back(part);
         }
-        check();
+        std::array<float, 16> values;
+        parts_[2].entry->read(0, sizeof values, values.data());
+        if (values != kNf4Values)
+            fail("tensor \"%s\": its values are not those of NF4", printable(parts_[2].entry->name).c_str());
     }
 
     // True if the folder has this matrix in NF4. Fails naming the format if it is in another format of
@@ -146,7 +172,7 @@ class Nf4File {
         std::fill(out, out + parts.end, static_cast<unsigned char>(0));
         for (const Part& part : parts_) {
             part.entry->read(0, part.entry->bytes, out + part.at);
-            if (part.dtype && std::string_view(part.dtype) == "F32") check_finite(part, out + part.at);
+            if (part.is_floats) check_finite(*part.entry, out + part.at);
         }
         if (state_.is_double) std::memcpy(out + parts.nested_offset, &state_.nested_offset, 4);
     }
@@ -166,13 +192,11 @@ class Nf4File {
   private:
     struct Part {
         const SafetensorsEntry* entry;
-        int64_t at;         // offset in memory
-        int64_t count;      // number of elements
-        const char* dtype;  // null: `count` bytes of any type
+        int64_t at;  // offset in memory
+        bool is_floats;
     };
 
-    int64_t elements() const { return state_.rows * state_.columns; }
-    Nf4Parts parts() const { return Nf4Parts(elements(), state_.is_double); }
+    Nf4Parts parts() const { return Nf4Parts(state_.rows * state_.columns, state_.is_double); }
 
     static void require(const SafetensorsEntry& entry, const std::string& dtype, size_t bytes) {
         if (entry.dtype != dtype || entry.bytes != bytes)
@@ -180,52 +204,17 @@ class Nf4File {
                  entry.bytes, entry.dtype.c_str(), bytes, dtype.c_str());
     }
 
-    void check() const {
-        for (const Part& part : parts_) {
-            const std::string dtype = part.dtype ? part.dtype : part.entry->dtype;
-            require(*part.entry, dtype,
-                    static_cast<size_t>(part.count) * (dtype == "F32" && part.dtype ? 4 : 1));
-        }
-        std::array<float, 16> values;
-        parts_[2].entry->read(0, sizeof values, values.data());
-        if (values != kNf4Values)
-            fail("tensor \"%s\": its values are not those of NF4", printable(parts_[2].entry->name).c_str());
-    }
-
     // Fails if a scale is not finite.
-    static void check_finite(const Part& part, const unsigned char* values) {
-        const int64_t first = first_not_finite(kStoredF32, values, static_cast<size_t>(part.count) * 4);
+    static void check_finite(const SafetensorsEntry& entry, const unsigned char* values) {
+        const int64_t first = first_not_finite(kStoredF32, values, entry.bytes);
         if (first >= 0)
-            fail("tensor \"%s\" has a scale that is not finite, number %lld",
-                 printable(part.entry->name).c_str(), static_cast<long long>(first));
+            fail("tensor \"%s\" has a scale that is not finite, number %lld", printable(entry.name).c_str(),
+                 static_cast<long long>(first));
     }
 
-    std::string name_;
     Nf4State state_;
     std::vector<Part> parts_;
 };
-
-// A tensor of a matrix in a file, and the offset of its bytes in the matrix in memory.
-struct Nf4Tensor {
-    std::string name;
-    FileType type;
-    std::vector<int64_t> shape;
-    int64_t at;
-};
-
-// The tensors that bitsandbytes saves of a matrix, without the JSON.
-inline std::vector<Nf4Tensor> nf4_tensors(const std::string& name, const Nf4State& state) {
-    const int64_t n = state.rows * state.columns;
-    const Nf4Parts parts(n, state.is_double);
-    std::vector<Nf4Tensor> all = {
-        {name, FileType::U8, {ceil_div(n, 2), 1}, parts.codes},
-        {name + ".absmax", state.is_double ? FileType::U8 : FileType::F32, {parts.blocks}, parts.absmax},
-        {name + ".quant_map", FileType::F32, {16}, parts.quant_map}};
-    if (!state.is_double) return all;
-    all.push_back({name + ".nested_absmax", FileType::F32, {parts.nested_blocks}, parts.nested_absmax});
-    all.push_back({name + ".nested_quant_map", FileType::F32, {kNf4NestedValues}, parts.nested_map});
-    return all;
-}
 
 // ---- writing
 //

@@ -545,7 +545,7 @@ inline InputBytes RunInputs::bytes() const {
     if (o_.chat) bytes.data += kCopiesOfLine * longest_text();
     if (tokenizer_file) bytes.tokenizer += tokenizer_file->held_bytes();  // most of it is the vocabulary
     if (!o_.export_file.empty())
-        bytes.tokenizer += exported_tokenizer.bytes().size() + export_buffers(config);
+        bytes.tokenizer += exported_tokenizer.bytes().size() + export_buffers(config, kChunkElements);
     for (const Dataset* d : {data.get(), val_data.get()}) {
         if (!d) continue;
         bytes.data += d->held_bytes();

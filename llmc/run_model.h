@@ -60,6 +60,14 @@ StateOptions state_options(const RunConfig& o) {
     return s;
 }
 
+// The Layout of everything that is trained: the model's tensors, or the adapter's. It has as many units as
+// the model; units of an adapter may be empty.
+inline Layout trained_layout(const ModelConfig& c, const AdapterConfig& adapter) {
+    if (!adapter) return Layout(c);
+    return Layout(c, kPeftPrefix + std::string(c.family->prefix),
+                  [&](int unit) { return adapter_table(adapter, c, unit); });
+}
+
 // What an optional contains, or null.
 template <class T>
 const T* pointer_to(const std::optional<T>& optional) {

@@ -33,7 +33,7 @@ class RunSaves {
     bool is_best(int64_t step) const { return o_.keep_best && metrics_.best && metrics_.best->step == step; }
     // The save that --resume auto would continue from, for messages.
     std::string last() const {
-        if (saved_step_ >= 0) return o_.out + "/" + step_name(saved_step_);
+        if (saved_step_ >= 0) return save_of(saved_step_);
         return in_.resumed.empty() ? "none" : in_.resumed;
     }
     // What --resume must name to continue from the save that was made last: the folder of saves, or the save
@@ -106,8 +106,7 @@ class RunSaves {
         folder_.others.erase(step);
         const bool good = metrics_.is_good(), goes_on = step < o_.steps && !interrupted;
         folder_.fallback.reset();
-        if (good && goes_on && folder_.good && folder_.good != step &&
-            file_exists(o_.out + "/" + step_name(*folder_.good)))
+        if (good && goes_on && folder_.good && folder_.good != step && file_exists(save_of(*folder_.good)))
             folder_.fallback = folder_.good;
         if (good) folder_.good = step;
         Progress progress{.step = step,
@@ -128,7 +127,7 @@ class RunSaves {
         // If this is a new run in a folder of another one, `best` is that one's.
         if (saved_step_ < 0 && !goes_on_in_folder() && !folder_.best && step_of(best_link()) >= 0)
             unlink((o_.out + "/best").c_str());
-        if (good) metrics_.last_save = o_.out + "/" + step_name(step);
+        if (good) metrics_.last_save = save_of(step);
         metrics_.judge_save = nullptr;
         if (good && goes_on)
             metrics_.judge_save = [this](const std::string& why_bad) {
@@ -138,7 +137,7 @@ class RunSaves {
         if (is_best(step)) replace_link(step_name(step), o_.out + "/best");
         print(o_.notes(), "saved step %lld in %s\n", static_cast<long long>(step), o_.out.c_str());
         const bool shows_good = folder_.shown(step) != step_name(step);
-        latest_ = shows_good ? o_.out + "/" + step_name(step) : o_.out;
+        latest_ = shows_good ? save_of(step) : o_.out;
         if (!good)
             print(stderr, "%s/%s is of a step with %s; the last good save: %s%s\n", o_.out.c_str(),
                   step_name(step).c_str(), metrics_.why_bad().c_str(), metrics_.last_save.c_str(),
@@ -148,8 +147,10 @@ class RunSaves {
     // The state after `step` steps was validated. If it was saved before that, its save may be the best one.
     void note_validation(int64_t step) {
         if (!wanted() || !o_.rank.is_first() || (step != saved_step_ && step != resumed_step_)) return;
-        rewrite_progress(o_.out + "/" + step_name(step),
-                         {{"best", best_to_json(metrics_.best)}, {"validated", true}});
+        const std::string save = save_of(step);
+        Progress progress = read_progress(save);
+        progress.best = metrics_.best, progress.validated = true;
+        write_progress(save, progress);
         if (!is_best(step)) return;
         folder_.best = step;
         replace_link(step_name(step), o_.out + "/best");
@@ -217,6 +218,7 @@ class RunSaves {
     }
 
   private:
+    std::string save_of(int64_t step) const { return o_.out + "/" + step_name(step); }
     // True if the run has no later save in --out.
     bool is_newest_save(int64_t step) const {
         const std::vector<std::string> names = list_folder(o_.out);
@@ -230,7 +232,7 @@ class RunSaves {
     // those of another way to go on.
     void show_best() const {
         const std::string link = o_.out + "/best";
-        if (folder_.best && file_exists(o_.out + "/" + step_name(*folder_.best)))
+        if (folder_.best && file_exists(save_of(*folder_.best)))
             replace_link(step_name(*folder_.best), link);
         else
             unlink(link.c_str());
@@ -238,11 +240,13 @@ class RunSaves {
     // The first step after the last save was bad: that save is not good, and the folder shows the good one
     // before it again, if there is one.
     void doubt_save(const std::string& why_bad) {
-        const std::string save = o_.out + "/" + step_name(saved_step_);
+        const std::string save = save_of(saved_step_);
         folder_.good = std::exchange(folder_.fallback, std::nullopt);
         if (folder_.good) publish(o_.out, folder_.shown(saved_step_));
-        rewrite_progress(save, {{"last_good", folder_.good ? nlohmann::json(*folder_.good) : nullptr}});
-        metrics_.last_save = folder_.good ? o_.out + "/" + step_name(*folder_.good) : "none";
+        Progress progress = read_progress(save);
+        progress.last_good = folder_.good;
+        write_progress(save, progress);
+        metrics_.last_save = folder_.good ? save_of(*folder_.good) : "none";
         print(stderr, "%s is not good, as the step after it has %s; the last good save: %s%s\n", save.c_str(),
               why_bad.c_str(), metrics_.last_save.c_str(),
               folder_.good ? format(", which %s shows", o_.out.c_str()).c_str() : "");

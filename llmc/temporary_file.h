@@ -50,23 +50,17 @@ class TemporaryFile {
     // `holds` names the data in messages. The constructor, append() and finish() fail in one line that names
     // the folder.
     explicit TemporaryFile(std::string holds)
-        : holds_(std::move(holds)), folder_(temporary_folder()), file_(make()), writes_(file_.fd()) {
-        buffer_.reserve(kBufferBytes);
-    }
+        : holds_(std::move(holds)),
+          folder_(temporary_folder()),
+          file_(make()),
+          writes_(file_.fd(), size_t{256} << 10) {}
 
     void append(const void* data, size_t bytes) {
-        const char* first = static_cast<const char*>(data);
-        if (buffer_.size() + bytes > kBufferBytes) flush();
-        if (bytes > kBufferBytes)
-            write(first, bytes);
-        else
-            buffer_.insert(buffer_.end(), first, first + bytes);
+        if (!writes_.write(data, bytes)) fail_to("write");
     }
     // Makes everything that was appended readable: it is on the disk, and not in the page cache.
     void finish() {
-        flush();
-        std::vector<char>().swap(buffer_);  // frees its memory too
-        if (!writes_.finish()) fail_to("write");
+        if (!writes_.flush() || !writes_.sync()) fail_to("write");
     }
     // Bytes [first, first + bytes) as a file of their own, which messages call `path`.
     std::unique_ptr<const FileReader> part(const std::string& path, uint64_t first, size_t bytes) const {
@@ -83,19 +77,10 @@ class TemporaryFile {
     void drop_pages() const { drop_pages_of(file_.fd()); }
 
   private:
-    static constexpr size_t kBufferBytes = 256 << 10;
-
     int make() const {
         const int fd = make_nameless_file(folder_, 0);
         if (fd < 0) fail_to("keep");
         return fd;
-    }
-    void flush() {
-        write(buffer_.data(), buffer_.size());
-        buffer_.clear();
-    }
-    void write(const char* data, size_t bytes) {
-        if (!writes_.write(data, bytes)) fail_to("write");
     }
     [[noreturn]] void fail_to(const char* action) const {
         fail("%s: cannot %s %s there: %s; TMPDIR can name another folder", folder_.c_str(), action,
@@ -105,7 +90,6 @@ class TemporaryFile {
     std::string holds_, folder_;
     OpenFile file_;
     PassingWrites writes_;
-    std::vector<char> buffer_;
 };
 
 // ---- records in such a file

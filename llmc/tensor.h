@@ -7,8 +7,6 @@
 #pragma once
 
 #include <cassert>
-#include <initializer_list>
-#include <string>
 #include <type_traits>
 #include <utility>
 

@@ -174,8 +174,9 @@ inline nlohmann::json read_spelt_json(const std::string& path,
         return open.size() == under.size() + inner.size() && open.find_first_not_of('o') >= under.size() &&
                open.ends_with(inner) && std::equal(under.begin(), under.end(), keys.begin());
     };
-    return parse_json(read_text(path), path, [&](auto event, const nlohmann::json& parsed) {
+    return parse_json(read_text(path), path, [&](int part, const nlohmann::json& parsed) {
         using Event = nlohmann::json::parse_event_t;
+        const auto event = static_cast<Event>(part);
         const bool opens = event == Event::object_start || event == Event::array_start;
         const bool in_vocabulary = stands(vocabulary_keys, "o");
         const bool in_merges = stands(merges_keys, "a"), in_pair = stands(merges_keys, "aa");

@@ -71,9 +71,9 @@ void write_output(const std::vector<T>& values) {
 }
 
 const WeightFormat& format_of(const std::string& name) {
-    const WeightFormat* format = find_weight_format(name);
-    if (!format) fail("%s: no format", name.c_str());
-    return *format;
+    for (const WeightFormat* format : kWeightFormats)
+        if (name == format->name) return *format;
+    fail("%s: no format", name.c_str());
 }
 int64_t number(const std::string& text) { return std::strtoll(text.c_str(), nullptr, 10); }
 

@@ -70,7 +70,7 @@ IDLE_PROMPT = {"num_attention_heads": 3, "num_layers": 9, "prompt_tuning_init": 
 
 
 def test_every_field_of_peft_is_known():
-    """A field that a newer PEFT adds must be handled here and in llmc/adapter_files.h."""
+    """A field that a newer PEFT adds must be handled here and in llmc/adapter_files.cpp."""
     def fields(config):
         return {field.name for field in dataclasses.fields(config)}
 

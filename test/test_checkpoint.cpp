@@ -380,7 +380,9 @@ TEST(Save, ShowsTheLastGood) {
     doubtful.fallback.reset();
     remove_old_saves(doubtful, 11);
     EXPECT_EQ(steps_in(out), (Names{"step-00000011"}));
-    rewrite_progress(out + "/step-00000011", {{"last_good", 10}});
+    Progress changed = read_progress(out + "/step-00000011");
+    changed.last_good = 10;
+    write_progress(out + "/step-00000011", changed);
     EXPECT_EQ(read_progress(out).last_good, 10);
     EXPECT_EQ(read_progress(out).step, 11);
     fs::remove_all(out);
@@ -400,15 +402,15 @@ TEST(Save, LeavesWhatIsBeingRead) {
         save_checkpoint({out, 1}, state, at_step(step), "", true);
     };
     save(1);
-    HeldSave held(out), same(out + "/step-00000001");
-    EXPECT_EQ(held.path(), out + "/step-00000001");
+    std::optional<HeldSave> held(out), same(out + "/step-00000001");
+    EXPECT_EQ(held->path(), out + "/step-00000001");
     for (const int64_t step : {2, 3}) save(step);
     EXPECT_EQ(steps_in(out), (std::vector<std::string>{"step-00000001", "step-00000003"}));
-    EXPECT_EQ(whole_step(held.path()), 1);
-    held.let_go();
+    EXPECT_EQ(whole_step(held->path()), 1);
+    held.reset();
     save(4);
     EXPECT_EQ(steps_in(out).front(), "step-00000001");
-    same.let_go();
+    same.reset();
     save(5);
     EXPECT_EQ(steps_in(out), (std::vector<std::string>{"step-00000005"}));
     // A path that is no folder of saves stands for itself, even if there is nothing.

@@ -168,7 +168,7 @@ def test_well_known_models(program, name):
 
 
 def test_all_well_known_models_are_tested_and_in_the_guide():
-    text = (ROOT / "llmc/model_names.h").read_text()
+    text = (ROOT / "llmc/model_names.cpp").read_text()
     names = re.findall(r'^    (?:\{|\w+\()"([\w.-]+)"', text, re.M)
     guide = (ROOT / "dev/guide/memory.md").read_text()
     listed = re.findall(r"[\w.-]+", " ".join(re.findall(r"^(?:- |  )((?:[a-z0-9.-]+(?:, ?| |$))+)$", guide, re.M)))

@@ -277,7 +277,7 @@ TEST(Error, ExitCodes) {
     EXPECT_EQ(ends_with([] { throw std::bad_alloc(); }), End(2, "train: out of host memory\n"));
     EXPECT_EQ(ends_with([] { bug("%d bytes too few", 8); }),
               End(1, "train: this is a bug: 8 bytes too few\n"));
-    EXPECT_EQ(ends_with([] { bug("100%"); }), End(1, "train: this is a bug: 100%\n"));
+    EXPECT_EQ(ends_with([] { bug("100%%"); }), End(1, "train: this is a bug: 100%\n"));
     EXPECT_EQ(ends_with([] { throw std::runtime_error("CUDA"); }), End(1, "train: this is a bug: CUDA\n"));
 }
 

@@ -203,11 +203,12 @@ class SequenceKeys {
         for_each_seen_piece(qkv, layer, rows, kv, purpose, use);
     }
 
-    // The position factors of a layer.
+    // The position factors of a layer; absent in a dry run before bind(), so that plans count none of their
+    // bytes.
     TensorF factors_of(int layer) const {
+        if (!position_factors_.data()) return {};
         const auto [first, count] = position_factors_of(config_, layer);
-        float* const all = position_factors_.data();
-        return TensorF(all ? all + first : nullptr, {count});
+        return TensorF(position_factors_.data() + first, {count});
     }
     // Says where position_factors() are on the device.
     void bind(TensorF position_factors) { position_factors_ = std::move(position_factors); }

@@ -1,5 +1,4 @@
-// config_toml.cpp - what config_toml.h declares, by the library toml++. It is compiled by itself, once for
-// all builds of the trainer.
+// config_toml.cpp - what config_toml.h declares, by the library toml++.
 #include "llmc/config_toml.h"
 
 #include <algorithm>

@@ -3,22 +3,11 @@
 // them as text would be a mistake.
 #pragma once
 
-#include <strings.h>
-#include <unistd.h>
-#include <zlib.h>
-
-#include <algorithm>
-#include <cctype>
-#include <cerrno>
-#include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <string>
 #include <string_view>
-#include <vector>
 
-#include "llmc/error.h"
 #include "llmc/file.h"
 #include "llmc/temporary_file.h"
 
@@ -26,84 +15,17 @@
 //
 // Such a file is unpacked into a temporary file, which is read in its place, and keeps its name in messages.
 
-// The first bytes of a file, at most `most`.
-inline std::string first_bytes(const FileReader& file, size_t most) {
-    std::string start(std::min<uint64_t>(file.size(), most), '\0');
-    file.read(0, start.size(), start.data());
-    return start;
-}
+bool is_gzip(const FileReader& file);
 
-inline bool is_gzip(const FileReader& file) { return first_bytes(file, 3) == "\x1f\x8b\x08"; }
-
-// Reads what a gzip file contains, from its start on.
-class GzipReader {
-  public:
-    explicit GzipReader(const FileReader& file) : path_(file.path()) {
-        const int fd = file.duplicate();
-        if (fd >= 0 && lseek(fd, 0, SEEK_SET) == 0) file_ = gzdopen(fd, "rb");
-        if (file_) return;
-        const int error = errno;
-        if (fd >= 0) close(fd);
-        fail("%s: cannot open: %s", path_.c_str(), std::strerror(error));
-    }
-    ~GzipReader() { gzclose(file_); }
-    GzipReader(const GzipReader&) = delete;
-
-    // Copies the next bytes, at most `most`, and returns how many there were: 0 at the end. Fails naming the
-    // file if it is damaged or ends early.
-    size_t read(char* out, unsigned most) {
-        const int count = gzread(file_, out, most);
-        int error = Z_OK;
-        std::string_view what = gzerror(file_, &error);
-        if (error == Z_ERRNO) fail("%s: cannot read: %s", path_.c_str(), std::strerror(errno));
-        if (count < 0 || error != Z_OK) {
-            what.remove_prefix(std::min(what.size(), what.find(": ") + 2));  // "<fd:3>: "
-            fail("%s is a damaged gzip file: %s", path_.c_str(), std::string(what).c_str());
-        }
-        return static_cast<size_t>(count);
-    }
-
-  private:
-    const std::string path_;
-    gzFile file_ = nullptr;
-};
-
-// The first bytes of a data file's content, at most `most`.
-inline std::string start_of_data(const FileReader& file, unsigned most) {
-    if (!is_gzip(file)) return first_bytes(file, most);
-    std::string start(most, '\0');
-    start.resize(GzipReader(file).read(start.data(), most));
-    return start;
-}
-
-// Appends the content of a gzip file to a temporary file, and returns its size. Fails as GzipReader does, if
-// the file is changed meanwhile, and if there is no room in the folder for temporary files.
-inline uint64_t unpack(const FileReader& file, TemporaryFile& to) {
-    const FileStamp before = file.stamp();
-    GzipReader packed(file);
-    std::vector<char> part(256 << 10);
-    uint64_t bytes = 0;
-    while (const size_t count = packed.read(part.data(), static_cast<unsigned>(part.size())))
-        to.append(part.data(), count), bytes += count;
-    to.finish();
-    file.drop_pages();
-    if (file.stamp() != before) fail("%s was written to while it was read", file.path().c_str());
-    return bytes;
-}
+// Appends the content of a gzip file to a temporary file, and returns its size. Fails naming the file if it
+// is damaged, ends early or is changed meanwhile, and if there is no room in the folder for temporary files.
+uint64_t unpack(const FileReader& file, TemporaryFile& to);
 
 // The content of a gzip file, in a temporary file that lives as long as the result; of another file, null.
 // Fails as unpack() does.
-inline std::unique_ptr<const FileReader> unpacked(const FileReader& file) {
-    if (!is_gzip(file)) return nullptr;
-    TemporaryFile content("what " + file.path() + " contains");
-    const uint64_t bytes = unpack(file, content);
-    return content.part(file.path(), 0, bytes);
-}
+std::unique_ptr<const FileReader> unpacked(const FileReader& file);
 
 // ---- text or examples
-
-// How many of a file's first bytes tell its kind.
-constexpr size_t kDataStart = 4096;
 
 enum class DataKind {
     Text,
@@ -113,103 +35,14 @@ enum class DataKind {
 
 // The part of a file's name after its last dot, in lower case; "" if there is none. An ending .gz does not
 // count.
-inline std::string name_extension(std::string_view path) {
-    std::string_view name = path.substr(path.rfind('/') + 1);
-    if (name.size() > 3 && strncasecmp(name.data() + name.size() - 3, ".gz", 3) == 0) name.remove_suffix(3);
-    const size_t dot = name.rfind('.');
-    return lower(std::string(dot == name.npos ? "" : name.substr(dot + 1)));
-}
+std::string name_extension(std::string_view path);
 
-inline bool is_json_lines_extension(std::string_view extension) {
-    return extension == "jsonl" || extension == "ndjson" || extension == "jsonlines" ||
-           extension == "json-lines";
-}
 // True if the file's name says that it is JSON.
-inline bool is_json_name(std::string_view path) {
-    const std::string extension = name_extension(path);
-    return extension == "json" || is_json_lines_extension(extension);
-}
-
-// Fails if a file is a table or an archive, judged by its extension or by how its content begins.
-inline void refuse_tables(const std::string& path, const std::string& extension, std::string_view start) {
-    struct Format {
-        const char* name;
-        std::string_view begins;  // its first bytes; "" if they are not recognized
-        std::initializer_list<std::string_view> extensions;
-    };
-    using namespace std::string_view_literals;
-    static const Format tables[] = {
-        {"a CSV table", "", {"csv"}},
-        {"a TSV table", "", {"tsv"}},
-        {"a Parquet table", "PAR1", {"parquet", "pq"}},
-        {"an Arrow table", "ARROW1", {"arrow", "feather", "ipc"}},
-        {"an Arrow table", "\xff\xff\xff\xff"sv, {}},
-        {"an ORC table", "", {"orc"}},
-        {"a spreadsheet", "", {"xls", "xlsx", "ods"}},
-        {"a database", "SQLite format 3"sv, {"sqlite", "sqlite3", "db"}},
-    };
-    static const Format archives[] = {
-        {"twice, by gzip", "\x1f\x8b"sv, {}}, {"tar", "", {"tar", "tgz"}},
-        {"zip", "PK\x03\x04", {"zip"}},       {"zstd", "\x28\xb5\x2f\xfd"sv, {"zst"}},
-        {"xz", "\xfd\x37zXZ"sv, {"xz"}},      {"bzip2", "", {"bz2"}},
-    };
-    const auto is = [&](const Format& f) {
-        const bool named = std::ranges::find(f.extensions, std::string_view(extension)) != f.extensions.end();
-        const bool is_tar = f.name == std::string_view("tar") && start.substr(0, 262).ends_with("ustar");
-        return named || is_tar || (!f.begins.empty() && start.starts_with(f.begins));
-    };
-    for (const Format& f : tables)
-        if (is(f))
-            fail(
-                "%s is %s, which is not read: write its rows as JSON lines, {\"text\": ...} or {\"prompt\": "
-                "..., \"completion\": ...}, into a file that ends in .jsonl",
-                path.c_str(), f.name);
-    for (const Format& f : archives)
-        if (is(f)) fail("%s is packed (%s): unpack it first", path.c_str(), f.name);
-}
+bool is_json_name(std::string_view path);
 
 // The kind of a file that is not a token shard, by its name and how its content begins. A name that ends in
 // .txt means text; .json, .jsonl or .ndjson means examples: a list if the first character is '[', else lines.
 // Any other file is taken as examples if it begins like them, with an object on one line or with a list of
 // objects, and as text otherwise. Fails on tables, archives and Git LFS pointers, and on a .json file that is
 // neither list nor lines.
-inline DataKind data_kind(const std::string& path, std::string_view start) {
-    const std::string extension = name_extension(path);
-    if (extension == "txt" || extension == "text") return DataKind::Text;
-    refuse_lfs_pointer(path, start);
-    refuse_tables(path, extension, start);
-    std::string_view rest = start;
-    if (rest.starts_with("\xef\xbb\xbf")) rest.remove_prefix(3);  // a byte order mark
-    const auto skip = [&](const char* spaces) {
-        rest.remove_prefix(std::min(rest.find_first_not_of(spaces), rest.size()));
-    };
-    constexpr const char *kSpaces = " \t\r\n", *kInLine = " \t";
-    skip(kSpaces);
-    const char first = rest.empty() ? '\0' : rest[0];
-    if (!rest.empty()) rest.remove_prefix(1);
-    if (is_json_lines_extension(extension)) return first == '[' ? DataKind::JsonList : DataKind::JsonLines;
-    if (extension == "json") {
-        skip(kInLine);
-        if (first == '[') return DataKind::JsonList;
-        if (first == '{' && !rest.starts_with('\n') && !rest.starts_with("\r\n")) return DataKind::JsonLines;
-        fail(
-            "%s is neither a JSON list of examples nor an example a line; a file that ends in .txt is read "
-            "as text",
-            path.c_str());
-    }
-    if (first == '{') {
-        skip(kInLine);
-        if (rest.starts_with('"')) return DataKind::JsonLines;
-    } else if (first == '[') {
-        skip(kSpaces);
-        if (!rest.starts_with('{')) return DataKind::Text;
-        rest.remove_prefix(1);
-        skip(kSpaces);
-        if (rest.starts_with('"')) return DataKind::JsonList;
-    }
-    return DataKind::Text;
-}
-// The kind of a file that is not compressed.
-inline DataKind data_kind(const FileReader& file) {
-    return data_kind(file.path(), first_bytes(file, kDataStart));
-}
+DataKind data_kind(const FileReader& file);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <charconv>
 #include <cstdint>
 #include <set>
 #include <span>
@@ -15,6 +16,7 @@
 #include <nlohmann/json.hpp>
 #include <utf8proc.h>
 
+#include "llmc/data_json_lines.h"
 #include "llmc/error.h"
 #include "llmc/file.h"
 #include "llmc/free_memory.h"
@@ -68,12 +70,17 @@ class OrderedJsonMaker {
 
     explicit OrderedJsonMaker(const std::string& where) : where_(where) {}
     Json take() { return std::move(value_); }
+    // True if there was a whole number of 19 or more digits. The parser reads such numbers as floats, if they
+    // do not fit 64 bits, and their digits are lost.
+    bool has_long_number() const { return has_long_number_; }
 
     bool null() { return add(nullptr); }
     bool boolean(bool value) { return add(value); }
-    bool number_integer(Json::number_integer_t value) { return add(value); }
-    bool number_unsigned(Json::number_unsigned_t value) { return add(value); }
-    bool number_float(Json::number_float_t value, const std::string&) { return add(value); }
+    bool number_integer(Json::number_integer_t value) { return add_whole(value, value <= -kLong); }
+    bool number_unsigned(Json::number_unsigned_t value) { return add_whole(value, value >= kLong); }
+    bool number_float(Json::number_float_t value, const std::string& text) {
+        return add_whole(value, text.find_first_of(".eE") == text.npos);
+    }
     bool string(std::string& value) { return add(std::move(value)); }
     bool binary(Json::binary_t&) { return false; }  // JSON text has none
 
@@ -117,6 +124,10 @@ class OrderedJsonMaker {
         place(std::move(value));
         return true;
     }
+    bool add_whole(Json value, bool is_long) {
+        has_long_number_ |= is_long;
+        return add(std::move(value));
+    }
     bool open(Json value) {
         if (open_.size() == kDeepest) fail("%s nests more than %zu deep", where_.c_str(), kDeepest);
         open_.push_back(&place(std::move(value)));
@@ -127,15 +138,14 @@ class OrderedJsonMaker {
         return true;
     }
 
+    static constexpr int64_t kLong = 1'000'000'000'000'000'000;  // has 19 digits
+
     const std::string& where_;
+    bool has_long_number_ = false;
     Json value_;
     std::vector<Json*> open_;                  // a list or an object, and those inside it up to the innermost
     std::vector<std::set<std::string>> keys_;  // the keys so far of each object among them
 };
-
-// How many copies of a line's text, or of what a chat template writes of it, can be in memory beside the
-// line: as messages, as the chat template's values and what it writes, and as pieces of that.
-constexpr size_t kCopiesOfLine = 10;
 
 class LineJson {
   public:
@@ -152,6 +162,7 @@ class LineJson {
             OrderedJsonMaker maker(where);
             nlohmann::ordered_json::sax_parse(rest_, &maker);
             json_ = maker.take();
+            has_long_number_ = maker.has_long_number();
         } catch (const UserError& error) {
             throw UserError(with_column_of_line(error.what()));
         }
@@ -173,26 +184,10 @@ class LineJson {
         else if (value.is_structured())
             for (nlohmann::ordered_json& part : value) restore(part);
     }
-    // Fails if it has a whole number of 19 or more digits. The parser reads such numbers as floats, if they
-    // do not fit 64 bits, and their digits are lost.
+    // Fails if the line has a number whose digits may be lost.
     void refuse_long_numbers() const {
-        size_t digits = 0;
-        bool in_string = false;
-        for (size_t at = 0; at < rest_.size(); at++) {
-            const char c = rest_[at];
-            const bool is_digit = !in_string && c >= '0' && c <= '9';
-            if (digits >= 19 && !is_digit && c != '.' && c != 'e' && c != 'E')
-                fail("%s has a number of 19 or more digits: in a chat, write it as a text", where_.c_str());
-            digits = is_digit ? digits + 1 : 0;
-            if (!in_string && (c == '.' || c == 'e' || c == 'E'))  // the rest of the number is no whole one
-                while (at + 1 < rest_.size() &&
-                       std::string_view("0123456789+-").find(rest_[at + 1]) != std::string_view::npos)
-                    at++;
-            if (in_string && c == '\\')
-                at++;
-            else if (c == '"')
-                in_string = !in_string;
-        }
+        if (has_long_number_)
+            fail("%s has a number of 19 or more digits: in a chat, write it as a text", where_.c_str());
     }
     // The most memory that the object takes beside the line, and that a conversation or a prompt takes.
     size_t bytes() const { return counts_.parsed() + strings_.capacity() * kBytesOfTaken; }
@@ -284,16 +279,10 @@ class LineJson {
 
     uint32_t hex(size_t& at, size_t end, size_t start) const {
         uint32_t code = 0;
-        if (end - at < 4) refuse(start, "an escape \\u without four hexadecimal digits");
-        for (const size_t last = at + 4; at < last; at++) {
-            const char c = line_[at];
-            const int digit = c >= '0' && c <= '9'   ? c - '0'
-                              : c >= 'a' && c <= 'f' ? c - 'a' + 10
-                              : c >= 'A' && c <= 'F' ? c - 'A' + 10
-                                                     : -1;
-            if (digit < 0) refuse(start, "an escape \\u without four hexadecimal digits");
-            code = code << 4 | static_cast<uint32_t>(digit);
-        }
+        const char *const from = &line_[at], *const to = from + std::min<size_t>(4, end - at);
+        if (std::from_chars(from, to, code, 16).ptr != from + 4)
+            refuse(start, "an escape \\u without four hexadecimal digits");
+        at += 4;
         return code;
     }
 
@@ -322,4 +311,5 @@ class LineJson {
     std::vector<std::string_view> strings_;
     std::vector<Move> moves_;
     nlohmann::ordered_json json_;
+    bool has_long_number_ = false;
 };

@@ -8,12 +8,9 @@
 #include <utility>
 #include <vector>
 
-#include <nlohmann/json.hpp>
-
+#include "llmc/data_json_lines.h"
 #include "llmc/error.h"
 #include "llmc/text.h"
-
-using OrderedJson = nlohmann::ordered_json;  // whose objects keep the order of their keys
 
 // What is asked and what is answered, by the names of fields. The first pair that an example has counts. In
 // Alpaca's format, the first of them, `input` or `context` is what the instruction is about.
@@ -65,10 +62,6 @@ inline void add_unread(const OrderedJson& object, const char* names, std::set<st
         if (has_field(object, name)) unread.insert(name);
 }
 
-inline OrderedJson chat_message(const std::string& role, const std::string& content) {
-    return {{"role", role}, {"content", content}};
-}
-
 // A message of ShareGPT's, {"from": ..., "value": ...}, as templates read it; others as they are. Other
 // fields of the message stay.
 inline OrderedJson of_sharegpt(OrderedJson message, const std::string& place) {
@@ -101,19 +94,19 @@ inline OrderedJson messages_of_pair(OrderedJson& object, const AskedAndAnswered&
         if (!history.is_array() || !std::ranges::all_of(history, is_turn))
             fail("%s: \"history\" is not a list of questions with their answers", where.c_str());
         for (const OrderedJson& turn : history) {
-            messages.push_back(chat_message("user", turn[0].get<std::string>()));
-            messages.push_back(chat_message("assistant", turn[1].get<std::string>()));
+            messages.push_back(said("user", turn[0].get<std::string>()).object);
+            messages.push_back(said("assistant", turn[1].get<std::string>()).object);
         }
     }
     std::string asked = take_text(object, pair.asked, where);
     for (const char* more : {"input", "context"})
         if (const std::string text = take_text(object, more, where); !text.empty())
             asked += (asked.empty() ? "" : "\n") + text;
-    messages.push_back(chat_message("user", asked));
+    messages.push_back(said("user", asked).object);
     if (!pair.answered) return messages;
     const std::string answer = take_text(object, pair.answered, where);
     if (answer.empty()) fail("%s: \"%s\" is empty", where.c_str(), pair.answered);
-    messages.push_back(chat_message("assistant", answer));
+    messages.push_back(said("assistant", answer).object);
     return messages;
 }
 
@@ -154,7 +147,7 @@ inline OrderedJson take_messages(OrderedJson& object, const std::string& where, 
     if (const std::string system = take_text(object, "system", where); !system.empty()) {
         if (!messages.empty() && has_role(messages[0], "system"))
             fail("%s has \"system\" and a message of the system's: leave one of them out", where.c_str());
-        messages.insert(messages.begin(), chat_message("system", system));
+        messages.insert(messages.begin(), said("system", system).object);
     }
     return messages;
 }

@@ -12,10 +12,6 @@
 
 #include "llmc/temporary_file.h"
 
-// ---- which examples share a sequence
-//
-// Decides which examples share a sequence: each goes whole into the fullest sequence that it fits.
-
 // Packs examples into sequences of `space` rows, one example after the other, by best fit (Johnson 1974). Of
 // several sequences with equally few rows left, it takes the first. dev/reference.py does the same.
 class BestFit {
@@ -57,11 +53,6 @@ class BestFit {
     size_t open_count_ = 0, most_open_ = 0;
 };
 
-// ---- packed sequences
-//
-// The examples of JSON lines, packed into sequences. The list of examples is kept on disk, because there may
-// be more of them than fit in memory.
-
 // An example, or a part of a long text: the place of its first token among all tokens of the data's files,
 // the number of its tokens, which fit into a sequence, and how many of them have a loss.
 struct Example {
@@ -69,6 +60,8 @@ struct Example {
     uint32_t count, with_loss;
 };
 
+// The examples, packed into sequences. The list of them is kept on disk, because there may be more than fit
+// in memory.
 class PackedExamples {
   public:
     // Packs the examples that for_each(use) passes to use(), in their order, into sequences of `seq_len`

@@ -18,6 +18,7 @@
 
 #include "llmc/error.h"
 #include "llmc/data_chat_template.h"
+#include "llmc/data_files.h"
 #include "llmc/data_json_lines.h"
 #include "llmc/dataset.h"
 #include "llmc/families.h"

@@ -1,7 +1,5 @@
 // jinja.cpp - evaluates the statements of a chat template. jinja_parser.h reads the source, jinja_builtins.h
 // has filters, tests and methods. A template is not trusted: steps, memory and recursion are bounded.
-//
-// It is compiled by itself, once for all builds of the trainer.
 #include "llmc/jinja.h"
 
 #include <ctime>
@@ -531,18 +529,15 @@ Template::Template(std::string_view source) {
 Rendered Template::render(const Variables& variables, size_t input_bytes, const std::tm& date,
                           uint64_t* steps) const {
     Evaluator evaluator(variables, date, input_bytes);
-    const uint64_t before = evaluator.steps_left();
-    const auto count = [&] {
-        if (steps) *steps += before - evaluator.steps_left();
-    };
-    try {
-        Rendered written = evaluator.run(statements_->all);
-        count();
-        return written;
-    } catch (const UserError&) {
-        count();
-        throw;
-    }
+    struct Count {  // also where the template fails
+        ~Count() {
+            if (steps) *steps += before - evaluator.steps_left();
+        }
+        const Evaluator& evaluator;
+        uint64_t* const steps;
+        const uint64_t before = evaluator.steps_left();
+    } const count{evaluator, steps};
+    return evaluator.run(statements_->all);
 }
 
 }  // namespace jinja

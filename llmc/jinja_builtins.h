@@ -623,12 +623,6 @@ inline const std::map<std::string_view, Test>& tests() {
     using W = Work;
     using V = Value;
     using A = Arguments;
-    static const Test is_equal = [](W& w, const V& v, const A& a) { return equal(w, v, only(a)); };
-    static const Test is_unequal = [](W& w, const V& v, const A& a) { return !equal(w, v, only(a)); };
-    static const Test is_less = [](W& w, const V& v, const A& a) { return compare(w, "<", v, only(a)); };
-    static const Test is_greater = [](W& w, const V& v, const A& a) { return compare(w, ">", v, only(a)); };
-    static const Test is_at_most = [](W& w, const V& v, const A& a) { return compare(w, "<=", v, only(a)); };
-    static const Test is_at_least = [](W& w, const V& v, const A& a) { return compare(w, ">=", v, only(a)); };
     static const std::map<std::string_view, Test> all = {
         {"defined", [](W&, const V& v, const A&) { return !v.is_undefined(); }},
         {"undefined", [](W&, const V& v, const A&) { return v.is_undefined(); }},
@@ -663,25 +657,21 @@ inline const std::map<std::string_view, Test>& tests() {
         {"in", [](W& w, const V& v, const A& a) { return contains(w, only(a), v); }},
         {"sameas",
          [](W& w, const V& v, const A& a) { return v.kind() == only(a).kind() && equal(w, v, only(a)); }},
-        {"==", is_equal},
-        {"!=", is_unequal},
-        {"<", is_less},
-        {"<=", is_at_most},
-        {">", is_greater},
-        {">=", is_at_least},
-        {"eq", is_equal},
-        {"equalto", is_equal},
-        {"ne", is_unequal},
-        {"lt", is_less},
-        {"lessthan", is_less},
-        {"gt", is_greater},
-        {"greaterthan", is_greater},
-        {"le", is_at_most},
-        {"ge", is_at_least},
     };
     return all;
 }
-inline bool is_test(std::string_view name) { return tests().contains(name); }
+// The operator that a test stands for; "" if it is none.
+inline std::string_view operator_of_test(std::string_view name) {
+    static const std::map<std::string_view, std::string_view> operators = {
+        {"==", "=="}, {"eq", "=="}, {"equalto", "=="},    {"!=", "!="}, {"ne", "!="},
+        {"<", "<"},   {"lt", "<"},  {"lessthan", "<"},    {"<=", "<="}, {"le", "<="},
+        {">", ">"},   {"gt", ">"},  {"greaterthan", ">"}, {">=", ">="}, {"ge", ">="}};
+    const auto found = operators.find(name);
+    return found == operators.end() ? "" : found->second;
+}
+inline bool is_test(std::string_view name) {
+    return tests().contains(name) || !operator_of_test(name).empty();
+}
 
 inline std::string no_test(const std::string& name) {
     static const std::set<std::string_view> others = {"escaped", "filter", "lower", "test", "upper"};
@@ -690,10 +680,13 @@ inline std::string no_test(const std::string& name) {
 }
 
 inline bool apply_test(Work& work, const std::string& name, const Value& v, const Arguments& a) {
-    const auto test = tests().find(name);
-    if (test == tests().end()) throw UserError(no_test(name));
+    if (!is_test(name)) throw UserError(no_test(name));
     work.spend();
-    return about([&] { return "the test \"" + name + "\""; }, [&] { return test->second(work, v, a); });
+    return about([&] { return "the test \"" + name + "\""; },
+                 [&] {
+                     const std::string_view op = operator_of_test(name);
+                     return op.empty() ? tests().at(name)(work, v, a) : compare(work, op, v, only(a));
+                 });
 }
 
 // ---- filters
@@ -860,7 +853,7 @@ inline Value filter_tojson(Work& work, const Value& v, const Arguments& a) {
         style.item_separator = p[2].items()[0].text();
         style.key_separator = p[2].items()[1].text();
     }
-    return new_string(work, JsonWriter(style, work).write(v));
+    return new_string(work, ValueWriter(work, &style).write(v));
 }
 
 inline Value filter_items(Work& work, const Value& v, const Arguments& a) {

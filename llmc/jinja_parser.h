@@ -463,6 +463,17 @@ class Parser {
         return s;
     }
 
+    // Calls read() for each of the items that commas separate, up to the closing bracket, and reads that.
+    template <class Read>
+    void parse_items(std::string_view close, Read&& read) {
+        for (bool first = true; !is_operator(close); first = false) {
+            if (!first) expect_operator(",");
+            if (is_operator(close)) break;
+            read();
+        }
+        next();
+    }
+
     // ---- statements
 
     // Reads statements up to a tag with one of these names, which is left to be read.
@@ -569,17 +580,14 @@ class Parser {
         next();
         s->text = expect_name();
         expect_operator("(");
-        while (!is_operator(")")) {
-            if (!s->parameters.empty()) expect_operator(",");
-            if (is_operator(")")) break;
+        parse_items(")", [&] {
             Argument parameter{expect_name(), nullptr};
             if (take_operator("="))
                 parameter.value = parse_expression();
             else if (!s->parameters.empty() && s->parameters.back().value)
                 fail_at(now().line, "a parameter without a default follows one with a default");
             s->parameters.push_back(std::move(parameter));
-        }
-        next();
+        });
         const int outer = std::exchange(loops_, 0);
         s->body = parse_rest({"endmacro"});
         loops_ = outer;
@@ -659,15 +667,15 @@ class Parser {
         return value;
     }
     ExpressionPtr parse_or() {
-        ExpressionPtr left = parse_and();
-        for (int line = now().line; take_name("or"); line = now().line)
-            left = make_of(ExpressionKind::Or, line, std::move(left), parse_and());
-        return left;
+        return parse_logic(ExpressionKind::Or, "or", [&] {
+            return parse_logic(ExpressionKind::And, "and", [&] { return parse_not(); });
+        });
     }
-    ExpressionPtr parse_and() {
-        ExpressionPtr left = parse_not();
-        for (int line = now().line; take_name("and"); line = now().line)
-            left = make_of(ExpressionKind::And, line, std::move(left), parse_not());
+    template <class Operand>
+    ExpressionPtr parse_logic(ExpressionKind kind, const char* name, Operand&& operand) {
+        ExpressionPtr left = operand();
+        for (int line = now().line; take_name(name); line = now().line)
+            left = make_of(kind, line, std::move(left), operand());
         return left;
     }
     ExpressionPtr parse_not() {
@@ -784,24 +792,16 @@ class Parser {
     }
     ExpressionPtr parse_list(int line) {
         ExpressionPtr list = make(ExpressionKind::List, line);
-        while (!is_operator("]")) {
-            if (!list->parts.empty()) expect_operator(",");
-            if (is_operator("]")) break;
-            add_part(*list, parse_expression());
-        }
-        next();
+        parse_items("]", [&] { add_part(*list, parse_expression()); });
         return list;
     }
     ExpressionPtr parse_dict(int line) {
         ExpressionPtr dict = make(ExpressionKind::Dict, line);
-        while (!is_operator("}")) {
-            if (!dict->parts.empty()) expect_operator(",");
-            if (is_operator("}")) break;
+        parse_items("}", [&] {
             add_part(*dict, parse_expression());
             expect_operator(":");
             add_part(*dict, parse_expression());
-        }
-        next();
+        });
         return dict;
     }
 
@@ -847,9 +847,7 @@ class Parser {
     void parse_arguments(Expression& call) {
         std::vector<Argument>& arguments = call.arguments;
         expect_operator("(");
-        while (!is_operator(")")) {
-            if (!arguments.empty()) expect_operator(",");
-            if (is_operator(")")) break;
+        parse_items(")", [&] {
             Argument argument;
             if (is_operator("*") || is_operator("**")) {
                 argument.name = next().text;
@@ -863,8 +861,7 @@ class Parser {
             argument.value = parse_expression();
             count_depth(call, argument.value.get());
             arguments.push_back(std::move(argument));
-        }
-        next();
+        });
     }
     ExpressionPtr parse_call(ExpressionPtr function) {
         ExpressionPtr call = make_of(ExpressionKind::Call, now().line, std::move(function));

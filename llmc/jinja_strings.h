@@ -108,6 +108,7 @@ inline std::vector<std::string> split_lines(std::string_view text, bool keeps) {
     return lines;
 }
 
+// str.replace(), at most `most` times if that is not negative.
 inline std::string replaced(std::string_view text, std::string_view from, std::string_view to, int64_t most) {
     std::string out;
     if (from.empty()) {  // before each character and at the end

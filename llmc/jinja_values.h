@@ -405,58 +405,6 @@ inline std::string repr_of_text(std::string_view text) {
     return out + quote;
 }
 
-inline std::string repr(Work& work, const Value& v);
-inline std::string joined(Work& work, const Values& items, const char* open, const char* close) {
-    std::string out = open;
-    for (size_t i = 0; i < items.size(); i++) (out += i > 0 ? ", " : "") += repr(work, items[i]);
-    work.spend(out.size());
-    return out + close;
-}
-
-// Python's repr().
-inline std::string repr(Work& work, const Value& v) {
-    work.spend(v.is_string() ? v.text().size() : 0);
-    switch (v.kind()) {
-        case Kind::Undefined:
-            return "Undefined";
-        case Kind::None:
-            return "None";
-        case Kind::Bool:
-            return v.integer() ? "True" : "False";
-        case Kind::Int:
-            return std::to_string(v.integer());
-        case Kind::Float:
-            return float_text(v.number());
-        case Kind::String:
-            return repr_of_text(v.text());
-        case Kind::List:
-            return joined(work, v.items(), "[", "]");
-        case Kind::Tuple:
-            return joined(work, v.items(), "(", v.items().size() == 1 ? ",)" : ")");
-        case Kind::Dict: {
-            std::string out = "{";
-            for (const DictEntry& e : v.entries())
-                (out += out.size() > 1 ? ", " : "") += repr(work, e.key) + ": " + repr(work, e.value);
-            work.spend(out.size());
-            return out + "}";
-        }
-        case Kind::Generator:
-            fail("a generator, as filters like map and select give, cannot be printed: put | list after it");
-        default:
-            fail("a %s cannot be printed", type_name(v));
-    }
-}
-
-// Python's str(): what `{{ value }}` prints.
-inline std::string str(Work& work, const Value& v) {
-    if (v.is_undefined()) return "";
-    if (!v.is_string()) return repr(work, v);
-    work.spend(v.text().size());
-    return v.text();
-}
-
-// ---- JSON
-
 // How to write JSON, as in Python's json.dumps().
 struct JsonStyle {
     bool ascii = false, sorts_keys = false, breaks_lines = false;
@@ -483,69 +431,76 @@ inline std::string json_string(std::string_view text, bool ascii) {
     return out + '"';
 }
 
-// The text of a dict's key in JSON, where keys are strings.
-inline std::string json_key(Work& work, const Value& key) {
-    work.spend(key.is_string() ? key.text().size() : 0);
-    if (key.is_string()) return key.text();
-    if (key.is(Kind::None)) return "null";
-    if (key.is(Kind::Bool)) return key.integer() ? "true" : "false";
-    if (key.is_number()) return repr(work, key);
-    fail("tojson: a %s cannot be a key in JSON", type_name(key));
-}
-
-class JsonWriter {
+// Writes values as JSON in a style, or without one as Python's repr().
+class ValueWriter {
   public:
-    JsonWriter(const JsonStyle& style, Work& work) : style_(style), work_(work) {}
+    explicit ValueWriter(Work& work, const JsonStyle* json = nullptr)
+        : work_(work), is_json_(json), style_(json ? *json : JsonStyle()) {}
 
     std::string write(const Value& v) {
-        work_.spend();
+        work_.spend(v.is_string() ? v.text().size() : 0);
         switch (v.kind()) {
+            case Kind::Undefined:
+                if (is_json_) break;
+                return "Undefined";
             case Kind::None:
-                return "null";
+                return is_json_ ? "null" : "None";
             case Kind::Bool:
-                return v.integer() ? "true" : "false";
+                return is_json_ ? (v.integer() ? "true" : "false") : (v.integer() ? "True" : "False");
             case Kind::Int:
-                return repr(work_, v);
+                return std::to_string(v.integer());
             case Kind::Float:
-                return std::isnan(v.number())   ? "NaN"
-                       : std::isinf(v.number()) ? (v.number() < 0 ? "-Infinity" : "Infinity")
-                                                : repr(work_, v);
+                if (!is_json_ || std::isfinite(v.number())) return float_text(v.number());
+                return std::isnan(v.number()) ? "NaN" : v.number() < 0 ? "-Infinity" : "Infinity";
             case Kind::String:
-                work_.spend(v.text().size());
-                return json_string(v.text(), style_.ascii);
+                return is_json_ ? json_string(v.text(), style_.ascii) : repr_of_text(v.text());
             case Kind::List:
+                return list(v.items(), "[", "]");
             case Kind::Tuple:
-                return list(v.items());
+                if (is_json_) return list(v.items(), "[", "]");
+                return list(v.items(), "(", v.items().size() == 1 ? ",)" : ")");
             case Kind::Dict:
                 return dict(v.entries());
             default:
-                fail("tojson: Object of type %s is not JSON serializable", type_name(v));
+                break;
         }
+        if (is_json_) fail("tojson: Object of type %s is not JSON serializable", type_name(v));
+        if (v.is(Kind::Generator))
+            fail("a generator, as filters like map and select give, cannot be printed: put | list after it");
+        fail("a %s cannot be printed", type_name(v));
     }
 
   private:
-    std::string list(const Values& items) {
-        std::string out = "[";
+    std::string list(const Values& items, const char* open, const char* close) {
+        std::string out = open;
         depth_++;
         for (const Value& item : items) {
             begin_item(out);
             out += write(item);
         }
-        return end(out, !items.empty(), "]");
+        return end(out, !items.empty(), close);
     }
     std::string dict(Entries entries) {
         if (style_.sorts_keys)
             std::stable_sort(entries.begin(), entries.end(), [&](const DictEntry& a, const DictEntry& b) {
-                return json_key(work_, a.key) < json_key(work_, b.key);
+                return json_key(a.key) < json_key(b.key);
             });
         std::string out = "{";
         depth_++;
         for (const DictEntry& e : entries) {
             begin_item(out);
             work_.spend(style_.key_separator.size());
-            out += json_string(json_key(work_, e.key), style_.ascii) + style_.key_separator + write(e.value);
+            out += is_json_ ? json_string(json_key(e.key), style_.ascii) : write(e.key);
+            out += style_.key_separator + write(e.value);
         }
         return end(out, !entries.empty(), "}");
+    }
+    // The text of a dict's key in JSON, where keys are strings.
+    std::string json_key(const Value& key) {
+        work_.spend(key.is_string() ? key.text().size() : 0);
+        if (key.is_string()) return key.text();
+        if (key.is_number() || key.is(Kind::None)) return write(key);
+        fail("tojson: a %s cannot be a key in JSON", type_name(key));
     }
     void begin_item(std::string& out) {
         work_.spend(style_.item_separator.size());
@@ -565,9 +520,20 @@ class JsonWriter {
         for (int i = 0; i < depth_; i++) out += style_.indent;
     }
 
-    const JsonStyle& style_;
     Work& work_;
+    const bool is_json_;
+    const JsonStyle style_;
     int depth_ = 0;
 };
+
+inline std::string repr(Work& work, const Value& v) { return ValueWriter(work).write(v); }
+
+// Python's str(): what `{{ value }}` prints.
+inline std::string str(Work& work, const Value& v) {
+    if (v.is_undefined()) return "";
+    if (!v.is_string()) return repr(work, v);
+    work.spend(v.text().size());
+    return v.text();
+}
 
 }  // namespace jinja

@@ -589,7 +589,7 @@ inline ExampleOptions RunInputs::example_options() const {
     ExampleOptions options{{o_.loss_on, o_.chat_format, o_.chat_date}, {}, folder, false};
     options.is_new_model = tokenizer_folder.empty() && parse_new_model(o_.model);
     if (tokenizer_file)
-        options.templates = chat_templates_of(*tokenizer_file);
+        options.templates = chat_templates_of(tokenizer_file->metadata(), tokenizer_file->path());
     else if (!options.is_new_model)
         options.templates = chat_templates_of(folder, *tokenizer);
     return options;
@@ -758,30 +758,14 @@ inline std::vector<int> RunInputs::prompt_tokens(const std::string& text, const 
 inline void RunInputs::open_prompts() {
     for_each_line(FileReader(o_.prompts), [&](std::span<char> line, size_t, const std::string& place) {
         const std::string where = "--prompts " + place;
-        LineJson parsed(line, where);
-        require_memory_for(parsed.bytes_as_chat(), where);
-        OrderedJson& object = parsed.json();
-        parsed.restore(object);
-        if (!object.is_object())
-            fail("%s is no JSON object, such as {\"prompt\": \"Who are you?\"}", where.c_str());
-        FilePrompt p{object, {}};
-        if (chat) {
-            OrderedJson messages = take_messages(object, where, true);
-            if (messages.is_null()) text_field(object, "prompt", where);  // says that there is none
-            parsed.refuse_long_numbers();
-            p.tokens = conversation_tokens({read_messages(std::move(messages), where, false),
-                                            take_chat_variables(object, where), line.size()},
-                                           where);
-        } else if (object.contains("messages")) {
+        JsonPrompt read = read_prompt(line, where, chat.has_value(), unread);
+        if (!chat && read.has_messages)
             fail("%s has messages, and %s: --chat-format NAME gives one", where.c_str(),
                  o_.raw_prompt ? "--raw-prompt leaves out the chat format" : "the model has no chat format");
-        } else {
-            text_field(object, "prompt", where);
-            p.tokens = prompt_tokens(take_text(object, "prompt", where), where);
-        }
+        FilePrompt p{std::move(read.line), {}};
+        p.tokens = chat ? conversation_tokens(read.conversation, where) : prompt_tokens(read.text, where);
         check_room(where, p.tokens);
-        add_unread(object, kAskingFields, unread);
-        prompts_held_ += parsed.bytes() + 4 * line.size() + p.tokens.size() * sizeof(int);
+        prompts_held_ += read.bytes + p.tokens.size() * sizeof(int);
         prompts.push_back(std::move(p));
     });
     if (prompts.empty()) fail("--prompts %s has no prompt", o_.prompts.c_str());

@@ -7,6 +7,7 @@
 #include <cstdio>
 
 #include "llmc/batches.h"
+#include "llmc/data_files.h"
 #include "llmc/data_tokens.h"
 #include "llmc/dataset.h"
 #include "llmc/error.h"

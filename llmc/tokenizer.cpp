@@ -1,7 +1,5 @@
 // tokenizer.cpp - what tokenizer.h declares: opens the tokenizer of a folder or of a GGUF file, encodes and
 // decodes.
-//
-// It is compiled by itself, once for all builds of the trainer.
 #include "llmc/tokenizer.h"
 
 #include <algorithm>
@@ -162,11 +160,7 @@ std::string Tokenizer::text_of(int token, std::string_view space) const {
     if (rules.byte_tokens)
         if (const int byte = read_byte_spelling(text); byte >= 0)
             return std::string(1, static_cast<char>(byte));
-    const std::string_view symbol = kSpaceSymbol;
-    if (rules.space_symbol)
-        for (size_t at = 0; (at = text.find(symbol, at)) != text.npos; at += space.size())
-            text.replace(at, symbol.size(), space);
-    return text;
+    return rules.space_symbol ? with_replaced(text, kSpaceSymbol, space) : text;
 }
 
 // ---- what it is

@@ -23,8 +23,6 @@
 #include "llmc/tokenizer_vocabulary.h"
 #include "llmc/utf8.h"
 
-// ---- the parts
-
 // The steps that the encoder applies.
 struct TextSteps {
     AddedTokens added[2];              // looked for in the original text, and in normalized text

@@ -22,10 +22,7 @@
 #include "llmc/file.h"
 #include "llmc/utf8.h"
 
-// ---- normalization
-//
 // Composes characters (NFC), replaces characters, and adds a prefix.
-
 class Normalizer {
   public:
     bool nfc = false;                                               // applied first
@@ -77,7 +74,7 @@ class Normalizer {
     // Appends one part of a text, normalized. The part lies between two cuts, is valid UTF-8 and not empty.
     void append(std::string_view part, bool begins, bool at_origin, std::string& out) const {
         std::string normal = nfc && needs_nfc(part) ? composed(part) : std::string(part);
-        for (const auto& [from, to] : replacements) normal = replaced(normal, from, to);
+        for (const auto& [from, to] : replacements) normal = with_replaced(normal, from, to);
         const bool there = prefix_unless_there && normal.starts_with(prefix);
         if (begins && (at_origin || !prefix_at_origin) && !there) out += prefix;
         out += normal;
@@ -117,13 +114,6 @@ class Normalizer {
         const std::unique_ptr<utf8proc_uint8_t, decltype(&std::free)> owner(result, std::free);
         if (length < 0) fail("a text cannot be normalized: %s", utf8proc_errmsg(length));
         return {reinterpret_cast<const char*>(result), static_cast<size_t>(length)};
-    }
-
-    static std::string replaced(std::string_view text, const std::string& from, const std::string& to) {
-        std::string result;
-        for (size_t at; (at = text.find(from)) != text.npos; text.remove_prefix(at + from.size()))
-            result.append(text.substr(0, at)).append(to);
-        return result.append(text);
     }
 
     // True if a character starts here that is never composed with one before it. Those that are composed are

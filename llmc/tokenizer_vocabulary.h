@@ -6,6 +6,7 @@
 #include <array>
 #include <bitset>
 #include <cassert>
+#include <charconv>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -17,15 +18,12 @@
 #include "llmc/tokenizer.h"
 #include "llmc/utf8.h"
 
-// ---- spellings
-//
-// Stores the spelling of each token compactly, and finds a token by its spelling.
-
 // Maps a hash to one of `places` entries of a table, evenly, for sizes that need not be powers of two.
 inline size_t table_place(uint64_t hash, size_t places) {
     return static_cast<size_t>(static_cast<unsigned __int128>(hash) * places >> 64);
 }
 
+// Stores the spelling of each token compactly, and finds a token by its spelling.
 class Vocabulary {
   public:
     static constexpr int kLargestToken = (1 << 22) - 1;  // a larger number means that the file is damaged
@@ -150,23 +148,15 @@ inline bool read_spelling(std::string_view spelling, std::string& bytes) {
 inline constexpr const char* kSpaceSymbol = "\xe2\x96\x81";
 // and a byte as "<0x0A>"; -1 if this is not a byte's spelling.
 inline int read_byte_spelling(std::string_view spelling) {
-    const auto digit = [](char c) {
-        return c >= '0' && c <= '9'   ? c - '0'
-               : c >= 'A' && c <= 'F' ? c - 'A' + 10
-               : c >= 'a' && c <= 'f' ? c - 'a' + 10
-                                      : -1;
-    };
     if (spelling.size() != 6 || !spelling.starts_with("<0x") || spelling[5] != '>') return -1;
-    const int high = digit(spelling[3]), low = digit(spelling[4]);
-    return high < 0 || low < 0 ? -1 : 16 * high + low;
+    unsigned byte = 0;
+    return std::from_chars(&spelling[3], &spelling[5], byte, 16).ptr == &spelling[5] ? static_cast<int>(byte)
+                                                                                     : -1;
 }
 
-// ---- added tokens in a text
-//
 // Finds added tokens in a text: tokens such as <s>, which a tokenizer looks for by their whole spelling
 // before it does anything else with the text. The leftmost match wins; of several at one place, the longest.
 // The rules are those of "added_tokens" in Hugging Face's tokenizers.
-
 class AddedTokens {
   public:
     struct Token {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <string>
 #include <string_view>
 
 #include <utf8proc.h>
@@ -61,6 +62,14 @@ inline size_t unfinished_utf8(std::string_view text) {
     return 0;
 }
 
+// A text with each `from`, which is not empty, replaced.
+inline std::string with_replaced(std::string_view text, std::string_view from, std::string_view to) {
+    std::string result;
+    for (size_t at; (at = text.find(from)) != text.npos; text.remove_prefix(at + from.size()))
+        result.append(text.substr(0, at)).append(to);
+    return result.append(text);
+}
+
 // True for Unicode's White_Space.
 inline bool is_space(int32_t c) {
     return (c >= 9 && c <= 13) || c == ' ' || c == 0x85 || c == 0xa0 || c == 0x1680 ||
@@ -74,22 +83,9 @@ inline bool is_word(int32_t c) {
     if ((c >= 0x24b6 && c <= 0x24e9) || (c >= 0x1f130 && c <= 0x1f149) || (c >= 0x1f150 && c <= 0x1f169) ||
         (c >= 0x1f170 && c <= 0x1f189) || c == 0x200c || c == 0x200d)
         return true;  // alphabetic symbols, and joiners
-    switch (utf8proc_category(c)) {
-        case UTF8PROC_CATEGORY_LU:
-        case UTF8PROC_CATEGORY_LL:
-        case UTF8PROC_CATEGORY_LT:
-        case UTF8PROC_CATEGORY_LM:
-        case UTF8PROC_CATEGORY_LO:
-        case UTF8PROC_CATEGORY_MN:
-        case UTF8PROC_CATEGORY_MC:
-        case UTF8PROC_CATEGORY_ME:
-        case UTF8PROC_CATEGORY_ND:
-        case UTF8PROC_CATEGORY_NL:
-        case UTF8PROC_CATEGORY_PC:
-            return true;
-        default:
-            return false;
-    }
+    const std::string_view category = utf8proc_category_string(c);
+    return category[0] == 'L' || category[0] == 'M' || category == "Nd" || category == "Nl" ||
+           category == "Pc";
 }
 
 // The number of bytes of the first character in a text, by the table of well-formed UTF-8 (Unicode 15.0,

@@ -32,6 +32,7 @@
 #include "llmc/arena.h"  // defines arena_give_back()
 #include "llmc/data_chat_template.h"
 #include "llmc/gguf_model.h"
+#include "llmc/jinja.h"
 #include "llmc/quant_formats.h"
 #include "llmc/quant_nf4_files.h"
 #include "llmc/sample_token.h"

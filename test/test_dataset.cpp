@@ -13,6 +13,8 @@
 #include <malloc.h>
 
 #include "llmc/data_tokens.h"
+#include "llmc/random.h"
+#include "llmc/utf8.h"
 #include "llmc/dataset.h"
 #include "test/file_helpers.h"
 
@@ -531,7 +533,7 @@ std::unique_ptr<Dataset> examples_of(const TempFolder& folder, int count, int se
             for (uint64_t n = 0; n < length; n++, token++)
                 tokens.push_back(token % 3 == 1 ? without_loss(token) : token);
             const bool is_text = i % 2 == 0;
-            put(tokens, is_text);
+            put(tokens, is_text, true, 0);
             const auto T = static_cast<size_t>(seq_len);
             for (size_t at = 0; at + 1 < (is_text ? tokens.size() : 2); at += T)
                 all.emplace_back(
@@ -625,7 +627,7 @@ TEST(SequenceLoader, HoldsNoListOfExamples) {
     data.tokenize_examples(64, 64, [&](const FileReader&, const auto& put) {
         for (int i = 0; i < kCount; i++) {
             const auto count = 2 + random_bits(4, static_cast<uint64_t>(i)) % 30;
-            put(std::vector<int32_t>(count, i), false);
+            put(std::vector<int32_t>(count, i), false, true, 0);
         }
     });
     const auto held_out = data.hold_out(1);
@@ -664,7 +666,8 @@ TEST(Dataset, TakesATextInParts) {
             Dataset data({folder.write("a.jsonl", "x")}, "--data");
             data.tokenize_examples(8, 8, [&](const FileReader&, const auto& put) {
                 for (size_t at = 0; at < count; at += part)
-                    put(std::span(tokens).subspan(at, std::min(part, count - at)), true, at + part >= count);
+                    put(std::span(tokens).subspan(at, std::min(part, count - at)), true, at + part >= count,
+                        0);
             });
             EXPECT_EQ(data.texts_parted(), count > 9 ? 1u : 0u);
             auto& examples = got[part == 1 ? 0 : part == 7 ? 1 : 2];

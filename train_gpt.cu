@@ -31,7 +31,7 @@
 #include "llmc/rates_device.h"      // device_peak_flops()
 #include "llmc/rates_file.h"        // rates_of(): how fast the device is
 #include "llmc/resolve.h"           // Resolved: from what was asked for to what a run is
-#include "llmc/options_parse.h"     // RunOptions: from the command line, and from a save
+#include "llmc/options.h"           // RunOptions: from the command line, and from a save
 #include "llmc/run_start.h"         // print_data(), print_start()
 #include "llmc/threads.h"           // start_threads()
 #include "llmc/trainer.h"           // Trainer: a training run
@@ -807,8 +807,7 @@ void Trainer::prepare() {
         remark_no_validation(in_, run_.seq_len);
         print_plan();
     }
-    require_memory(report_, memory_free_for(run_),
-                   trains() ? Suggest::MemoryOption : Suggest::SmallerRun);
+    require_memory(report_, memory_free_for(run_), trains() ? Suggest::MemoryOption : Suggest::SmallerRun);
     PeakRate peak = {};
     if (trains()) {
         peak = device_peak_flops<floatX>(stream_, report_.allocated());
@@ -918,6 +917,8 @@ int end_with_error(FILE* errors, const Rank& rank, RankEngine* engine, const std
     if (engine) engine->end_all(code);
     return code;
 }
+
+std::string library_version() { return products_library(); }
 
 int run(int argc, char** argv, RankEngine* engine, FILE* errors) {
     RunOptions command(argc, argv);

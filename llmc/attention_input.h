@@ -30,7 +30,7 @@
 // Keys of a piece are a multiple of this, which is a multiple of every kernel's tile. So keys are summed in
 // the same order as without pieces, and results have the same bits. The exception is a window or documents:
 // tiles then begin at other keys than without pieces.
-constexpr int kKeyPiece = kFastCpu ? 256 : 128;
+constexpr int kKeyPiece = key_piece(kFastCpu);
 // Numbers that describe a row's softmax so far: its largest score, and the partial sums of exponentials of
 // the four lanes that share it (a CPU has one sum).
 constexpr int kCarriedStatistics = 5;

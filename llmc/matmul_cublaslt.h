@@ -28,6 +28,14 @@ inline void cublas_check(cublasStatus_t status, const char* what) {
 }
 #define CUBLAS_CHECK(call) cublas_check((call), #call)
 
+// The version of cuBLASLt, for --version.
+inline std::string products_library() {
+    const size_t v = cublasLtGetVersion();
+    const bool is_old = v < 100000;  // 11.x and before count in thousands, as in 11205
+    const size_t major = is_old ? v / 1000 : v / 10000, rest = is_old ? v % 1000 : v % 10000;
+    return format("cuBLASLt %zu.%zu.%zu", major, rest / 100, rest % 100);
+}
+
 namespace cublaslt {
 inline cublasLtHandle_t handle() {
     static const cublasLtHandle_t h = [] {

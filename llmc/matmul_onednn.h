@@ -28,6 +28,12 @@
 #include "llmc/simt.h"
 #include "llmc/simt_vector.h"
 
+// The version of oneDNN, for --version.
+inline std::string products_library() {
+    const dnnl_version_t& v = *dnnl_version();
+    return format("oneDNN %d.%d.%d", v.major, v.minor, v.patch);
+}
+
 // c (m, n) = a (m, k) b (k, n) [+ c] [+ bias (n)], then GELU if asked. Strides are in elements; each matrix
 // must have 1 as one of its two strides.
 struct OnednnProduct {

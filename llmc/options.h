@@ -9,10 +9,13 @@
 #pragma once
 
 #include <map>
+#include <optional>
 #include <string>
 
 #include "llmc/build.h"
+#include "llmc/ranks.h"
 #include "llmc/run_config.h"
+#include "llmc/save_folder.h"
 
 // True if the library for matrix products lets us choose its algorithms; and if it has TF32 for this build's
 // operands.
@@ -30,4 +33,34 @@ struct Asked : RunConfig {
     const char* first(const std::string& name) const { return settings.at(name).at(0).c_str(); }
     // A setting that was given, as on a command line: "--lr 3", "--offload weights=disk".
     std::string spelled(const std::string& name) const { return spelled_setting(name, first(name)); }
+};
+
+// What --version prints; and of it, the library for matrix products, which the program says.
+std::string version_text();
+std::string library_version();
+
+class RunOptions {
+  public:
+    Asked asked;
+    std::optional<HeldSave> resumed;  // the save of --resume, held until it is loaded
+
+    // Reads the command line; prints the help and exits if asked to. `argv` must outlive this.
+    RunOptions(int argc, char** argv) : argc_(argc), argv_(argv) { parse(); }
+    RunOptions(const RunOptions&) = delete;
+
+    // True if this process trains nothing itself, but starts the ranks of --devices.
+    bool starts_ranks() const { return asked.devices > 1 && asked.rank.is_alone() && !asked.plan; }
+
+    // Completes the options of a process that trains; `engine` connects it to other ranks, or is null. All
+    // ranks must call it: the first rank of a run that saves takes the lock of --out, or fails if another run
+    // holds it.
+    void begin(RankEngine* engine);
+
+  private:
+    void parse();
+    void complete_rank(const RankEngine* engine);
+
+    const int argc_;
+    char** const argv_;
+    std::optional<HeldFolder> lock_;  // of --out
 };

@@ -4,7 +4,7 @@
 #include <string>
 
 #include "llmc/adapter.h"
-#include "llmc/attention_input.h"
+#include "llmc/build.h"
 #include "llmc/error.h"
 #include "llmc/options.h"
 #include "llmc/options_placement.h"
@@ -153,11 +153,12 @@ inline void check_chunk_rows(const Asked& o) {
             "--offload keys=%s needs --chunk-rows attention=N or auto: keys are offloaded in pieces of N "
             "rows",
             o.first("--offload.keys"));
-    if (o.offload_keys && o.attention_rows > 0 && o.attention_rows % kKeyPiece)
+    if (o.offload_keys && o.attention_rows > 0 && o.attention_rows % key_piece(kBuild.is_fast_cpu))
         fail(
             "--chunk-rows attention=%lld: with --offload keys=%s, pieces of keys have as many rows, which "
             "must be a multiple of %d",
-            static_cast<long long>(o.attention_rows), o.first("--offload.keys"), kKeyPiece);
+            static_cast<long long>(o.attention_rows), o.first("--offload.keys"),
+            key_piece(kBuild.is_fast_cpu));
 }
 
 // Fails if --memory is combined with what it chooses itself, or with nothing to choose.
@@ -182,7 +183,7 @@ inline void check_memory(const Asked& o) {
         fail("--memory %s: there is nothing to choose without training, --steps 0", o.memory.c_str());
     if (!o.has("--memory.host")) return;
     const char* const size = o.host_memory.c_str();
-    if (kHostIsDevice)
+    if (kBuild.host_is_device)
         fail("--memory host=%s is for a GPU; on a CPU, --memory itself is the host's memory", size);
     if (!o.has("--memory"))
         fail("--memory host=%s needs the device's size too, as in 8GiB,host=%s", size, size);

@@ -11,7 +11,7 @@
 #include "llmc/options.h"
 #include "llmc/options_placement.h"
 #include "llmc/recompute.h"
-#include "llmc/state.h"
+#include "llmc/step_plan.h"
 #include "llmc/text.h"
 
 // The highest learning rate if none is given: for a new model, for a trained model (which the first rate

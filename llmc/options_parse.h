@@ -251,7 +251,7 @@ inline void note_what_is_open(Asked& o, bool automatic) {
 inline void plan_for_named_gpu(CLI::App& app, Asked& o, char** argv) {
     if (o.gpu.empty()) return;
     if (!o.rank.is_alone()) fail("--gpu %s: a plan needs one process: without mpirun", o.gpu.c_str());
-    if (kHostIsDevice) become_planner(o.gpu, argv);
+    if (kBuild.host_is_device) become_planner(o.gpu, argv);
     o.planned_gpu = &find_gpu(o.gpu);
     if (const int count = count_in_name(o.gpu).first; count >= 0) {
         if (o.has("--devices") && o.devices != count)
@@ -273,7 +273,7 @@ inline void set_given(CLI::App& app, Asked& o, int argc, char** argv) {
     // The planner allows other values than a build for a CPU, so it is asked before they are read.
     const auto plan_elsewhere = [&](const Settings& of) {
         const auto gpu = of.find("--gpu");
-        if (!kHostIsDevice || gpu == of.end()) return;
+        if (!kBuild.host_is_device || gpu == of.end()) return;
         set_option(app, o, gpu->first, gpu->second);
         plan_for_named_gpu(app, o, argv);
     };
@@ -322,53 +322,3 @@ Asked parse_options(int argc, char** argv, Saved&& saved) {
     }
     return o;
 }
-
-// ---- the options of a run
-
-class RunOptions {
-  public:
-    Asked asked;
-    std::optional<HeldSave> resumed;  // the save of --resume, held until it is loaded
-
-    // Reads the command line; prints the help and exits if asked to. `argv` must outlive this.
-    RunOptions(int argc, char** argv) : argc_(argc), argv_(argv) { parse(); }
-    RunOptions(const RunOptions&) = delete;
-
-    // True if this process trains nothing itself, but starts the ranks of --devices.
-    bool starts_ranks() const { return asked.devices > 1 && asked.rank.is_alone() && !asked.plan; }
-
-    // Completes the options of a process that trains; `engine` connects it to other ranks, or is null. All
-    // ranks must call it: the first rank of a run that saves takes the lock of --out, or fails if another run
-    // holds it.
-    void begin(RankEngine* engine) {
-        complete_rank(engine);
-        if (asked.plan && !asked.out.empty()) check_writable(asked.out);
-        if (asked.saves() && asked.rank.is_first()) lock_.emplace(asked.out);
-        if (engine) engine->wait_for_all(asked.rank);
-        if (!asked.saves() || !asked.has("--resume")) return;
-        parse();  // the run that held the folder may have saved since
-        complete_rank(engine);
-    }
-
-  private:
-    void parse() {
-        resumed.reset();
-        asked = parse_options(argc_, argv_, [this](const std::string& folder) {
-            return saved_options(resumed.emplace(folder).path());
-        });
-    }
-    // Sets what only the engine knows of this rank. Only the first rank writes files, so on the others the
-    // names of files are cleared: but for those of --out, --merge and --export, to which they contribute, and
-    // that of --advanced algorithms, which each reads and completes.
-    void complete_rank(const RankEngine* engine) {
-        if (engine) asked.rank = engine->rank();
-        if (asked.rank.is_first()) return;
-        for (std::string* path : {&asked.log, &asked.loss_by_position, &asked.save_base, &asked.timeline,
-                                  &asked.report, &asked.tensorboard})
-            path->clear();
-    }
-
-    const int argc_;
-    char** const argv_;
-    std::optional<HeldFolder> lock_;  // of --out
-};

@@ -5,10 +5,10 @@
 #include <cstdlib>
 #include <string>
 
+#include "llmc/build.h"
 #include "llmc/model_config.h"
-#include "llmc/offload_buffer.h"
 #include "llmc/run_config.h"
-#include "llmc/work.h"
+#include "llmc/step_plan.h"
 
 struct PlacementOption {
     const char* key;     // in --offload
@@ -58,18 +58,17 @@ inline bool split_count(const std::string& value, const char* word, int none, in
     return !number.empty() && *end == '\0' && count >= 1 && count == parsed;
 }
 
-// Activations can be offloaded to one place only (kActivationPlacement); `auto` is its other name. Returns
+// Where offloaded activations go: to host memory beside a GPU, and else to the disk.
+inline const char* activation_placement_name() { return kBuild.host_is_device ? "disk" : "host"; }
+
+// Activations can be offloaded to one place only; `auto` is its other name. Returns
 // what is wrong with the name of a place, or "".
 inline std::string wrong_activation_placement(const std::string& placement) {
-    const std::string there = kPlacementNames[static_cast<int>(kActivationPlacement)];
+    const std::string there = activation_placement_name();
     if (placement == "auto" || placement == "device" || placement == there) return "";
     if (placement == "host") return "on a CPU the host's memory is the device's; " + there + " takes none";
     if (placement == "disk") return "beside a GPU activations are offloaded to host memory: " + there;
     return "device, " + there + " or auto, which is " + there + " in this build";
-}
-
-inline const char* activation_placement_name() {
-    return kPlacementNames[static_cast<int>(kActivationPlacement)];
 }
 
 constexpr int kMostChunks = 1 << 30;

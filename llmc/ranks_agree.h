@@ -15,7 +15,7 @@
 
 #include "llmc/ranks_exchange.h"
 #include "llmc/run_config.h"
-#include "llmc/options_help.h"
+#include "llmc/options.h"
 #include "llmc/plan.h"
 #include "llmc/plan_choice.h"
 #include "llmc/plan_free_memory.h"

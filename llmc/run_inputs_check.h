@@ -13,6 +13,45 @@
 #include "llmc/resume.h"
 #include "llmc/run_records.h"
 
+// Identifies data: the number of tokens, and a hash (FNV-1a) of up to a million of them, evenly spread, and
+// of where streams end.
+inline std::string data_facts(const Dataset& data) {
+    constexpr uint64_t kPieces = 256, kPiece = 4096;
+    const uint64_t total = data.token_count(), stride = std::max(kPiece, total / kPieces);
+    uint64_t hash = 0xcbf29ce484222325;
+    const auto add = [&](uint64_t value) { hash = (hash ^ value) * 0x100000001b3; };
+    std::vector<int32_t> tokens(kPiece);
+    uint64_t begin = 0, next = 0;
+    for (size_t stream = 0; stream < data.stream_count(); stream++) {
+        const uint64_t count = data.token_count(stream);
+        add(count);
+        for (; next < begin + count; next += stride) {
+            const uint64_t at = next - begin, n = std::min(kPiece, count - at);
+            data.read(stream, at, n, tokens.data());
+            for (uint64_t i = 0; i < n; i++) add(static_cast<uint32_t>(tokens[i]));
+        }
+        begin += count;
+    }
+    return format("%llu tokens, hash %016llx", static_cast<unsigned long long>(total),
+                  static_cast<unsigned long long>(hash));
+}
+
+// Fails if the data of an option, with data_facts() `now`, are not those that `save` was trained on. If the
+// user has `chosen` the data for this run, only reports it.
+inline void check_same_data(const char* option, const std::string& name, const std::string& now,
+                            const Progress& saved, const std::string& save, bool chosen) {
+    const auto before = saved.data.find(option);
+    if (before == saved.data.end() || before->second == now) return;
+    const std::string then = printable(before->second);
+    if (!chosen)
+        fail(
+            "%s %s has changed since %s was saved: %s now, %s then (if its files have not, an option like "
+            "--seq-len or --loss-on has); to go on with what there is, give %s",
+            option, name.c_str(), save.c_str(), now.c_str(), then.c_str(), option);
+    print(stderr, "%s %s: other data than those of %s: %s now, %s then\n", option, name.c_str(), save.c_str(),
+          now.c_str(), then.c_str());
+}
+
 // Fails if chunks of rows were given that are larger than all rows (unless the length is still to be chosen),
 // or if no block would use them.
 inline void RunInputs::check_chunks() const {

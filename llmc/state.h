@@ -20,27 +20,6 @@
 
 static_assert(kParameterAlignment % kQuantizedBlock == 0);
 
-enum class Optimizer { AdamW, Sgd };
-// What extends bf16 weights to fp32: a full copy, or the 16 missing bits (state_formats.h), or nothing; then
-// updates use stochastic rounding. fp32 weights need none of it.
-enum class Master { Fp32, Split, None };
-// The format of one of AdamW's moments. Bf16 uses stochastic rounding; Bits8 has codes in blocks with a scale
-// (state_formats.h).
-enum class Moment { Fp32, Bf16, Bits8 };
-
-// Their names in options and saves, in the order of the values.
-inline constexpr const char* kOptimizerNames[] = {"adamw", "sgd"};
-inline constexpr const char* kMasterNames[] = {"fp32", "split", "none"};
-inline constexpr const char* kMomentNames[] = {"fp32", "bf16", "8bit"};
-
-// The value with this name, which must be one of them.
-template <class Value, size_t count>
-Value named(const char* const (&names)[count], const std::string& name) {
-    const auto found = std::find(std::begin(names), std::end(names), name);
-    assert(found != std::end(names));
-    return static_cast<Value>(found - std::begin(names));
-}
-
 struct StateOptions {
     bool training = true;   // false: only the weights
     bool gradients = true;  // a buffer of all gradients; false: each unit's are in the arena until its update

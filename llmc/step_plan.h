@@ -73,6 +73,29 @@ struct Work {
     std::string text() const { return product.m ? name + (" " + product.text()) : name; }
 };
 
+// ---- choices of a run that its plan depends on
+
+enum class Optimizer { AdamW, Sgd };
+// What extends bf16 weights to fp32: a full copy, or the 16 missing bits (state_formats.h), or nothing; then
+// updates use stochastic rounding. fp32 weights need none of it.
+enum class Master { Fp32, Split, None };
+// The format of one of AdamW's moments. Bf16 uses stochastic rounding; Bits8 has codes in blocks with a scale
+// (state_formats.h).
+enum class Moment { Fp32, Bf16, Bits8 };
+
+// Their names in options and saves, in the order of the values.
+inline constexpr const char* kOptimizerNames[] = {"adamw", "sgd"};
+inline constexpr const char* kMasterNames[] = {"fp32", "split", "none"};
+inline constexpr const char* kMomentNames[] = {"fp32", "bf16", "8bit"};
+
+// The value with this name, which must be one of them.
+template <class Value, size_t count>
+Value named(const char* const (&names)[count], const std::string& name) {
+    const auto found = std::find(std::begin(names), std::end(names), name);
+    assert(found != std::end(names));
+    return static_cast<Value>(found - std::begin(names));
+}
+
 // ---- transfers
 
 // Placement: where weights and their state are, and where offloaded inputs of blocks wait.

@@ -17,6 +17,8 @@
 #include "llmc/sample.h"
 #include "llmc/updates.h"
 
+std::string library_version() { return "none"; }  // of --version
+
 namespace {
 
 TEST(Schedule, WarmsUpLinearly) {

@@ -119,6 +119,8 @@ inline int64_t rows_at_once(const Product& p) {
 }
 #if defined(SIMT_GPU)
 #include "llmc/matmul_cublaslt.h"
+#else
+inline std::string products_library() { return "no library for products"; }
 #endif
 
 template <class T, class Out>

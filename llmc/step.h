@@ -121,7 +121,7 @@ class Trial {
   public:
     using Element = floatX;  // of the weights
 
-    // `run` and the inputs must outlive it.
+    // The inputs must outlive it.
     Trial(const RunConfig& run, RunInputs& in)
         : run_(run), in_(in), rates_(rates_of<floatX>(run)), model_(run_, in) {}
     Trial(const Trial&) = delete;

@@ -107,7 +107,7 @@ endef
 # $(call compile_cuda,FLAGS,LIBRARIES) links too.
 define compile_cuda
 $(call compile_cuda_object,$(1),$@.o)
-$(NVCC) $@.o -o $@ $(2) $(CUDA_LIBS)
+$(NVCC) $@.o $(COMMON) -o $@ $(2) $(CUDA_LIBS)
 endef
 
 # If a user with a GPU gets a build for the CPU, says so prominently, and what to do.

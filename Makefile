@@ -44,9 +44,9 @@ CPU_LIBS := -ldnnl $(TEXT_LIBS)
 include dev/cuda.mk
 BUILD := build/$(DEVICE)-$(PRECISION)
 
-# ./train is a link to the binary of the configuration that make was asked for last.
+# ./train is a link to the binary of the configuration that make was asked for last. The longest compilations begin first.
 # The notice is printed before the build, which takes minutes, and again at the end.
-train: _notice $(BUILD)/train FORCE
+train: _notice $(if $(filter cpu,$(DEVICE)),$(BUILD)/train.o build/planner.o) $(BUILD)/train FORCE
 	$(info ./train: DEVICE=$(DEVICE) ($(WHY)), PRECISION=$(PRECISION))$(say_notice)@ln -sfn $(BUILD)/train $@
 _notice:
 	$(say_notice)@:

@@ -706,7 +706,7 @@ MemoryReport Step::rehearse(const Choices& choices, const Rates& rates, Offsets 
         // The last pass takes the same tensors as the first, but its products add.
         const int last = run_.own_micro_batches() - micro_batches_per_pass();
         plans_.add = last > 0 ? rehearse_training(last, offsets) : Plan();
-        // The report shows the plan `train` alone.
+        // The report shows the plan `train` alone, so that has the larger workspace of both.
         plans_.train.workspace = std::max(plans_.train.workspace, plans_.add.workspace);
         // The update depends on the state's formats, and on nothing else that a setting changes.
         if (!run_.update_in_backward && plans_.update.is_empty()) {

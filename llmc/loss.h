@@ -1,5 +1,5 @@
 // loss.h - the loss of a batch, as a value: which rows count, and with which weight. The head gives it logits
-// by chunks of rows (train_gpt.cu); another loss than cross-entropy has the same members.
+// by chunks of rows (train_gpt.cu); another loss whose rows do not depend on each other has the same members.
 #pragma once
 
 #include "llmc/arena.h"

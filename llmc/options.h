@@ -23,10 +23,8 @@ inline bool searches_algorithms() { return !kBuild.host_is_device; }
 inline bool has_tf32() { return !kBuild.host_is_device && !kBuild.is_bf16; }
 
 // The options as they were asked for: their values, and which of them were given, and where. It does not
-// change after parse_options(). The run's configuration (run_config.h) begins with its values.
+// change after RunOptions::begin(). The run's configuration (run_config.h) begins with its values.
 struct Asked : RunConfig {
-    // The settings that are not those of the resumed save, by name, as in "--lr 1e-4 (was 5e-5)".
-    std::map<std::string, std::string> changed;
     bool has(const std::string& name) const { return settings.contains(name); }
     // True if it was given for this run, and not by the save.
     bool has_here(const std::string& name) const { return has(name) && !of_save.contains(name); }
@@ -35,8 +33,9 @@ struct Asked : RunConfig {
     std::string spelled(const std::string& name) const { return spelled_setting(name, first(name)); }
 };
 
-// What --version prints; and of it, the library for matrix products, which the program says.
+// What --version prints.
 std::string version_text();
+// The library for matrix products and its version; train_gpt.cu, which is compiled with it, defines this.
 std::string library_version();
 
 class RunOptions {

@@ -215,10 +215,8 @@ inline void note_what_is_open(Asked& o, bool automatic) {
     o.begins_anew = automatic && o.resume.empty();
     o.validates_by_position = o.has("--loss-by-position");
     o.limits_answers = o.has("--sample.tokens");
-    for (const auto& [name, setting] : o.changed) {
-        o.changes.push_back(setting);
+    for (const auto& [name, setting] : o.changed)
         o.validates_otherwise |= has_word("--seq-len --eval-batches --batch --grad-accum", name);
-    }
     Open& open = o.open;
     open.length = !o.has("--seq-len");
     open.steps = !o.has("--steps");

@@ -1,5 +1,6 @@
 // plan_choice.h - answers what options leave open before a run starts: --memory, --batch auto, --chunk-rows
-// auto and --seq-len auto. It asks trials: trainers that plan a run and never start it.
+// auto, --zero auto, --seq-len auto, prompts at a time and --epochs. It asks trials (step.h): steps that are
+// rehearsed and never started.
 #pragma once
 
 #include <algorithm>
@@ -95,7 +96,7 @@ RunConfig with_way_that_fits(const RunConfig& given, RunInputs& inputs) {
         RunConfig way = ways[i];
         Trial trial(way, inputs);
         if (trial.rehearse(Offsets::None).total() > memory_for(way).bytes) continue;
-        if (i == 0) break;  // what --zero auto does
+        if (i == 0) break;  // --zero auto means this way: nothing is to be remembered
         way.settings["--zero"] = {way.zero};
         return way;
     }

@@ -16,10 +16,10 @@
 
 // A run as it was resolved. The decisions, in their order:
 //
-//   asked        values that depend on other options: the rate, --steps 0 of a prompt, --grad-accum of
+//   before this  values that depend on other options: the rate, --steps 0 of a prompt, --grad-accum of
 //                --devices; refuses what cannot be combined (options_parse.h, options_check.h)
 //   the length   of --seq-len auto, by plans of runs without data (plan_choice.h)
-//   the inputs   opened; the first run's text, the length, the date, how tokens are drawn, what is merged
+//   the inputs   opened; the built-in text, the length, the date, how tokens are drawn, what is merged
 //                already; refuses what does not fit them (run_inputs.h, run_inputs_check.h)
 //   the setting  of --memory, --batch auto, --chunk-rows auto and --zero auto, by trials (plan_choice.h)
 //   the prompts  that are answered at a time, by what is free

@@ -19,7 +19,7 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TrainingConfig, train, lora_rank, lora_alpha,
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(OutputConfig, out, save_every, keep, keep_best, merge, save_base,
                                    merge_is_there, export_file, export_type, export_part, log,
                                    loss_by_position, tensorboard, report, report_with, timeline,
-                                   validates_by_position, print_every, validates_otherwise, changes)
+                                   validates_by_position, print_every, validates_otherwise, changed)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(AnswerConfig, prompt, prompts, chat, raw_prompt, sample_every,
                                    sample_tokens, limits_answers, sampling, stops)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(DeviceConfig, devices, machines, network, patience, threads, memory,

@@ -1,5 +1,5 @@
-// run_config.h - what a run is, in plain values: resolved from what was asked for (options.h). Everything
-// behind that reads only this.
+// run_config.h - what a run is, in plain values: resolved from what was asked for (options.h). All that comes
+// after resolve.h reads this and the inputs (run_inputs.h), and not what was asked for.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,8 @@ inline std::string spelled_setting(const std::string& name, const std::string& v
 // How often JSON examples are trained on, unless --steps or --epochs says otherwise.
 constexpr double kExampleEpochs = 3;
 
-// What nobody gave: what the run reads, or the search for a setting that fits (--memory), may choose it.
+// What nobody gave, also after it was chosen: by what the run reads, or by the search for a setting that fits
+// (--memory).
 struct Open {
     bool length = false, steps = false, warmup = false, batch = false;
     bool recompute = false, prefetch = false, mlp_rows = false, attention_rows = false;
@@ -39,8 +40,8 @@ struct Open {
 };
 
 // The part of a run's configuration that decides how much memory it takes, and how fast it is: what --memory,
-// --batch auto, --chunk-rows auto and --zero auto may choose. They keep the sequences of a step,
-// batch * grad_accum, except --batch auto.
+// --batch auto, --chunk-rows auto and --zero auto may choose. A choice keeps the sequences of a step,
+// batch * grad_accum, except that of --batch auto.
 struct MemorySetting {
     int batch = 8;  // sequences in a micro-batch; 0: auto
     int grad_accum = 1;
@@ -55,7 +56,7 @@ struct MemorySetting {
     int state_buffers = 32;    // chunks; -1: as many as a block has
     int offloaded_inputs = 0;  // number of layers; -1: all
     bool offload_keys = false;
-    std::string zero = "auto";  // what several devices share
+    std::string zero = "auto";  // what several devices share; auto: as 1, unless another was chosen
     bool by_block = false;      // all micro-batches of a step go through a block together
 
     bool same_state(const MemorySetting& other) const {
@@ -120,8 +121,8 @@ struct OutputConfig {
     // A resumed run validates with other sequences of the data than the run before, so that their losses do
     // not compare.
     bool validates_otherwise = false;
-    // The settings that are not those of the resumed save, as in "--lr 1e-4 (was 5e-5)".
-    std::vector<std::string> changes;
+    // The settings that are not those of the resumed save, by name, as in "--lr 1e-4 (was 5e-5)".
+    std::map<std::string, std::string> changed;
 };
 
 // How texts are continued or answered.

@@ -64,7 +64,7 @@ class RunInputs {
     RunInputs(const Asked& asked, RunConfig run, std::optional<HeldSave> resumed_save);
     RunInputs(const RunInputs&) = delete;
 
-    // The run's configuration with what follows from the inputs: the first run's text as --data, the length,
+    // The run's configuration with what follows from the inputs: the built-in text as --data, the length,
     // today as --chat-date, how tokens are drawn; and without a --merge whose model is there already.
     const RunConfig& run() const { return o_; }
 

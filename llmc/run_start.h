@@ -156,8 +156,9 @@ inline void remark_what_a_run_needs(const RunConfig& o, const RunInputs& in) {
 
 // Prints which settings of a resumed run are not those of the save, and the learning rate before and after.
 inline void print_changes(const RunConfig& o, int64_t first_step, std::optional<double> rate_before) {
-    if (o.changes.empty()) return;
-    print(stdout, "other settings than those of the save: %s\n", joined(o.changes, ", ").c_str());
+    if (o.changed.empty()) return;
+    print(stdout, "other settings than those of the save: %s\n",
+          joined(o.changed, ", ", [](const auto& setting) { return setting.second; }).c_str());
     print(stdout,
           "the learning rate goes on as that of a run of %ld steps with these settings: %.3e in step "
           "%ld%s\n",

@@ -1,6 +1,7 @@
 // step.h - a step of training, as train_gpt.cu defines it: the model with all that its forward, backward and
-// update need, planned to the byte and then run; and a batch of validation. It neither saves nor prints; what
-// a run does between steps is in trainer.h. Look here for what a member of Step is.
+// update need, planned to the byte and then run; and a batch of validation. It does not save, and prints
+// only that a step has no loss; what a run does between steps is in trainer.h. Look here for what a member of
+// Step is.
 #pragma once
 
 #include <cstdint>

@@ -724,7 +724,7 @@ def test_a_full_disk_loses_nothing(train_fp32, tmp_path):
     ({"--export": "m.gguf,type=q3_k"}, ["'q3_k' is none of f32, f16, bf16, q8_0, q4_0, q4_k_m, q6_k"]),
     ({"--export": "m.gguf,part=all"}, ["'all' is none of model, adapter"]),
     ({"--export": "m.gguf,kind=f16"}, ["--export", "kind"]),
-    ({"--export": "type=f16"}, ["--export type=f16", "name of the file"]),
+    ({"--export": "type=f16"}, ["--export type=f16", "--export FILE"]),
     ({"--export": "m.gguf,part=adapter"}, ["part=adapter", "no adapter"]),
     ({"--export": "m.gguf,part=adapter,type=q4_0", "--train": "lora"}, ["part=adapter", "not in q4_0"]),
     ({"--export": "m.gguf", "--train": "prompt"}, ["--export m.gguf", "no soft prompts"]),

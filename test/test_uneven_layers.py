@@ -91,12 +91,15 @@ def test_several_answers_at_a_time(train_fp32, tmp_path):
                                                          ("--recompute", "block", "--offload", "inputs=auto")]),
     (LONG, [(*LONG, "--offload", "inputs=auto"), (*LONG, "--offload", "weights=disk,state=disk")]),
     (LORA, [(*LORA, "--offload", "weights=disk"), (*LORA, "--recompute", "attention:3,block:4")]),
-    ((*LORA, "--base", "nf4", "--save-base", "nf4"), [(*LORA, "--model", "nf4"), (*LORA, "--model", "nf4", "--offload", "weights=disk", "--recompute", "block")]),
+    ((*LORA, "--base", "nf4", "--save-base", "nf4-folder"), [(*LORA, "--model", "nf4-folder"), (*LORA, "--model", "nf4-folder", "--offload", "weights=disk", "--recompute", "block")]),
 ], ids=["full", "chunks", "lora", "nf4"])
 def test_options_change_no_bit(train, work, tmp_path, first, others):
-    bits = run(train, work, tmp_path / "first", *first)
+    def here(options):
+        return [tmp_path / "nf4" if word == "nf4-folder" else word for word in options]
+
+    bits = run(train, work, tmp_path / "first", *here(first))
     for i, options in enumerate(others):
-        assert run(train, work, tmp_path / str(i), *options) == bits, options
+        assert run(train, work, tmp_path / str(i), *here(options)) == bits, options
 
 
 @pytest.mark.parametrize("options, zeros", [((), (1, 3)), ((*LORA, "--base", "nf4"), (3,))], ids=["full", "nf4"])

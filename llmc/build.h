@@ -8,8 +8,8 @@ struct Build {
     bool is_fast_cpu;     // kernels run on the CPU, with one thread to a block
     bool is_bf16;         // weights and activations are bf16; else they are float
 };
-// Keys that are offloaded go in pieces of a multiple of so many rows; attention's kernels know it as
-// kKeyPiece.
+// Keys and values that are offloaded are stored in pieces, whose rows are a multiple of this. Attention's
+// kernels have the same number as kKeyPiece.
 constexpr int key_piece(bool is_fast_cpu) { return is_fast_cpu ? 256 : 128; }
 
 extern const Build kBuild;  // defined in tensor.h

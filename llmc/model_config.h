@@ -82,7 +82,7 @@ struct ModelConfig : LayerConfig {
     const LayerConfig& layer(int number) const {
         return uneven.empty() ? *this : uneven[static_cast<size_t>(number)];
     }
-    // Of the layer with the widest keys.
+    // The kv_width() of the layer in which it is largest.
     int64_t most_kv_width() const {
         int64_t most = layer(0).kv_width();
         for (const LayerConfig& l : uneven) most = std::max(most, l.kv_width());

@@ -102,9 +102,9 @@ inline std::vector<float> alibi_slopes(int heads) {
     return slopes;
 }
 
-// Of all layers or, if layers differ, of one after the other: (head_size / 2) inverse frequencies, (heads)
-// slopes, or nothing for learned positions. `length` is the length of the run's sequences in tokens; only the
-// scaling `dynamic` depends on it.
+// The factors of positions: (head_size / 2) inverse frequencies, (heads) slopes, or nothing for learned
+// positions. If layers differ, those of each layer follow one another. `length` is the length of the run's
+// sequences in tokens; only the scaling `dynamic` depends on it.
 inline std::vector<float> position_factors(const ModelConfig& c, int length = 0) {
     std::vector<float> all;
     for (int l = 0; l < (c.uneven.empty() ? 1 : c.layers); l++) {

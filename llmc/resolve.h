@@ -25,7 +25,7 @@
 //   the prompts  that are answered at a time, by what is free
 //   the steps    of --epochs: packing needs the length, and an epoch's steps need the batch
 //
-// Of several ranks, the first decides the length and the setting for all.
+// With several ranks, the first one decides the length and the setting, and the others take its answer.
 template <class Trial>
 class Resolved {
   public:

@@ -29,7 +29,7 @@ struct StateOptions {
     Placement blocks = Placement::Device;           // where the weights of blocks are
     Placement block_gradients = Placement::Device;  // where the gradients of blocks are
     Placement updated = Placement::Device;  // where moments and master weights are, which only updates need
-    Slices slices = {};             // this rank's part of moments and master weights, of which it has no more
+    Slices slices = {};             // the only part of moments and master weights that this rank has
     bool slices_gradients = false;  // true if this rank has only this part of the gradients too
     bool slices_blocks = false;     // true if it has only this part of the weights of blocks
 

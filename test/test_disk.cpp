@@ -129,7 +129,7 @@ TEST_F(DiskQueues, SectorsAreReadWhereTheyBelong) {
     EXPECT_EQ(to[bytes], '.');
 }
 
-// Reads of a sector, of which some fail, each in its own way; all others are done.
+// Reads one sector at a time: some reads fail, each in its own way, and all others succeed.
 struct SomeFail {
     const DirectFile& file;
     std::atomic<int> done = 0;

@@ -37,16 +37,21 @@ nlohmann::json json_of_run(const RunConfig& run) {
             {"device", static_cast<const DeviceConfig&>(run)}};
 }
 
+// As CBOR, which keeps words that are no UTF-8: names of files.
 std::string choices_text(const RunConfig& run) {
-    return nlohmann::json{{"memory_setting", static_cast<const MemorySetting&>(run)},
-                          {"inputs", static_cast<const InputConfig&>(run)},
-                          {"settings", run.settings}}
-        .dump(-1, ' ', true, nlohmann::json::error_handler_t::replace);
+    std::string text;
+    nlohmann::json::to_cbor({{"memory_setting", static_cast<const MemorySetting&>(run)},
+                             {"seq_len", run.seq_len},
+                             {"chose_length", run.chose_length},
+                             {"settings", run.settings}},
+                            text);
+    return text;
 }
 
 void take_choices(RunConfig& run, const std::string& text) {
-    const auto json = nlohmann::json::parse(text);
+    const auto json = nlohmann::json::from_cbor(text);
     json.at("memory_setting").get_to(static_cast<MemorySetting&>(run));
-    json.at("inputs").get_to(static_cast<InputConfig&>(run));
+    json.at("seq_len").get_to(run.seq_len);
+    json.at("chose_length").get_to(run.chose_length);
     json.at("settings").get_to(run.settings);
 }

@@ -205,7 +205,7 @@ inline bool streams_blocks_of(const RunConfig& o) {
 // A setting as JSON; and the rest of a configuration, part by part.
 nlohmann::json json_of_setting(const MemorySetting& setting);
 nlohmann::json json_of_run(const RunConfig& run);
-// What the first of several ranks has chosen, and how another one takes it: the setting, the inputs with
-// their length, and what a save remembers.
+// What the first of several ranks has chosen, and how another one takes it: the setting, the length, and what
+// a save remembers.
 std::string choices_text(const RunConfig& run);
 void take_choices(RunConfig& run, const std::string& text);

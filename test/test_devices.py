@@ -542,6 +542,14 @@ def test_what_a_machine_may_lack(train_fp32, work, tmp_path, network, mount, sai
     assert run.returncode == (2 if said else 0) and error.count("\n") == (1 if said else 0) and re.search(said, error), error
 
 
+def test_a_name_in_no_encoding(train_fp32, work, tmp_path):
+    """Ranks send each other settings, names of files among them, and open what they were given."""
+    folder = in_folder(work, tmp_path / "run")
+    (folder / "data.bin").rename(folder / "d\udcff.bin")  # the byte ff
+    train_fp32("--model", "model", "--data", "d\udcff.bin", "--batch", 1, "--seq-len", 24, "--steps", 1, "--sample", "tokens=0",
+               "--devices", 2, cwd=folder)
+
+
 def test_a_build_without_mpi(train_fp32, work, tmp_path):
     """As where its headers are missing: one device trains, and several are refused in one line."""
     build = pathlib.Path(train_fp32.path).parent

@@ -99,8 +99,7 @@ bool Step::train(int64_t number, double rate, const std::function<bool()>& stops
     if (loss_scale == 0) {
         metrics_.finish();
         // The update is still made: weight decay and momentum act.
-        print(stdout, "step %5lld: no token has a loss, so the gradient is zero\n",
-              static_cast<long long>(number + 1));
+        print(stdout, "step %5ld: no token has a loss, so the gradient is zero\n", number + 1);
     }
     updates_.begin_step(number, rate);
     fill_zero(metrics_.loss(), stream_);
@@ -551,8 +550,7 @@ bool Trainer::agree_to_stop() {
 // Says where the run is, for the line about an error or a lost rank.
 void Trainer::say_where() {
     if (exchange_.is_alone()) return;
-    const std::string where =
-        format("in step %lld; the last save: %s", static_cast<long long>(done_ + 1), saves_.last().c_str());
+    const std::string where = format("in step %ld; the last save: %s", done_ + 1, saves_.last().c_str());
     exchange_.set_where(where);
     if (run_.rank.is_first()) tell_starter_where(where);
 }
@@ -645,9 +643,9 @@ void Trainer::finish() {
 // The end of a run that was interrupted.
 void Trainer::stop() {
     if (done_ == first_step_)
-        print(run_.notes(), "interrupted before step %lld\n", static_cast<long long>(done_ + 1));
+        print(run_.notes(), "interrupted before step %ld\n", done_ + 1);
     else
-        print(stdout, "interrupted after step %lld\n", static_cast<long long>(done_));
+        print(stdout, "interrupted after step %ld\n", done_);
     if (saves_.wanted() && !saves_.has(done_)) save();
     saves_.remove_fallback();
 }

@@ -134,9 +134,8 @@ AdapterConfig new_prompt(const ModelConfig& c, int tokens, const std::string& te
 void check_rank(const LinearModule& m, int64_t rank, const std::string& where) {
     const int64_t most = std::max(m.inputs, m.outputs);
     if (rank < 1 || rank > most)
-        fail("%s: rank %lld at %s, whose matrix is %lld x %lld: 1 to %lld", where.c_str(),
-             static_cast<long long>(rank), m.name.c_str(), static_cast<long long>(m.outputs),
-             static_cast<long long>(m.inputs), static_cast<long long>(most));
+        fail("%s: rank %ld at %s, whose matrix is %ld x %ld: 1 to %ld", where.c_str(), rank, m.name.c_str(),
+             m.outputs, m.inputs, most);
 }
 
 AdapterConfig new_lora(const ModelConfig& c, const LoraOptions& o, const std::string& base) {

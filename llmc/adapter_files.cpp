@@ -311,9 +311,8 @@ static std::vector<LinearModule> read_lora_modules(const SafetensorsFile& file,
         const std::string b_name = kPeftPrefix + module + ".lora_B.weight";
         const SafetensorsEntry* const a = file.find(a_name);
         if (a && a->shape.size() == 2 && a->shape[0] != m.rank)
-            fail("%s: '%s' says rank %d for %s, and its lora_A in %s has %lld", r.file().c_str(),
-                 rank_key ? "rank_pattern" : "r", m.rank, module.c_str(), file.path().c_str(),
-                 static_cast<long long>(a->shape[0]));
+            fail("%s: '%s' says rank %d for %s, and its lora_A in %s has %ld", r.file().c_str(),
+                 rank_key ? "rank_pattern" : "r", m.rank, module.c_str(), file.path().c_str(), a->shape[0]);
         check_rank(m, m.rank, file.path());
         file.get(a_name, {m.rank, m.inputs});
         file.get(b_name, {m.outputs, m.rank});

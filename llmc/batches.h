@@ -57,9 +57,9 @@ class Batches {
         val_loader_.emplace(*in_.val_data, o_.seq_len, o_.seed, false);
         if (val_loader_->tokens_with_loss(0, validation_sequences()) == 0)
             fail(
-                "%s: the %llu sequences that a validation reads have no token with a loss; give other data, "
+                "%s: the %lu sequences that a validation reads have no token with a loss; give other data, "
                 "or more --eval-batches",
-                in_.val_data->option().c_str(), static_cast<unsigned long long>(validation_sequences()));
+                in_.val_data->option().c_str(), validation_sequences());
     }
     // A resumed run begins after `step` steps, which read `sequences` sequences.
     void begin_at(int64_t step, int64_t sequences) { first_step_ = step, first_sequence_ = sequences; }

@@ -163,8 +163,8 @@ inline void check_finite(const std::vector<float>& values, int64_t first, const 
         bad |= (std::bit_cast<uint32_t>(value) & 0x7f800000u) == 0x7f800000u ? 1 : 0;
     if (!bad) return;
     const auto at = std::find_if(values.begin(), values.end(), [](float x) { return !std::isfinite(x); });
-    fail("%s: tensor \"%s\" has %g as value %lld, and a weight must be a finite number", folder.c_str(),
-         printable(tensor).c_str(), double{*at}, static_cast<long long>(first + (at - values.begin())));
+    fail("%s: tensor \"%s\" has %g as value %ld, and a weight must be a finite number", folder.c_str(),
+         printable(tensor).c_str(), double{*at}, first + (at - values.begin()));
 }
 
 // Calls use(first, values) for one chunk after another of a tensor, as floats. Fails naming the folder if the

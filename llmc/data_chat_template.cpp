@@ -449,10 +449,10 @@ class ChatWriter {
             const uint64_t most = 50 * jinja::Work::kMostSteps + 256 * bytes;
             if (steps > most)
                 fail(
-                    "the chat template takes more than %llu million steps to show where the answers of %zu "
+                    "the chat template takes more than %lu million steps to show where the answers of %zu "
                     "messages are: divide the conversation, or put {%% generation %%} around answers in the "
                     "template",
-                    static_cast<unsigned long long>(most / 1'000'000), messages.size());
+                    most / 1'000'000, messages.size());
             jinja::Variables all = variables;
             all[all.size() - 2].second = jinja::Value::boolean(asks);
             all[all.size() - 1].second = jinja::Value::list(some);

@@ -223,9 +223,7 @@ void for_each_line(const FileReader& file, const UseLine& use) {
     std::string buffer;
     uint64_t at = 0, number = 0, line_end = 0;
     size_t bytes = 0;
-    const auto name = [&](uint64_t line) {
-        return format("%s: line %llu", file.path().c_str(), static_cast<unsigned long long>(line));
-    };
+    const auto name = [&](uint64_t line) { return format("%s: line %lu", file.path().c_str(), line); };
     const auto take = [&](std::span<char> line) {
         number++;
         bytes += line.size() + 1;
@@ -331,10 +329,10 @@ class ListElements {
     }
 
     std::string where() const {
-        return format("%s: example %llu (line %llu)", path_.c_str(), number_, first_line_);
+        return format("%s: example %lu (line %lu)", path_.c_str(), number_, first_line_);
     }
     [[noreturn]] void refuse(char c) const {
-        fail("%s: line %llu: \"%s\" where %s is expected in a JSON list", path_.c_str(), line_,
+        fail("%s: line %lu: \"%s\" where %s is expected in a JSON list", path_.c_str(), line_,
              printable(std::string(1, c)).c_str(),
              place_ == Place::Begin ? "["
              : place_ == Place::End ? "nothing more"
@@ -346,7 +344,7 @@ class ListElements {
     std::string element_;
     int depth_ = 0;
     bool in_string_ = false, escaped_ = false;
-    unsigned long long number_ = 0, line_ = 1, first_line_ = 1;
+    uint64_t number_ = 0, line_ = 1, first_line_ = 1;
     size_t bytes_ = 0;  // since the end of the last element
 };
 }  // namespace

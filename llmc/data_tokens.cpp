@@ -40,8 +40,8 @@ class TokenizingLines {
     void finish(uint64_t tokens) const {
         if (!reports_) return;
         if (terminal_) fputs("\r\033[K", stderr);
-        print(stderr, "tokenized %s: %.1f MB, %llu tokens, %.1f s\n", name_.c_str(), megabytes(done_),
-              static_cast<unsigned long long>(tokens), seconds());
+        print(stderr, "tokenized %s: %.1f MB, %lu tokens, %.1f s\n", name_.c_str(), megabytes(done_), tokens,
+              seconds());
     }
 
   private:
@@ -72,9 +72,8 @@ void read_utf8(const FileReader& file, const std::function<void(std::string_view
         const size_t valid = valid_utf8(buffer), rest = buffer.size() - valid;
         const bool may_go_on = at < file.size() && rest == unfinished_utf8(buffer);
         if (rest > 0 && !may_go_on)
-            fail("%s is not UTF-8 text: no character has the byte 0x%02x at position %llu",
-                 file.path().c_str(), static_cast<unsigned char>(buffer[valid]),
-                 static_cast<unsigned long long>(at - rest));
+            fail("%s is not UTF-8 text: no character has the byte 0x%02x at position %lu",
+                 file.path().c_str(), static_cast<unsigned char>(buffer[valid]), at - rest);
         use(std::string_view(buffer).substr(0, valid));
         buffer.erase(0, valid);
     }

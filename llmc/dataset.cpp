@@ -68,13 +68,12 @@ static void widen(const unsigned char* bytes, size_t count, int32_t* out) {
     }
 }
 
-// The number of tokens in a shard of `file_bytes` bytes; fails if it is damaged.
-static uint64_t check_shard(const std::string& file, uint64_t file_bytes, const int32_t* header,
+// The number of tokens in a shard of `size` bytes; fails if it is damaged.
+static uint64_t check_shard(const std::string& file, uint64_t size, const int32_t* header,
                             const ShardFormat* format) {
     const char* path = file.c_str();
-    const auto size = static_cast<unsigned long long>(file_bytes);
     if (size < kHeaderBytes)
-        fail("%s: %llu bytes are too few for a token shard, whose header alone has %zu", path, size,
+        fail("%s: %lu bytes are too few for a token shard, whose header alone has %zu", path, size,
              kHeaderBytes);
     if (!format)
         fail("%s is not a token shard: it starts with %d where %d or %d belongs", path, header[0],
@@ -82,7 +81,7 @@ static uint64_t check_shard(const std::string& file, uint64_t file_bytes, const 
     if (header[1] != format->version)
         fail("%s: %s of version %d where %d is needed", path, format->name, header[1], format->version);
     if (header[2] < 1 || size - kHeaderBytes != format->token_bytes * static_cast<uint64_t>(header[2]))
-        fail("%s: its header promises %d tokens of %zu bytes and %llu bytes follow", path, header[2],
+        fail("%s: its header promises %d tokens of %zu bytes and %lu bytes follow", path, header[2],
              format->token_bytes, size - kHeaderBytes);
     return static_cast<uint64_t>(header[2]);
 }
@@ -252,8 +251,8 @@ void Dataset::tokenize_examples(
     }
     if (example_count() == 0) fail("%s: %s has no example", option_.c_str(), stream_name(0).c_str());
     if (with_loss == 0)
-        fail("%s: %s: no token of %llu examples is to be learnt in sequences of %d%s", option_.c_str(),
-             stream_name(0).c_str(), static_cast<unsigned long long>(example_count()), seq_len,
+        fail("%s: %s: no token of %lu examples is to be learnt in sequences of %d%s", option_.c_str(),
+             stream_name(0).c_str(), example_count(), seq_len,
              cut_ == 0 ? "" : (": what comes later is cut off" + longer_length(seq_len, most_len)).c_str());
 }
 
@@ -398,8 +397,8 @@ const FileReader& Dataset::open_unchanged(const File& file) const {
     }
     if (file.is_unpacked) return *open_;
     if (open_->stamp() != file.stamp)
-        fail("%s was written to or replaced since the run began, and had %llu bytes then", file.path.c_str(),
-             static_cast<unsigned long long>(file.stamp.bytes));
+        fail("%s was written to or replaced since the run began, and had %lu bytes then", file.path.c_str(),
+             file.stamp.bytes);
     return *open_;
 }
 
@@ -438,8 +437,8 @@ void Dataset::check(const File& file, uint64_t first, uint64_t count, const int3
     const auto outside = [&](int32_t token) { return static_cast<uint32_t>(token) >= limit_; };
     const int32_t* bad = std::find_if(tokens, tokens + count, outside);
     const auto position = file.begin + first + static_cast<uint64_t>(bad - tokens);
-    fail("%s: token %u at position %llu is not below the vocabulary size %u", file.path.c_str(),
-         static_cast<uint32_t>(*bad), static_cast<unsigned long long>(position), limit_);
+    fail("%s: token %u at position %lu is not below the vocabulary size %u", file.path.c_str(),
+         static_cast<uint32_t>(*bad), position, limit_);
 }
 
 SequenceLoader::SequenceLoader(const Dataset& data, int seq_len, uint64_t seed, bool shuffle)
@@ -453,10 +452,9 @@ SequenceLoader::SequenceLoader(const Dataset& data, int seq_len, uint64_t seed, 
         const uint64_t tokens = data.token_count(stream);
         if (tokens < seq_len_ + 1)
             fail(
-                "%s: %s has %llu tokens, and sequences of %d need %d; use longer files or shorter "
+                "%s: %s has %lu tokens, and sequences of %d need %d; use longer files or shorter "
                 "sequences",
-                data.option().c_str(), data.stream_name(stream).c_str(),
-                static_cast<unsigned long long>(tokens), seq_len, seq_len + 1);
+                data.option().c_str(), data.stream_name(stream).c_str(), tokens, seq_len, seq_len + 1);
         sequences_per_epoch_ += windows(stream);
     }
 }

@@ -163,8 +163,7 @@ class DrawnText {
         for (const float logit : logits) {
             if (std::isfinite(logit)) continue;
             explain_();
-            const std::string step =
-                o_.steps > 0 ? format("step %lld: ", static_cast<long long>(number_)) : std::string();
+            const std::string step = o_.steps > 0 ? format("step %ld: ", number_) : std::string();
             fail("%sa logit of the sample is %g", step.c_str(), double{logit});
         }
     }

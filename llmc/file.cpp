@@ -27,8 +27,7 @@ uint64_t file_size_limit() {
 
 std::string write_error(int error) {
     if (error != EFBIG || file_size_limit() == RLIM_INFINITY) return std::strerror(error);
-    return format("%s (ulimit -f allows %llu bytes)", std::strerror(error),
-                  static_cast<unsigned long long>(file_size_limit()));
+    return format("%s (ulimit -f allows %lu bytes)", std::strerror(error), file_size_limit());
 }
 
 int open_output(const std::string& path, int more) {
@@ -116,8 +115,8 @@ void FileReader::read_kept(uint64_t first, size_t bytes, void* out) const {
     const ssize_t got = read_at(file_.fd(), first, bytes, out);
     if (got < 0) fail("%s: cannot read: %s", path_.c_str(), std::strerror(errno));
     if (static_cast<size_t>(got) < bytes)
-        fail("%s ends at byte %llu and had %zu when it was opened: it was changed meanwhile", path_.c_str(),
-             static_cast<unsigned long long>(first) + static_cast<size_t>(got), size_);
+        fail("%s ends at byte %lu and had %zu when it was opened: it was changed meanwhile", path_.c_str(),
+             first + static_cast<size_t>(got), size_);
 }
 
 std::optional<size_t> free_disk_bytes(const std::string& folder) {

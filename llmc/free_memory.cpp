@@ -179,7 +179,7 @@ std::vector<MemoryLimit> memory_limits(const std::string& root, const ProcessLim
         if (most == RLIM_INFINITY || !kib) return;
         const uint64_t used = (*kib << 10) + limits.untouched, free = most - std::min<uint64_t>(most, used);
         all.push_back({most, free, free + own.anonymous + own.libraries,
-                       format("ulimit %s %llu", option, static_cast<unsigned long long>(most >> 10)), true});
+                       format("ulimit %s %lu", option, most >> 10), true});
     };
     limit_by(limits.address_space, "VmSize:", "-v");
     limit_by(limits.data, "VmData:", "-d");
@@ -229,9 +229,8 @@ void require_memory_for(size_t bytes, const char* what) {
     }
     rlimit limit{};
     getrlimit(RLIMIT_AS, &limit);
-    const std::string said =
-        limit.rlim_cur == RLIM_INFINITY
-            ? "and the system refuses"
-            : format("beyond ulimit -v %llu", static_cast<unsigned long long>(limit.rlim_cur >> 10));
+    const std::string said = limit.rlim_cur == RLIM_INFINITY
+                                 ? "and the system refuses"
+                                 : format("beyond ulimit -v %lu", limit.rlim_cur >> 10);
     fail("out of memory: %s takes up to %s more, %s", what, size_text(bytes).c_str(), said.c_str());
 }

@@ -61,9 +61,8 @@ class HeaderReader {
     // The next bytes of the header, valid until the next call.
     const char* take(uint64_t bytes) {
         if (bytes > left())
-            refuse("its header goes on for %llu bytes at byte %llu, and %llu are left: cut short?",
-                   static_cast<unsigned long long>(bytes), static_cast<unsigned long long>(at_),
-                   static_cast<unsigned long long>(left()));
+            refuse("its header goes on for %lu bytes at byte %lu, and %lu are left: cut short?", bytes, at_,
+                   left());
         if (at_ < window_start_ || at_ + bytes > window_start_ + window_.size()) {
             window_start_ = at_;
             window_.resize(
@@ -83,9 +82,8 @@ class HeaderReader {
     std::string string(const char* what, uint64_t longest) {
         const auto length = number<uint64_t>();
         if (length > longest || length > left())
-            refuse("%s at byte %llu announces %llu bytes, over the limit of %llu", what,
-                   static_cast<unsigned long long>(at_), static_cast<unsigned long long>(length),
-                   static_cast<unsigned long long>(std::min(longest, left())));
+            refuse("%s at byte %lu announces %lu bytes, over the limit of %lu", what, at_, length,
+                   std::min(longest, left()));
         const std::string text(take(length), static_cast<size_t>(length));
         if (valid_utf8(text) != text.size()) refuse("%s \"%s\" is not UTF-8", what, printable(text).c_str());
         return text;
@@ -104,8 +102,7 @@ class HeaderReader {
         const auto tensors = number<uint64_t>(), keys = number<uint64_t>();
         // A tensor takes at least 24 bytes of the header, a key at least 13.
         if (tensors > left() / 24 || keys > left() / 13)
-            refuse("announces %llu tensors and %llu keys, more than its %zu bytes can hold",
-                   static_cast<unsigned long long>(tensors), static_cast<unsigned long long>(keys),
+            refuse("announces %lu tensors and %lu keys, more than its %zu bytes can hold", tensors, keys,
                    file_.size());
         return {tensors, keys};
     }
@@ -150,9 +147,8 @@ class HeaderReader {
         if (type == kList)
             refuse("key \"%s\" is a list of lists, which is not supported", printable(key).c_str());
         if (count > kLongestList || count > left() / least_bytes(type))
-            refuse("key \"%s\" announces %llu elements, and %llu bytes are left: cut short?",
-                   printable(key).c_str(), static_cast<unsigned long long>(count),
-                   static_cast<unsigned long long>(left()));
+            refuse("key \"%s\" announces %lu elements, and %lu bytes are left: cut short?",
+                   printable(key).c_str(), count, left());
         nlohmann::json::array_t list;
         list.reserve(static_cast<size_t>(count));
         for (uint64_t i = 0; i < count; i++) list.push_back(read_value(key, type));
@@ -178,16 +174,15 @@ class HeaderReader {
         for (uint32_t i = 0; i < count; i++) {
             const auto dim = number<uint64_t>();
             if (dim == 0 || dim > INT64_MAX || __builtin_mul_overflow(elements, dim, &elements))
-                refuse_tensor(name, "dimension %llu is not a size, or too large",
-                              static_cast<unsigned long long>(dim));
+                refuse_tensor(name, "dimension %lu is not a size, or too large", dim);
             tensor.shape.insert(tensor.shape.begin(), static_cast<int64_t>(dim));
         }
         const auto type = number<uint32_t>();
         tensor.type = find_gguf_type(type);
         if (!tensor.type) refuse_type(name, type);
         if (tensor.shape.back() % tensor.type->block != 0)
-            refuse_tensor(name, "rows of %lld elements are not whole blocks of %s, %d",
-                          static_cast<long long>(tensor.shape.back()), tensor.type->name, tensor.type->block);
+            refuse_tensor(name, "rows of %ld elements are not whole blocks of %s, %d", tensor.shape.back(),
+                          tensor.type->name, tensor.type->block);
         if (__builtin_mul_overflow(elements / static_cast<size_t>(tensor.type->block),
                                    static_cast<size_t>(tensor.type->block_bytes), &tensor.bytes))
             refuse_tensor(name, "%zu elements overflow", elements);
@@ -223,15 +218,13 @@ class HeaderReader {
         std::vector<const GgufTensor*> ordered;
         for (GgufTensor& tensor : tensors_) {
             if (tensor.offset % alignment_ != 0)
-                refuse_tensor(tensor.name, "its offset %llu is not a multiple of %llu",
-                              static_cast<unsigned long long>(tensor.offset),
-                              static_cast<unsigned long long>(alignment_));
+                refuse_tensor(tensor.name, "its offset %lu is not a multiple of %lu", tensor.offset,
+                              alignment_);
             if (tensor.offset > size || tensor.bytes > size - tensor.offset)
                 refuse_tensor(tensor.name,
-                              "its %zu bytes at offset %llu end after the file's %llu bytes of data: "
+                              "its %zu bytes at offset %lu end after the file's %lu bytes of data: "
                               "cut short?",
-                              tensor.bytes, static_cast<unsigned long long>(tensor.offset),
-                              static_cast<unsigned long long>(size));
+                              tensor.bytes, tensor.offset, size);
             tensor.offset += start;
             ordered.push_back(&tensor);
         }

@@ -33,8 +33,8 @@ class Work {
     void spend(size_t bytes = 0) {
         const uint64_t cost = 1 + bytes / 16;
         if (cost > left_)
-            fail("does too much: more than %llu million steps, where 16 bytes of text count as one",
-                 static_cast<unsigned long long>(kMostSteps / 1'000'000));
+            fail("does too much: more than %lu million steps, where 16 bytes of text count as one",
+                 kMostSteps / 1'000'000);
         left_ -= cost;
     }
     uint64_t left() const { return left_; }

@@ -62,7 +62,7 @@ class MatmulAlgorithms {
     }
     void add(const std::string& product, const MatmulAlgorithm& a) {
         std::string digits;
-        for (uint64_t word : a.data) digits += format("%016llx", static_cast<unsigned long long>(word));
+        for (uint64_t word : a.data) digits += format("%016lx", word);
         file_["machines"][machine_][product] = {
             {"algorithm", digits}, {"microseconds", a.microseconds}, {"bias_gradient", a.bias_gradient}};
         known_[product] = a;

@@ -141,11 +141,9 @@ inline void check_auto_length(const Asked& o) {
 // Fails on chunks that the kernels cannot process.
 inline void check_chunk_rows(const Asked& o) {
     if (o.mlp_rows > 0 && o.mlp_rows % 8)
-        fail("--chunk-rows mlp=%lld: a multiple of 8 is needed, or all or auto",
-             static_cast<long long>(o.mlp_rows));
+        fail("--chunk-rows mlp=%ld: a multiple of 8 is needed, or all or auto", o.mlp_rows);
     if (o.attention_rows > 0 && o.attention_rows % 128)
-        fail("--chunk-rows attention=%lld: a multiple of 128 is needed, or all or auto",
-             static_cast<long long>(o.attention_rows));
+        fail("--chunk-rows attention=%ld: a multiple of 128 is needed, or all or auto", o.attention_rows);
     // A save has none where auto chose none, because sequences are short.
     const bool chose_no_rows = o.of_save.contains("--chunk-rows.attention");
     if (o.offload_keys && o.attention_rows == 0 && !chose_no_rows)
@@ -155,10 +153,9 @@ inline void check_chunk_rows(const Asked& o) {
             o.first("--offload.keys"));
     if (o.offload_keys && o.attention_rows > 0 && o.attention_rows % key_piece(kBuild.is_fast_cpu))
         fail(
-            "--chunk-rows attention=%lld: with --offload keys=%s, pieces of keys have as many rows, which "
+            "--chunk-rows attention=%ld: with --offload keys=%s, pieces of keys have as many rows, which "
             "must be a multiple of %d",
-            static_cast<long long>(o.attention_rows), o.first("--offload.keys"),
-            key_piece(kBuild.is_fast_cpu));
+            o.attention_rows, o.first("--offload.keys"), key_piece(kBuild.is_fast_cpu));
 }
 
 // Fails if --memory is combined with what it chooses itself, or with nothing to choose.
@@ -297,8 +294,7 @@ inline void check_options(const Asked& o) {
     if (o.has("--report.with") && o.report.empty())
         fail("--report-with %s: add --report FILE, the page that shows it", o.report_with.c_str());
     if (o.min_lr > o.lr) fail("--min-lr %g is above --lr %g", o.min_lr, o.lr);
-    if (o.save_every > 0 && o.out.empty())
-        fail("--save-every %lld needs --out DIR", static_cast<long long>(o.save_every));
+    if (o.save_every > 0 && o.out.empty()) fail("--save-every %ld needs --out DIR", o.save_every);
     if (!o.tokenizer.empty() && !parse_new_model(o.model))
         fail("--tokenizer %s is for a new model, such as --model d12: --model %s has its own",
              o.tokenizer.c_str(), o.model.c_str());

@@ -244,7 +244,7 @@ inline void declare_training_options(CLI::App& app, RunConfig& o) {
              "Training steps. 0: no training, only --val-data, --merge, --export or --prompt; that is the "
              "default with --prompt and no --data. With --bench, the steps to measure.")
         ->transform(whole(0, 1e12))
-        ->default_str(format("%lld; with --bench %d", static_cast<long long>(o.steps), o.bench_steps));
+        ->default_str(format("%ld; with --bench %d", o.steps, o.bench_steps));
     group.add("--epochs", o.epochs, "X", "Trains until the data were read X times, instead of --steps.")
         ->check(between(1e-6, 1e6))
         ->default_str(format("%g for JSON examples, if --steps is not given", kExampleEpochs));
@@ -258,7 +258,7 @@ inline void declare_training_options(CLI::App& app, RunConfig& o) {
         .add("--warmup", o.warmup, "N",
              "Steps in which the learning rate rises. With --bench, steps before those that are measured.")
         ->transform(whole(0, 1e12))
-        ->default_str(format("%lld; with --bench %d", static_cast<long long>(o.warmup), o.bench_warmup));
+        ->default_str(format("%ld; with --bench %d", o.warmup, o.bench_warmup));
     group.add("--schedule", o.schedule, "NAME", "Learning rate after that: cosine, linear, constant or wsd.")
         ->check(one_of({"constant", "cosine", "linear", "wsd"}));
     group.add("--weight-decay", o.weight_decay, "X", "Weight decay of matrices.")->check(between(0.0, 1e3));

@@ -483,7 +483,7 @@ inline MemorySetting fit_batch(MemorySetting s, const FreeMemory& space, const B
         const int64_t middle = fits + (fails - fits) / 2;
         (total(middle) <= space.bytes ? fits : fails) = middle;
     }
-    said = format("%lld sequences, ", static_cast<long long>(fits));
+    said = format("%ld sequences, ", fits);
     said += fits == most
                 ? cap.why
                 : format("the most that fit %.1f MiB (%s)", mebibytes(space.bytes), space.limit.c_str());

@@ -99,10 +99,9 @@ inline void check_blocks_finite(const WeightFormat& format, const unsigned char*
                                 const std::string& tensor, const std::string& file, int64_t first = 0) {
     const int64_t block = first_not_finite(format, data, bytes);
     if (block < 0) return;
-    const auto number = static_cast<long long>(first + block);
-    const std::string where = format.block == 1
-                                  ? ::format("as value %lld", number)
-                                  : ::format("in block %lld of %d values", number, format.block);
+    const auto number = first + block;
+    const std::string where = format.block == 1 ? ::format("as value %ld", number)
+                                                : ::format("in block %ld of %d values", number, format.block);
     fail("%s: tensor \"%s\" has a number that is not finite %s", file.c_str(), printable(tensor).c_str(),
          where.c_str());
 }

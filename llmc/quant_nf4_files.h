@@ -88,9 +88,8 @@ inline Nf4State parse_nf4_state(std::string_view text, const std::string& where)
 
 // Writes the JSON that parse_nf4_state() reads, byte for byte as Python's json.dumps writes bitsandbytes'.
 inline std::string nf4_state_json(const Nf4State& state) {
-    std::string text = format(
-        R"({"quant_type": "nf4", "blocksize": %d, "dtype": "%s", "shape": [%lld, %lld])", kNf4Block,
-        state.dtype.c_str(), static_cast<long long>(state.rows), static_cast<long long>(state.columns));
+    std::string text = format(R"({"quant_type": "nf4", "blocksize": %d, "dtype": "%s", "shape": [%ld, %ld])",
+                              kNf4Block, state.dtype.c_str(), state.rows, state.columns);
     if (state.is_double)
         text += format(R"(, "nested_blocksize": %d, "nested_dtype": "float32", "nested_offset": %s)",
                        kNf4NestedBlock, nlohmann::json(double{state.nested_offset}).dump().c_str());
@@ -208,8 +207,8 @@ class Nf4File {
     static void check_finite(const SafetensorsEntry& entry, const unsigned char* values) {
         const int64_t first = first_not_finite(kStoredF32, values, entry.bytes);
         if (first >= 0)
-            fail("tensor \"%s\" has a scale that is not finite, number %lld", printable(entry.name).c_str(),
-                 static_cast<long long>(first));
+            fail("tensor \"%s\" has a scale that is not finite, number %ld", printable(entry.name).c_str(),
+                 first);
     }
 
     Nf4State state_;

@@ -88,8 +88,8 @@ inline void check_stored(const std::vector<StoredAs>& stored, const ModelConfig&
             if (!is_among(c, m, s.target)) continue;
             found = true;
             if (s.format == &kQ8_0 && m.inputs % Q8_0::kElements != 0)
-                fail("--base %s=8bit: blocks of %d do not divide the %lld columns of %s; use nf4",
-                     s.target.c_str(), Q8_0::kElements, static_cast<long long>(m.inputs), m.name.c_str());
+                fail("--base %s=8bit: blocks of %d do not divide the %ld columns of %s; use nf4",
+                     s.target.c_str(), Q8_0::kElements, m.inputs, m.name.c_str());
         }
         if (!found) fail_no_layer("--base", s.target, c);
     }
@@ -377,11 +377,10 @@ class QuantizedWeights {
         const Nf4State& s = file.state();
         if (s.rows != m.module.outputs || s.columns != m.module.inputs || &file.format() != m.format)
             fail(
-                "tensor \"%s\": its quant_state is of a %lld x %lld matrix in %s where %lld x %lld in %s are "
+                "tensor \"%s\": its quant_state is of a %ld x %ld matrix in %s where %ld x %ld in %s are "
                 "needed",
-                m.name.c_str(), static_cast<long long>(s.rows), static_cast<long long>(s.columns),
-                file.format().name, static_cast<long long>(m.module.outputs),
-                static_cast<long long>(m.module.inputs), m.format->name);
+                m.name.c_str(), s.rows, s.columns, file.format().name, m.module.outputs, m.module.inputs,
+                m.format->name);
         m.dtype = s.dtype;
         for (const auto& [name, entry] : files.entries())
             if (name == m.name || name.starts_with(m.name + ".")) used.insert(entry);

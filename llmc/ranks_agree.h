@@ -34,9 +34,7 @@ inline RankFacts facts_of(const RunConfig& o, const RunInputs& in, const MemoryR
     RankFacts facts = {{"the program", version_text()}};
     for (const auto& [name, words] : o.settings) facts.emplace_back(setting_name(name), joined(words, " "));
     for (const auto& [name, value] : in.facts) facts.emplace_back("what is in the files of " + name, value);
-    facts.emplace_back("the model",
-                       format("%lld parameters, %lld trained", static_cast<long long>(plan.parameters),
-                              static_cast<long long>(plan.trained)));
+    facts.emplace_back("the model", format("%ld parameters, %ld trained", plan.parameters, plan.trained));
     if (in.progress) facts.emplace_back("the save's step", std::to_string(in.progress->step));
     facts.emplace_back("the peak of the plan's activations", std::to_string(plan.activations()));
     facts.emplace_back("a digest of the plan's exchanges", digest_of_exchanges(plans));

@@ -476,8 +476,8 @@ static int exit_code_of_ranks(const MpirunEnd& end, int count, const std::string
 // Fails if MPI has no room for its files, or may not write them: it would not say so in one line.
 static void check_files_of_mpi(const MpirunCommand& command, int count) {
     if (file_size_limit() < command.largest_file)
-        fail("--devices %d: MPI's files take up to %s, and ulimit -f allows %llu bytes", count,
-             size_text(command.largest_file).c_str(), static_cast<unsigned long long>(file_size_limit()));
+        fail("--devices %d: MPI's files take up to %s, and ulimit -f allows %lu bytes", count,
+             size_text(command.largest_file).c_str(), file_size_limit());
     if (command.temporary_bytes == 0) return;
     const char* const named = getenv("TMPDIR");
     const std::string folder = named && *named ? named : "/tmp";

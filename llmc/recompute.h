@@ -87,9 +87,7 @@ inline std::vector<int> parse_levels(const std::string& text, const std::vector<
         if (sum <= layers)
             levels.insert(levels.end(), static_cast<size_t>(count), static_cast<int>(level - names.begin()));
     }
-    if (sum != layers)
-        fail("%s %s is for %lld layers; the model has %d", option, text.c_str(), static_cast<long long>(sum),
-             layers);
+    if (sum != layers) fail("%s %s is for %ld layers; the model has %d", option, text.c_str(), sum, layers);
     return levels;
 }
 

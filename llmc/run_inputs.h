@@ -340,8 +340,8 @@ inline void RunInputs::choose_length() {
              made || scaled                                     ? ""
              : config.family->position == PositionKind::Learned ? "; --positions N adds to them"
              : config.family->position == PositionKind::Rotary
-                 ? format("; --rope-scaling yarn:%lld stretches them",
-                          static_cast<long long>(factor_for(config, o_.seq_len + adapter.prompt_tokens)))
+                 ? format("; --rope-scaling yarn:%ld stretches them",
+                          factor_for(config, o_.seq_len + adapter.prompt_tokens))
                        .c_str()
                  : "");
     }
@@ -663,8 +663,7 @@ inline void RunInputs::open_validation() {
     const uint64_t least = data->is_examples() ? 1 : static_cast<uint64_t>(o_.seq_len) + 1;
     if (!val_data && data->is_text()) val_data = data->hold_out(least);
     if (o_.eval_every > 0 && !val_data)
-        fail("--eval-every %lld: there is nothing to validate on; give --val-data",
-             static_cast<long long>(o_.eval_every));
+        fail("--eval-every %ld: there is nothing to validate on; give --val-data", o_.eval_every);
 }
 
 // Opens --tokenizer: a folder, the first file of one, or a GGUF file. A resumed run has that of its save.

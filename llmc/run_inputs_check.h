@@ -32,8 +32,7 @@ inline std::string data_facts(const Dataset& data) {
         }
         begin += count;
     }
-    return format("%llu tokens, hash %016llx", static_cast<unsigned long long>(total),
-                  static_cast<unsigned long long>(hash));
+    return format("%lu tokens, hash %016lx", total, hash);
 }
 
 // Fails if the data of an option, with data_facts() `now`, are not those that `save` was trained on. If the
@@ -56,25 +55,21 @@ inline void check_same_data(const char* option, const std::string& name, const s
 // or if no block would use them.
 inline void RunInputs::check_chunks() const {
     const auto given = [&](const char* option, int64_t rows) { return rows > 0 && asked_.has_here(option); };
-    const auto number = [](int64_t n) { return static_cast<long long>(n); };
     const int64_t length = o_.chose_length ? kMostPositions : o_.seq_len + adapter.prompt_tokens;
     const int64_t batch_rows = o_.batch * length, of_mlp = o_.mlp_rows, of_attention = o_.attention_rows;
     if (given("--chunk-rows.mlp", of_mlp) && o_.batch > 0 && of_mlp > 8 * ceil_div(batch_rows, 8))
-        fail("--chunk-rows mlp=%lld: a micro-batch has %lld; all takes all", number(of_mlp),
-             number(batch_rows));
+        fail("--chunk-rows mlp=%ld: a micro-batch has %ld; all takes all", of_mlp, batch_rows);
     if (!given("--chunk-rows.attention", of_attention)) return;
     if (of_attention > 128 * ceil_div(length, 128))
-        fail("--chunk-rows attention=%lld: a sequence has %lld; all takes all", number(of_attention),
-             number(length));
+        fail("--chunk-rows attention=%ld: a sequence has %ld; all takes all", of_attention, length);
     if (o_.offload_keys && of_attention >= length)
         fail(
-            "--offload keys=%s: --chunk-rows attention=%lld takes all rows of a sequence at once, so that no "
+            "--offload keys=%s: --chunk-rows attention=%ld takes all rows of a sequence at once, so that no "
             "keys can be offloaded",
-            activation_placement_name(), number(of_attention));
+            activation_placement_name(), of_attention);
     const std::vector<int> levels = recompute_levels(o_.recompute, config.layers);
     if (o_.steps > 0 && o_.memory.empty() && std::ranges::find(levels, kLastLevel) == levels.end())
-        fail("--chunk-rows attention=%lld: is for blocks that keep nothing: --recompute block",
-             number(of_attention));
+        fail("--chunk-rows attention=%ld: is for blocks that keep nothing: --recompute block", of_attention);
 }
 
 // Fails if a run has no data to train on.
@@ -308,10 +303,10 @@ inline void RunInputs::check_data() {
     if (val_data) SequenceLoader(*val_data, o_.seq_len, o_.seed, false);
     if (!data || o_.show_example > 0) return;
     sequences_per_epoch = SequenceLoader(*data, o_.seq_len, o_.seed, true).sequences_per_epoch();
-    const auto all = static_cast<unsigned long long>(sequences_per_epoch);
+    const uint64_t all = sequences_per_epoch;
     if (o_.batch > 0 && all < static_cast<uint64_t>(o_.batch))
-        fail("--batch %d: the data fill only %llu sequence%s of %d tokens; give --batch %llu%s", o_.batch,
-             all, all == 1 ? "" : "s", o_.seq_len, all, all == 1 ? "" : " or less");
+        fail("--batch %d: the data fill only %lu sequence%s of %d tokens; give --batch %lu%s", o_.batch, all,
+             all == 1 ? "" : "s", o_.seq_len, all, all == 1 ? "" : " or less");
 }
 
 // Fails if the data are not those that the save was trained on, unless they were chosen for this run.

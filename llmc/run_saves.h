@@ -52,9 +52,9 @@ class RunSaves {
                  is_of_adapter ? "an adapter" : "a model", in_.adapter ? "an adapter" : "a model");
         if (!folder_.others.empty())
             print(stderr,
-                  "%s holds saves of another run, up to step %lld: they stay, except for steps that are "
+                  "%s holds saves of another run, up to step %ld: they stay, except for steps that are "
                   "saved again, but `latest` will be this run's save%s\n",
-                  o_.out.c_str(), static_cast<long long>(*folder_.others.rbegin()),
+                  o_.out.c_str(), *folder_.others.rbegin(),
                   best_link().empty() || goes_on_in_folder() ? ""
                   : o_.keep_best                             ? ", and so will `best`"
                                                              : ", and the link `best` will be removed");
@@ -135,7 +135,7 @@ class RunSaves {
             };
         saved_step_ = step;
         if (is_best(step)) replace_link(step_name(step), o_.out + "/best");
-        print(o_.notes(), "saved step %lld in %s\n", static_cast<long long>(step), o_.out.c_str());
+        print(o_.notes(), "saved step %ld in %s\n", step, o_.out.c_str());
         const bool shows_good = folder_.shown(step) != step_name(step);
         latest_ = shows_good ? save_of(step) : o_.out;
         if (!good)
@@ -162,8 +162,8 @@ class RunSaves {
         if (!o_.keep_best || !o_.rank.is_first() || !metrics_.best || metrics_.best->step == step) return;
         const bool uses_last = !o_.merge.empty() || !o_.export_file.empty();
         const std::string name = step_name(metrics_.best->step);
-        print(stdout, "the lowest validation loss was %.6f, at step %lld: %s%s\n", metrics_.best->loss,
-              static_cast<long long>(metrics_.best->step),
+        print(stdout, "the lowest validation loss was %.6f, at step %ld: %s%s\n", metrics_.best->loss,
+              metrics_.best->step,
               best_link() == name ? (o_.out + "/best is of that step").c_str() : "it is not saved here",
               uses_last ? ", and what is merged or exported is of the last one" : "");
     }
@@ -211,10 +211,10 @@ class RunSaves {
             if (o_.rank.is_first() && link_target(o_.out + "/latest").empty())
                 publish(o_.out, folder_.shown(progress.step));
         }
-        print(stdout, "resuming %s at step %lld\n", o_.resume.c_str(), static_cast<long long>(progress.step));
+        print(stdout, "resuming %s at step %ld\n", o_.resume.c_str(), progress.step);
         if (!good)
-            print(stderr, "%s: step %lld was not good when it was saved; the last good save: %s\n",
-                  o_.resume.c_str(), static_cast<long long>(progress.step), metrics_.last_save.c_str());
+            print(stderr, "%s: step %ld was not good when it was saved; the last good save: %s\n",
+                  o_.resume.c_str(), progress.step, metrics_.last_save.c_str());
     }
 
   private:

@@ -74,11 +74,11 @@ nlohmann::json SafetensorsFile::read_header() {
     if (size < sizeof length) fail("%s: %zu bytes are too few for a safetensors file", path, size);
     file_->read(0, sizeof length, &length);
     if (length > kLongestHeader)
-        fail("%s: not a safetensors file: it announces a header of %llu bytes, over the limit of %llu", path,
-             static_cast<unsigned long long>(length), static_cast<unsigned long long>(kLongestHeader));
+        fail("%s: not a safetensors file: it announces a header of %lu bytes, over the limit of %lu", path,
+             length, kLongestHeader);
     if (length > size - sizeof length)
-        fail("%s: it announces a header of %llu bytes and has %zu after the length: cut short?", path,
-             static_cast<unsigned long long>(length), size - sizeof length);
+        fail("%s: it announces a header of %lu bytes and has %zu after the length: cut short?", path, length,
+             size - sizeof length);
     std::string text(length, ' ');
     file_->read(sizeof length, text.size(), text.data());
     data_ = sizeof length + length;
@@ -143,9 +143,8 @@ SafetensorsEntry SafetensorsFile::read_entry(const std::string& name, const nloh
         fail_tensor(name, "data_offsets %s end after the file's %zu bytes of data: cut short?", range.c_str(),
                     data_bytes_);
     if (end - begin != bytes)
-        fail_tensor(name, "data_offsets %s hold %llu bytes where %s of shape %s takes %zu", range.c_str(),
-                    static_cast<unsigned long long>(end - begin), type->name, shape_text(entry.shape).c_str(),
-                    bytes);
+        fail_tensor(name, "data_offsets %s hold %lu bytes where %s of shape %s takes %zu", range.c_str(),
+                    end - begin, type->name, shape_text(entry.shape).c_str(), bytes);
     entry.offset = data_ + begin;
     entry.bytes = bytes;
     return entry;

@@ -35,7 +35,7 @@ class Sample {
           text_(o, in, in.first_tokens(), step, o.sample_tokens, o.prompt.empty() && !in.chat,
                 std::move(explain)) {
         text_.agree = std::move(agree);
-        if (o.steps > 0) print(stdout, "--- sample after %lld steps ---\n", static_cast<long long>(step));
+        if (o.steps > 0) print(stdout, "--- sample after %ld steps ---\n", step);
         if (!in.chat) output_.write(o.prompt);
         if (!in.chat || o.steps == 0) return;
         for (const Message& message : in.question)

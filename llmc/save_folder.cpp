@@ -81,8 +81,8 @@ std::string link_target(const std::string& path) {
 }
 
 int64_t step_of(const std::string& name) {
-    long long step = -1;
-    return std::sscanf(name.c_str(), "step-%18lld", &step) == 1 && step_name(step) == name ? step : -1;
+    int64_t step = -1;
+    return std::sscanf(name.c_str(), "step-%18ld", &step) == 1 && step_name(step) == name ? step : -1;
 }
 
 std::string save_without_link(const std::string& out) {
@@ -307,8 +307,8 @@ void check_disk_room(const std::vector<Written>& all) {
     for (const Written& w : all) {
         const std::string named = format("%s %s: %s", w.option, w.path.c_str(), w.what);
         if (w.each.largest > file_size_limit())
-            fail("%s: a file takes %zu bytes, and ulimit -f allows %llu", named.c_str(), w.each.largest,
-                 static_cast<unsigned long long>(file_size_limit()));
+            fail("%s: a file takes %zu bytes, and ulimit -f allows %lu", named.c_str(), w.each.largest,
+                 file_size_limit());
         const Disk disk = disk_of(w.path);
         if (disk.free < 0) continue;
         double& before = taken[disk.number];

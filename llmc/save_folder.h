@@ -92,7 +92,7 @@ std::vector<std::string> list_folder(const std::string& path);
 std::string link_target(const std::string& path);
 
 // "step-00000123", and its inverse: -1 if a name is not of that form.
-inline std::string step_name(int64_t step) { return format("step-%08lld", static_cast<long long>(step)); }
+inline std::string step_name(int64_t step) { return format("step-%08ld", step); }
 int64_t step_of(const std::string& name);
 
 // Where write_folder() (checkpoint.h) writes a folder before it is complete. What it finds there it removes.

@@ -180,8 +180,8 @@ void remark_newer_bad_save(const char* option, const std::string& folder, const 
     if (good < 0 || link_target(folder + "/latest").empty()) return;
     if (const int64_t bad = newest_bad_save(folder, good); bad >= 0)
         print(stderr,
-              "%s %s: step %lld was not good when it was saved; going on from the last good save, %s\n",
-              option, folder.c_str(), static_cast<long long>(bad), step_name(good).c_str());
+              "%s %s: step %ld was not good when it was saved; going on from the last good save, %s\n",
+              option, folder.c_str(), bad, step_name(good).c_str());
 }
 
 SaveFolder open_save_folder(const std::string& out, int keep, const std::string& resumed) {

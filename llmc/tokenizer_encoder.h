@@ -281,10 +281,10 @@ class StepEncoder final : public TextEncoder {
         longest = std::min(longest, longest_piece_);
         if (piece.size() <= longest) return;
         fail(
-            "near byte %llu a piece of more than %zu KiB begins that the tokenizer does not divide into "
+            "near byte %lu a piece of more than %zu KiB begins that the tokenizer does not divide into "
             "words; "
             "spaces or line ends in it let it do so",
-            static_cast<unsigned long long>(position_of(piece)), longest >> 10);
+            position_of(piece), longest >> 10);
     }
 
     const TextSteps& steps_;

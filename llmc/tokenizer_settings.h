@@ -163,8 +163,8 @@ inline void complete_added_tokens(nlohmann::json& list, const nlohmann::json& se
         const bool is_named_only = !token.contains("id");
         if (is_named_only && rows.is_number_unsigned() && id >= rows) continue;
         if (!is_named_only && token["id"] != id)
-            fail("%s: added token %s \"%s\": its number must be %llu", folder.c_str(),
-                 token["id"].dump().c_str(), printable(content).c_str(), static_cast<unsigned long long>(id));
+            fail("%s: added token %s \"%s\": its number must be %lu", folder.c_str(),
+                 token["id"].dump().c_str(), printable(content).c_str(), id);
         size = std::max(size, id + 1);
         token["id"] = id;
         if (same == list.end())

@@ -95,7 +95,7 @@ QuantizedView view_of(const WeightFormat& format, Bytes& bytes, int64_t rows, in
                       size_t more = 0) {
     const QuantizedView view{&format, bytes.data(), rows, columns};
     if (static_cast<size_t>(quantized_bytes(view)) + more != bytes.size())
-        fail("%zu bytes where %lld are needed", bytes.size(), static_cast<long long>(quantized_bytes(view)));
+        fail("%zu bytes where %ld are needed", bytes.size(), quantized_bytes(view));
     return view;
 }
 

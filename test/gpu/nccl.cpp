@@ -312,8 +312,8 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
     timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
     memset(id, 0, sizeof *id);
-    snprintf(id->internal, sizeof id->internal, "/emulated-nccl-%d-%lld", getpid(),
-             static_cast<long long>(now.tv_sec) * 1000000000 + now.tv_nsec);
+    snprintf(id->internal, sizeof id->internal, "/emulated-nccl-%d-%ld", getpid(),
+             now.tv_sec * 1000000000 + now.tv_nsec);
     return ncclSuccess;
 }
 ncclResult_t ncclCommInitRank(ncclComm_t* communicator, int ranks, ncclUniqueId id, int rank) {

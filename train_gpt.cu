@@ -156,20 +156,24 @@ void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const
                            const StepPass& pass, float loss_scale, TensorF& total_loss) {
     std::vector<MicroBatch> micro_batches = micro_batches_of(batches, options, pass);
     std::optional<Range> range(std::in_place, "forward");  // emplace() ends it and begins the next
-    weights_.wait_for_ranks(trained_.layout.embeddings_unit());
-    for (MicroBatch& m : micro_batches) m.residual = embedding_and_head_.embed(m.batch.inputs, m.rows, 0);
+    weights_.wait_for_ranks(layout_.embeddings_unit());
+    for (MicroBatch& m : micro_batches) m.residual = first_residual(m.batch.inputs, m.rows, 0);
     offloaded_inputs_.take_slots(micro_batches[0].residual.shape());
     forward_blocks(micro_batches, options.keep);
 
     range.emplace("head");
-    weights_.wait_for_ranks(trained_.layout.head_unit());
+    weights_.wait_for_ranks(layout_.head_unit());
     EmbeddingAndHeadGradients gradients(gradients_, stream_, trained_.layout,
                                         config_.tied && !weights_.is_frozen(), pass);
     const Head<floatX>& d_head = gradients.take_head();
     for (MicroBatch& m : micro_batches)
-        m.d_residual = embedding_and_head_.with_prompt(
-            head_and_loss(m, options.head_rows, loss_scale, total_loss, d_head));
+        if (layout_.has_head())
+            m.d_residual = head_and_loss(m, options.head_rows, loss_scale, total_loss, d_head);
+        else
+            send(Neighbor::Next, m.residual);
     gradients.complete_head();
+    for (MicroBatch& m : micro_batches)
+        if (!layout_.has_head()) m.d_residual = receive(Neighbor::Next, std::move(m.residual));
     weights_.expect_blocks_for_backward();  // and starts fetching the last of them
 
     range.emplace("backward");
@@ -177,11 +181,19 @@ void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const
     Embeddings<floatX>& d_embeddings = gradients.take_embeddings();
     for (MicroBatch& m : micro_batches) {
         // With LoRA nothing before the first block is trained.
-        if (!weights_.is_frozen() || d_embeddings.prompt)
+        if (!layout_.has_embeddings())
+            send(Neighbor::Previous, m.d_residual);
+        else if (!weights_.is_frozen() || d_embeddings.prompt)
             embedding_and_head_.embed_backward(d_embeddings, m.d_residual, m.batch, m.rows);
         m.d_residual.drop();
     }
     gradients.complete_embeddings();
+}
+
+// The residual stream (B, T, C) before the first block: of embedded tokens, or from the previous stage.
+TensorX Gpt::first_residual(const Tensor<int>& tokens, const Rows& rows, int first_position) {
+    if (layout_.has_embeddings()) return embedding_and_head_.embed(tokens, rows, first_position);
+    return receive(Neighbor::Previous, take("residual", {tokens.rows(), tokens.columns(), config_.channels}));
 }
 
 // The micro-batches of a pass before the first block. Only the first one may overwrite gradients.
@@ -202,18 +214,11 @@ std::vector<MicroBatch> Gpt::micro_batches_of(const std::vector<const DeviceBatc
     return all;
 }
 
-// All rows of a batch. With a soft prompt each sequence has one example, so there are no documents.
-Rows Gpt::rows_of(const DeviceBatch& batch) const {
-    Rows rows;
-    if (prompt_len() == 0) rows.documents = &batch.documents;
-    return rows;
-}
-
 // All micro-batches go through a block before any goes through the next one, so that the weights of a block
 // that is streamed are fetched once.
 void Gpt::forward_blocks(std::vector<MicroBatch>& micro_batches, const std::vector<Keep>& keep) {
     weights_.expect_blocks();
-    for (int l = 0; l < config_.layers; l++) {
+    for (int l = layout_.stage().first; l < layout_.stage().end; l++) {
         Range range("block", l);
         weights_.wait_for_ranks(Layout::block_unit(l));
         weights_.fetch(l);
@@ -223,9 +228,9 @@ void Gpt::forward_blocks(std::vector<MicroBatch>& micro_batches, const std::vect
             const Keep kept = keep[static_cast<size_t>(l)];
             // An input that is offloaded in chunks is stored by chunks of attention if attention has them.
             const bool by_chunk = !kept.middle && attention_goes_in_chunks(a.input);
-            offloaded_inputs_.begin_forward(l, m.number, a.input, by_chunk);
+            offloaded_inputs_.begin_forward(layout_.block_of(l), m.number, a.input, by_chunk);
             m.residual = forward_block(l, a, m.rows, kept);
-            offloaded_inputs_.end_forward(l, a.input);
+            offloaded_inputs_.end_forward(layout_.block_of(l), a.input);
         }
     }
     // The last blocks stay in their buffers for backward, unless a streamed head needs the room.
@@ -234,7 +239,7 @@ void Gpt::forward_blocks(std::vector<MicroBatch>& micro_batches, const std::vect
 
 void Gpt::backward_blocks(std::vector<MicroBatch>& micro_batches, const StepPass& pass) {
     gradients_.begin_backward(pass);
-    for (int l = config_.layers - 1; l >= 0; l--) {
+    for (int l = layout_.stage().end - 1; l >= layout_.stage().first; l--) {
         Range range("block", l);
         Gradients::OfUnit gradients = gradients_.take(Layout::block_unit(l), pass.accumulate);
         weights_.fetch(l);
@@ -242,7 +247,7 @@ void Gpt::backward_blocks(std::vector<MicroBatch>& micro_batches, const StepPass
             BlockActivations& a = m.blocks[static_cast<size_t>(l)];
             // The input is fetched by chunks of attention if backward recomputes the block.
             const bool by_chunk = !a.middle;
-            offloaded_inputs_.begin_backward(l, m.number, a.input, by_chunk);
+            offloaded_inputs_.begin_backward(layout_.block_of(l), m.number, a.input, by_chunk);
             BlockGradient<floatX> g(trained_.layout.block(gradients.all.data(), l), m.accumulate);
             backward_block(l, g, a, m.rows, m.d_residual);
         }
@@ -366,8 +371,8 @@ void Gpt::backward_attention(int layer, BlockGradient<floatX>& g, BlockActivatio
 // ---- the head and the loss
 
 // The head and the loss, chunk by chunk of rows: each chunk goes forward and at once back, so that only one
-// chunk's logits exist. The gradient of m.residual overwrites it chunk by chunk, and is returned, without the
-// rows of a soft prompt: these have no logits.
+// chunk's logits exist. The gradient of m.residual overwrites it chunk by chunk, and is returned; for a soft
+// prompt's rows, which have no logits, it is 0.
 TensorX Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, TensorF& total_loss,
                            const Head<floatX>& d_head) {
     TensorX residual = embedding_and_head_.without_prompt(std::move(m.residual));
@@ -392,7 +397,7 @@ TensorX Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, T
     embedding_and_head_.release_head();
     loss.add_to(total_loss, stream_);
     g.end(stream_);
-    return residual;
+    return embedding_and_head_.with_prompt(std::move(residual));
 }
 
 HeadActivations Gpt::forward_head(const TensorX& x, const Rows& rows) {
@@ -499,8 +504,9 @@ void Gpt::backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const Te
 void Gpt::evaluate(const DeviceBatch& batch, int64_t head_rows, float loss_scale, TensorF& total_loss,
                    TensorF position_losses) {
     Range range("evaluate");
-    const TensorX residual =
-        embedding_and_head_.without_prompt(forward_only(batch.inputs, rows_of(batch), nullptr));
+    TensorX last = forward_only(batch.inputs, rows_of(batch), nullptr);
+    if (!layout_.has_head()) return send(Neighbor::Next, last);
+    const TensorX residual = embedding_and_head_.without_prompt(std::move(last));
     Loss loss(arena_, batch, loss_scale, config_.vocabulary);
     embedding_and_head_.prefetch_head();
     for_each_chunk(arena_, {}, residual.rows(), head_rows, [&](const Rows&, int64_t first, int64_t count) {
@@ -513,9 +519,9 @@ void Gpt::evaluate(const DeviceBatch& batch, int64_t head_rows, float loss_scale
 }
 
 TensorX Gpt::forward_only(const Tensor<int>& tokens, const Rows& rows, KvCache* cache) {
-    TensorX residual = embedding_and_head_.embed(tokens, rows, cache ? cache->length : 0);
+    TensorX residual = first_residual(tokens, rows, cache ? cache->length : 0);
     weights_.expect_blocks();
-    for (int l = 0; l < config_.layers; l++) {
+    for (int l = layout_.stage().first; l < layout_.stage().end; l++) {
         Range range("block", l);
         weights_.fetch(l);
         BlockActivations a;

@@ -273,6 +273,9 @@ void load_weights(State<T>& state, const std::string& folder, LoadMore&& load_mo
             load_part(state, p, part, entry, folder);
         }
     load_more(files, used);
+    if (state.layout.blocks() < config.layers)  // what other stages load is not left out
+        for (const Layout whole(config); const Parameter& p : whole.parameters())
+            for (const Parameter::Part& part : p.parts) used.insert(files.find(part.name));
     std::vector<std::string> others;
     for (const auto& [name, entry] : files.entries())
         if (!used.contains(entry) && !is_harmless(name)) others.push_back(name);

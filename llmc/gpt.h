@@ -57,9 +57,19 @@ struct MicroBatch {
     TensorX d_residual = {};  // backward: its gradient
 };
 
-// The model: views of its parameters, and the operations of a step. It owns no memory: parameters are in a
-// State (llmc/state.h), everything else is in the arena. The trained parameters are this State, or that of an
-// adapter; then the model is frozen.
+// How a stage of a model exchanges residual streams (B, T, C) and their gradients with the stages before and
+// after it. Micro-batches are sent in the order in which they are received.
+enum class Neighbor { Previous, Next };
+class StageLinks {
+  public:
+    virtual ~StageLinks() = default;
+    virtual void send(Neighbor to, const TensorX& rows, Stream stream) = 0;
+    virtual void receive(Neighbor from, TensorX& rows, Stream stream) = 0;
+};
+
+// The model, or a stage of it: views of its parameters, and the operations of a step. It owns no memory:
+// parameters are in a State (llmc/state.h), everything else is in the arena. The trained parameters are this
+// State, or that of an adapter; then the model is frozen.
 class Gpt {
   public:
     // The stream may be created later, before the first run.
@@ -67,6 +77,7 @@ class Gpt {
         const State<floatX>& trained, bool hopper_attention)
         : arena_(arena),
           stream_(stream),
+          layout_(model.layout),
           config_(model.layout.config()),
           trained_(trained),
           weights_(arena, stream, model, frozen, trained),
@@ -97,6 +108,8 @@ class Gpt {
     // The logits (rows, padded vocabulary) of x (.., C). A head in slices leaves the padding unwritten.
     TensorX logits_of(const TensorX& x, const Rows& rows);
     int64_t prompt_len() const { return embedding_and_head_.prompt_len(); }
+    // Connects a stage to its neighbors. Without it, steps of a stage can only be rehearsed.
+    void connect(StageLinks& links) { links_ = &links; }
 
     // Its parts, which are connected to what is outside the arena (OffloadedMemory::connect()).
     Weights& weights() { return weights_; }
@@ -112,8 +125,7 @@ class Gpt {
     // Points the views at the states' memory, and at the position factors' on the device. Call it when these
     // are allocated.
     void bind(float* position_factors_at) {
-        keys().bind(
-            TensorF(position_factors_at, {static_cast<int64_t>(position_factors(config_).size())}));
+        keys().bind(TensorF(position_factors_at, {static_cast<int64_t>(position_factors(config_).size())}));
         weights_.bind();
     }
 
@@ -121,9 +133,20 @@ class Gpt {
     // A pass of micro-batches.
     std::vector<MicroBatch> micro_batches_of(const std::vector<const DeviceBatch*>& batches,
                                              const MicroBatchOptions& options, const StepPass& pass) const;
-    Rows rows_of(const DeviceBatch& batch) const;
+    // All rows of a batch. With a soft prompt each sequence has one example, so there are no documents.
+    Rows rows_of(const DeviceBatch& batch) const {
+        return {.documents = prompt_len() == 0 ? &batch.documents : &kWholeSequences};
+    }
+    TensorX first_residual(const Tensor<int>& tokens, const Rows& rows, int first_position);
     void forward_blocks(std::vector<MicroBatch>& micro_batches, const std::vector<Keep>& keep);
     void backward_blocks(std::vector<MicroBatch>& micro_batches, const StepPass& pass);
+    void send(Neighbor to, const TensorX& rows) {
+        if (!arena_.rehearsing()) links_->send(to, rows, stream_);
+    }
+    TensorX receive(Neighbor from, TensorX into) {
+        if (!arena_.rehearsing()) links_->receive(from, into, stream_);
+        return into;
+    }
     TensorX head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, TensorF& total_loss,
                           const Head<floatX>& d_head);
     HeadActivations forward_head(const TensorX& x, const Rows& rows = {});
@@ -154,8 +177,10 @@ class Gpt {
 
     Arena& arena_;
     const Stream& stream_;
+    const Layout& layout_;  // of the model, or the stage
     const ModelConfig& config_;
     const State<floatX>& trained_;
+    StageLinks* links_ = nullptr;
     Weights weights_;
     Gradients gradients_;
     const NormLayer norm_;

@@ -46,7 +46,7 @@ class Gradients {
         if (!streams_blocks()) return;
         const auto contents =
             pass.accumulate ? BlockStream::Contents::Fetched : BlockStream::Contents::Overwritten;
-        streamed_.expect(numbers_in_order(layers(), From::Last), contents);
+        streamed_.expect(numbers_in_order(trained_.layout.blocks(), From::Last), contents);
     }
     // A unit's gradients, for backward to write or add to. Those of a streamed block are stored before their
     // buffer is reused.
@@ -71,19 +71,18 @@ class Gradients {
 
     // Begins an update of all units in order: prefetches the first blocks' gradients.
     void expect_update() {
-        if (streams_blocks()) streamed_.expect(numbers_in_order(layers()));
+        if (streams_blocks()) streamed_.expect(numbers_in_order(trained_.layout.blocks()));
     }
     // A unit's gradients. A streamed block's are on the device until another block's are asked for.
     TensorX of(int unit) {
         TensorX gradients = unit_of(trained_, StatePart::Gradients, unit);
         if (!trained_.layout.is_block(unit) || !streams_blocks()) return gradients;
-        char* const buffer = streamed_.fetch(Layout::layer_of(unit));
+        char* const buffer = streamed_.fetch(trained_.layout.block_of(Layout::layer_of(unit)));
         return TensorX(reinterpret_cast<floatX*>(aligned_buffer(buffer)), gradients.shape());
     }
     void release() { streamed_.release(); }
 
   private:
-    int layers() const { return trained_.layout.config().layers; }
     // Zeroes those gradients that even a step's first backward adds to, and the padding between tensors. It
     // leaves the matrices of linear layers, because the first product overwrites them; code that adds
     // something else to a matrix zeroes it itself.

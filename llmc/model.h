@@ -3,10 +3,13 @@
 // reports are all based on this.
 //
 // The model is a sequence of units: the embeddings, each block, the head. In memory a unit's tensors are
-// together. Those with weight decay come first, so one number says where decay ends.
+// together. Those with weight decay come first, so one number says where decay ends. A stage of the model
+// has as many units, but those of other stages are empty.
 #pragma once
 
 #include <algorithm>
+#include <cassert>
+#include <climits>
 #include <span>
 #include <string>
 #include <vector>
@@ -132,6 +135,12 @@ struct Unit {
     int64_t decayed;       // how many elements, from the start, get weight decay
 };
 
+// A stage of a model: the blocks from `first` up to, but not including, `end`. The first block comes with the
+// embeddings, the last one with the head.
+struct Stage {
+    int first = 0, end = INT_MAX;
+};
+
 // The tensors of a unit, as the model's family has them.
 inline Table family_table(const ModelConfig& c, int unit) {
     if (unit == 0) return c.family->embeddings(c);
@@ -143,18 +152,29 @@ inline Table family_table(const ModelConfig& c, int unit) {
 class Layout {
   public:
     // Layout of the model's own tensors.
-    explicit Layout(const ModelConfig& config)
-        : Layout(config, config.family->prefix, [&](int unit) { return family_table(config, unit); }) {}
+    explicit Layout(const ModelConfig& config, Stage stage = {})
+        : Layout(
+              config, config.family->prefix, [&](int unit) { return family_table(config, unit); }, stage) {}
     // Layout of the tensors in other tables: table(unit) may be empty. Their names in files begin with
     // `prefix`.
     template <class Tables>
-    Layout(const ModelConfig& config, const std::string& prefix, Tables&& table) : config_(config) {
-        add_unit("embeddings", prefix, "", table(0));
+    Layout(const ModelConfig& config, const std::string& prefix, Tables&& table, Stage stage = {})
+        : config_(config), stage_{stage.first, std::min(stage.end, config.layers)} {
+        assert(!config.tied || (has_embeddings() && has_head()));  // a tied matrix is in one stage
+        add_unit("embeddings", prefix, "", has_embeddings() ? table(0) : Table());
         for (int l = 0; l < config.layers; l++)
-            add_unit("block " + std::to_string(l), prefix, block_prefix(*config.family, l), table(l + 1));
-        add_unit("head", prefix, "", table(config.layers + 1));
+            add_unit("block " + std::to_string(l), prefix, block_prefix(*config.family, l),
+                     has_block(l) ? table(l + 1) : Table());
+        add_unit("head", prefix, "", has_head() ? table(config.layers + 1) : Table());
     }
     const ModelConfig& config() const { return config_; }
+    const Stage& stage() const { return stage_; }
+    bool has_embeddings() const { return stage_.first == 0; }
+    bool has_head() const { return stage_.end == config_.layers; }
+    bool has_block(int layer) const { return layer >= stage_.first && layer < stage_.end; }
+    // How many blocks the stage has, and the number of a layer's block among them.
+    int blocks() const { return stage_.end - stage_.first; }
+    int block_of(int layer) const { return layer - stage_.first; }
     const std::vector<Parameter>& parameters() const { return parameters_; }
     const std::vector<Unit>& units() const { return units_; }
     // The numbers of the units that are not blocks; block l is unit l + 1.
@@ -162,7 +182,7 @@ class Layout {
     int head_unit() const { return config_.layers + 1; }
     static int block_unit(int layer) { return layer + 1; }
     static int layer_of(int unit) { return unit - 1; }  // of a block's unit
-    bool is_block(int unit) const { return unit > 0 && unit <= config_.layers; }
+    bool is_block(int unit) const { return has_block(layer_of(unit)); }
     std::span<const Parameter> parameters_of(int unit) const {
         const size_t first = first_parameter_[static_cast<size_t>(unit)];
         const bool last = unit + 1 == static_cast<int>(units_.size());
@@ -272,6 +292,7 @@ class Layout {
     }
 
     ModelConfig config_;
+    Stage stage_;
     std::vector<Parameter> parameters_;
     std::vector<Unit> units_;
     std::vector<size_t> first_parameter_;  // by unit

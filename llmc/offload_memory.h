@@ -78,13 +78,13 @@ class OffloadedMemory {
         return matrices_ ? matrices_->streamed_bytes() : std::vector<size_t>();
     }
     std::vector<size_t> streamed_gradient_bytes() const {
-        return std::vector<size_t>(layers(), StoredPieces::buffer_bytes(model_.block_bytes()));
+        return std::vector<size_t>(blocks_of_stage(), StoredPieces::buffer_bytes(model_.block_bytes()));
     }
     // How many layers' inputs are offloaded; and how many rows of a sequence at a time, as attention takes
     // them (0: all).
     int offloaded_layers() const {
-        const int layers = model_.layout.config().layers;
-        return o_.offloaded_inputs < 0 ? layers : std::min(o_.offloaded_inputs, layers);
+        const int all = model_.layout.blocks();
+        return o_.offloaded_inputs < 0 ? all : std::min(o_.offloaded_inputs, all);
     }
     int64_t input_chunk_rows() const {
         return go_in_chunks(length(), o_.attention_rows) ? o_.attention_rows : 0;
@@ -130,12 +130,13 @@ class OffloadedMemory {
     void add_to(OutsideDevice& report) const;
 
   private:
-    size_t layers() const { return static_cast<size_t>(model_.layout.config().layers); }
+    size_t blocks_of_stage() const { return static_cast<size_t>(model_.layout.blocks()); }
     int64_t length() const { return o_.seq_len + prompt_tokens_; }
     // As many transfers are under way at a time as there are buffers on the device.
     Place place_of_blocks(const char* option, Placement placement, bool streams) const {
         const size_t bytes = streams ? model_.block_bytes() : 0;
-        return {option, placement, layers() * bytes, bytes, buffers_for(o_.prefetch, layers())};
+        return {option, placement, blocks_of_stage() * bytes, bytes,
+                buffers_for(o_.prefetch, blocks_of_stage())};
     }
     size_t buffers_of_matrices() const {
         return buffers_for(o_.prefetch, matrices_->streamed_bytes().size());
@@ -176,9 +177,8 @@ class OffloadedMemory {
     }
     template <class E>
     UnitMemory<E> memory_of(int unit, E* on_device, bool offloaded, const OffloadStorage* place) const {
-        const bool is_block = unit > 0 && static_cast<size_t>(unit) <= layers();
-        if (!offloaded || !is_block) return {on_device, false};
-        const auto block = static_cast<uint64_t>(Layout::layer_of(unit));
+        if (!offloaded || !model_.layout.is_block(unit)) return {on_device, false};
+        const auto block = static_cast<uint64_t>(model_.layout.block_of(Layout::layer_of(unit)));
         return {place ? reinterpret_cast<E*>(place->address(block * model_.block_bytes())) : nullptr, true};
     }
 

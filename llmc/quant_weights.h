@@ -110,15 +110,17 @@ inline Field head_field(const ModelConfig& c) { return c.tied ? Field::TokenEmbe
 
 // The layout of a model without the matrices of its blocks' linear layers (if `matrices`) and without the
 // fields `others`.
-inline Layout layout_without(const ModelConfig& c, bool matrices, const std::vector<Field>& others) {
-    return Layout(c, c.family->prefix, [&](int unit) {
+inline Layout layout_without(const ModelConfig& c, bool matrices, const std::vector<Field>& others,
+                             Stage stage = {}) {
+    const auto table_of = [&](int unit) {
         Table table = family_table(c, unit);
         std::erase_if(table, [&](const Row& row) {
             return (matrices && is_linear(row.field)) ||
                    std::find(others.begin(), others.end(), row.field) != others.end();
         });
         return table;
-    });
+    };
+    return Layout(c, c.family->prefix, table_of, stage);
 }
 
 class QuantizedWeights {
@@ -126,16 +128,20 @@ class QuantizedWeights {
     // FloatsOfFiles: all matrices are floats, in the format and the order of the model's files.
     enum class Values { Quantized, FloatsOfFiles };
 
-    // The matrices of a model's linear layers. format_of(module, name) returns the format of a matrix, given
-    // its layer and its name in files. Streaming transfers a whole block at a time. Allocates nothing yet.
+    // The matrices of the linear layers of a stage. format_of(module, name) returns the format of a matrix,
+    // given its layer and its name in files. Streaming transfers a whole block at a time. Blocks are counted
+    // from the stage's first. Allocates nothing yet.
     template <class FormatOf>
-    QuantizedWeights(const ModelConfig& c, Placement placement, Values values, FormatOf&& format_of)
-        : placement_(placement),
+    QuantizedWeights(const ModelConfig& c, Stage stage, Placement placement, Values values,
+                     FormatOf&& format_of)
+        : first_layer_(stage.first),
+          placement_(placement),
           floats_(values == Values::FloatsOfFiles),
           by_outputs_(!floats_ || c.family->by_outputs) {
         for (LinearModule& m : linear_modules(c)) {
+            if (m.layer < stage.first || m.layer >= stage.end) continue;
             const std::string name = full_name(c, m) + ".weight";
-            while (static_cast<int>(blocks_.size()) <= m.layer) blocks_.push_back(bytes_);
+            while (static_cast<int>(blocks_.size()) <= block_of(m)) blocks_.push_back(bytes_);
             add(name, m, format_of(m, name));
         }
         blocks_.push_back(bytes_);
@@ -217,8 +223,8 @@ class QuantizedWeights {
         std::vector<QuantizedPart> found;
         for (const Matrix& m : matrices_)
             if (m.module.layer == layer && m.module.field == field)
-                found.push_back(
-                    {view(m, block ? block + (m.offset - start_of(layer)) : nullptr), m.module.first_output});
+                found.push_back({view(m, block ? block + (m.offset - start_of(block_of(m.module))) : nullptr),
+                                 m.module.first_output});
         return found;
     }
 
@@ -303,6 +309,7 @@ class QuantizedWeights {
         matrices_.push_back({name, m, format, bytes_});
         bytes_ += static_cast<size_t>(quantized_bytes(*format, m.outputs * m.inputs));
     }
+    int block_of(const LinearModule& m) const { return m.layer - first_layer_; }
     size_t start_of(int block) const { return blocks_[static_cast<size_t>(block)]; }
     // Calls find_matrix(matrix, block, at) for each matrix of a transfer, then add(block) with the result.
     template <class Add, class FindMatrix>
@@ -327,8 +334,8 @@ class QuantizedWeights {
     // a matrix has fewer bytes than in memory, where it ends at a multiple of 16.
     Slice own_bytes_of(const Matrix& m, int64_t all) const {
         if (!is_divided()) return {0, all};
-        const DividedBytes block = divided_block(m.module.layer);
-        const int64_t start = static_cast<int64_t>(m.offset - start_of(m.module.layer));
+        const DividedBytes block = divided_block(block_of(m.module));
+        const int64_t start = static_cast<int64_t>(m.offset - start_of(block_of(m.module)));
         const Slice own = slices_.own(block.all);
         const int64_t first = std::clamp<int64_t>(own.first - start, 0, all),
                       end = std::clamp<int64_t>(own.first + own.count - start, 0, all);
@@ -337,8 +344,8 @@ class QuantizedWeights {
     // Where that part is on the device.
     char* own_address_of(const Matrix& m, const Slice& part) const {
         if (!is_divided()) return memory_.data() + m.offset;
-        const DividedBytes block = divided_block(m.module.layer);
-        return block.own + static_cast<int64_t>(m.offset - start_of(m.module.layer)) + part.first -
+        const DividedBytes block = divided_block(block_of(m.module));
+        return block.own + static_cast<int64_t>(m.offset - start_of(block_of(m.module))) + part.first -
                slices_.own(block.all).first;
     }
     // Calls fill(matrix, to) to write each matrix's bytes to host memory, and stores those that this rank
@@ -423,6 +430,7 @@ class QuantizedWeights {
         if (nf4) nf4->finish();
     }
 
+    int first_layer_ = 0;
     Placement placement_ = Placement::Device;
     bool floats_ = false, by_outputs_ = true;
     std::vector<Matrix> matrices_;

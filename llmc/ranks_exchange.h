@@ -306,18 +306,19 @@ DividedBytes divided_block(const State<T>& state, int layer) {
             reinterpret_cast<char*>(own.slice)};
 }
 
-// The blocks of a model: of a frozen one its matrices, if they are not null; else those of its State.
+// The blocks of a stage: of a frozen model its matrices, if they are not null; else those of its State.
 class DividedBlocks {
   public:
     DividedBlocks(const State<floatX>& state, const QuantizedWeights* matrices)
         : state_(state), matrices_(matrices) {}
 
-    DividedBytes block(int layer) const {
-        return matrices_ ? matrices_->divided_block(layer) : divided_block(state_, layer);
+    DividedBytes block(int number) const {
+        return matrices_ ? matrices_->divided_block(number)
+                         : divided_block(state_, state_.layout.stage().first + number);
     }
     // The rounds in which all ranks gather a block into a buffer, where it begins at `at`.
-    std::vector<ExchangeRound> rounds(int layer, char* at) const {
-        const DividedBytes b = block(layer);
+    std::vector<ExchangeRound> rounds(int number, char* at) const {
+        const DividedBytes b = block(number);
         return gather_rounds(b.slices, {b.own, b.own_bytes()}, [&](int rank) -> Part {
             const Slice theirs = b.slices.of(b.all, rank);
             return {at + theirs.first, static_cast<size_t>(theirs.count)};
@@ -326,10 +327,10 @@ class DividedBlocks {
     // The bytes of each block in its buffer, and those that a rank sends when all gather it.
     std::vector<BlockBytes> bytes() const {
         std::vector<BlockBytes> all;
-        for (int l = 0; l < state_.layout.config().layers; l++) {
-            const DividedBytes b = block(l);
+        for (int number = 0; number < state_.layout.blocks(); number++) {
+            const DividedBytes b = block(number);
             const auto size = static_cast<size_t>(b.all);
-            const SentBytes sent = sent_bytes(rounds(l, nullptr), b.slices);
+            const SentBytes sent = sent_bytes(rounds(number, nullptr), b.slices);
             all.emplace_back(matrices_ ? size : StoredPieces::buffer_bytes(size), sent.to_ranks,
                              sent.to_machines);
         }
@@ -350,11 +351,11 @@ class GatheredBlocks : public PieceSource {
 
     // Gathers a block into the buffer. Nothing is stored: updates change the rank's own slices, and the next
     // gather brings them.
-    size_t start(char* buffer, [[maybe_unused]] std::optional<int> to_store, std::optional<int> layer,
+    size_t start(char* buffer, [[maybe_unused]] std::optional<int> to_store, std::optional<int> block,
                  Stream stream) override {
-        assert(!to_store && layer);
-        const auto rounds = blocks_.rounds(*layer, blocks_.in_buffer(buffer));
-        count_sent(sent_bytes(rounds, blocks_.block(*layer).slices));
+        assert(!to_store && block);
+        const auto rounds = blocks_.rounds(*block, blocks_.in_buffer(buffer));
+        count_sent(sent_bytes(rounds, blocks_.block(*block).slices));
         return transfers_.start(rounds, stream);
     }
     void finish(size_t number, Stream stream) override { transfers_.finish(number, stream); }

@@ -73,7 +73,8 @@ class RunInputs {
     // placement, a name of kPlacementNames. `not_in_state`: the State has no matrices, so that even those in
     // the build's own format are among these.
     template <class T>
-    std::optional<QuantizedWeights> quantized_weights(const std::string& weights, bool not_in_state) const;
+    std::optional<QuantizedWeights> quantized_weights(Stage stage, const std::string& weights,
+                                                      bool not_in_state) const;
     // True if --memory may place the blocks of a frozen model in `placement` instead of where --offload
     // weights= says: if check_placements() would accept that. Matrices that this run quantizes itself cannot
     // be on disk.
@@ -405,33 +406,34 @@ inline ModelConfig RunInputs::choose_config() const {
 }
 
 template <class T>
-std::optional<QuantizedWeights> RunInputs::quantized_weights(const std::string& weights,
+std::optional<QuantizedWeights> RunInputs::quantized_weights(Stage stage, const std::string& weights,
                                                              bool not_in_state) const {
     using Values = QuantizedWeights::Values;
     const bool trained = o_.steps > 0 && !adapter;
     const Placement placement = trained ? Placement::Device : named<Placement>(kPlacementNames, weights);
     if (gguf)
-        return QuantizedWeights(config, placement, Values::Quantized,
+        return QuantizedWeights(config, stage, placement, Values::Quantized,
                                 [&](const LinearModule& m, const std::string& name) {
                                     return &format_of(*gguf->get(name, {m.outputs, m.inputs}).tensor);
                                 });
     if (const std::vector<StoredAs> formats = stored(); !formats.empty())
         return QuantizedWeights(
-            config, placement, Values::Quantized,
+            config, stage, placement, Values::Quantized,
             [&](const LinearModule& m, const std::string&) { return stored_format<T>(formats, config, m); });
     if (!config.has_nf4 && placement == Placement::Device && !not_in_state) return std::nullopt;
     if (!config.has_nf4 && o_.plan && !has_weights(model))  // most published models are in bf16
-        return QuantizedWeights(config, placement, Values::FloatsOfFiles,
+        return QuantizedWeights(config, stage, placement, Values::FloatsOfFiles,
                                 [](const LinearModule&, const std::string&) { return &kStoredBf16; });
     const SafetensorsFolder files(model, config.family->prefix);
     if (!config.has_nf4)
-        return QuantizedWeights(
-            config, placement, Values::FloatsOfFiles, [&](const LinearModule& m, const std::string& name) {
-                const Shape shape =
-                    config.family->by_outputs ? Shape{m.outputs, m.inputs} : Shape{m.inputs, m.outputs};
-                return &format_of(files.get(name, file_shape(shape)), model);
-            });
-    return QuantizedWeights(config, placement, Values::Quantized,
+        return QuantizedWeights(config, stage, placement, Values::FloatsOfFiles,
+                                [&](const LinearModule& m, const std::string& name) {
+                                    const Shape shape = config.family->by_outputs
+                                                            ? Shape{m.outputs, m.inputs}
+                                                            : Shape{m.inputs, m.outputs};
+                                    return &format_of(files.get(name, file_shape(shape)), model);
+                                });
+    return QuantizedWeights(config, stage, placement, Values::Quantized,
                             [&](const LinearModule&, const std::string& name) {
                                 if (!Nf4File::has(files, name))
                                     fail("%s: tensor \"%s\" is not quantized, and the folder's others are",

@@ -60,12 +60,12 @@ StateOptions state_options(const RunConfig& o) {
     return s;
 }
 
-// The Layout of everything that is trained: the model's tensors, or the adapter's. It has as many units as
-// the model; units of an adapter may be empty.
-inline Layout trained_layout(const ModelConfig& c, const AdapterConfig& adapter) {
-    if (!adapter) return Layout(c);
-    return Layout(c, kPeftPrefix + std::string(c.family->prefix),
-                  [&](int unit) { return adapter_table(adapter, c, unit); });
+// The Layout of everything that is trained in a stage: the model's tensors, or the adapter's. It has as many
+// units as the model; units of an adapter may be empty.
+inline Layout trained_layout(const ModelConfig& c, const AdapterConfig& adapter, Stage stage = {}) {
+    if (!adapter) return Layout(c, stage);
+    const auto table = [&](int unit) { return adapter_table(adapter, c, unit); };
+    return Layout(c, kPeftPrefix + std::string(c.family->prefix), table, stage);
 }
 
 // What an optional contains, or null.
@@ -88,17 +88,19 @@ class RunModel {
     State<floatX> state;
     std::optional<State<floatX>> adapter;
 
-    // Allocates nothing yet. The formats of the state may change until allocate(): call apply_formats().
-    RunModel(const RunConfig& o, RunInputs& in)
+    // Allocates nothing yet. The formats of the state may change until allocate(): call apply_formats(). A
+    // stage that is not the whole model has no soft prompt, and no embedding or head in a format of its own.
+    RunModel(const RunConfig& o, RunInputs& in, Stage stage = {})
         : whole(in.config),
-          quantized(frozen_matrices(o, in)),
+          quantized(frozen_matrices(o, in, stage)),
           quantized_head(in.quantized_head()),
           embeddings(in.offloaded_embeddings(o.embeddings)),
-          state(layout_without(in.config, quantized.has_value(), fields_not_in_state(in.config)),
+          state(layout_without(in.config, quantized.has_value(), fields_not_in_state(in.config), stage),
                 state_options_of_model(o, in)),
           o_(o),
           in_(in) {
-        if (in.adapter) adapter.emplace(trained_layout(in.config, in.adapter), state_options<floatX>(o));
+        if (in.adapter)
+            adapter.emplace(trained_layout(in.config, in.adapter, stage), state_options<floatX>(o));
     }
     RunModel(const RunModel&) = delete;
 
@@ -259,9 +261,10 @@ class RunModel {
     }
 
   private:
-    static std::optional<QuantizedWeights> frozen_matrices(const RunConfig& o, const RunInputs& in) {
+    static std::optional<QuantizedWeights> frozen_matrices(const RunConfig& o, const RunInputs& in,
+                                                           Stage stage) {
         const bool divided = o.slices_weights() && in.adapter;
-        auto matrices = in.quantized_weights<floatX>(o.weights, divided);
+        auto matrices = in.quantized_weights<floatX>(stage, o.weights, divided);
         if (divided) matrices->divide(o.rank);
         return matrices;
     }

@@ -29,9 +29,9 @@ struct StateOptions {
     Placement blocks = Placement::Device;           // where the weights of blocks are
     Placement block_gradients = Placement::Device;  // where the gradients of blocks are
     Placement updated = Placement::Device;  // where moments and master weights are, which only updates need
-    Slices slices = {};             // the only part of moments and master weights that this rank has
-    bool slices_gradients = false;  // true if this rank has only this part of the gradients too
-    bool slices_blocks = false;     // true if it has only this part of the weights of blocks
+    Slices slices = {};                     // the only part of moments and master weights that this rank has
+    bool slices_gradients = false;          // true if this rank has only this part of the gradients too
+    bool slices_blocks = false;             // true if it has only this part of the weights of blocks
 
     // Whether blocks' weights, or their gradients, are streamed to the device.
     bool streams_blocks() const { return blocks != Placement::Device; }
@@ -288,9 +288,10 @@ class State {
         if (placement == Placement::Device) return;
         for (StateBuffer& b : buffers_) {
             if (b.part != part) continue;
-            for (int l = 0; l < layout.config().layers; l++) {
-                const Unit& u = layout.units()[static_cast<size_t>(l) + 1];
-                b.pieces.push_back({u.offset, u.size, static_cast<uint64_t>(l) * block_bytes()});
+            for (int l = layout.stage().first; l < layout.stage().end; l++) {
+                const Unit& u = layout.units()[static_cast<size_t>(Layout::block_unit(l))];
+                const auto block = static_cast<uint64_t>(layout.block_of(l));
+                b.pieces.push_back({u.offset, u.size, block * block_bytes()});
                 b.elements -= u.size;
             }
         }

@@ -22,8 +22,9 @@
 
 class Step {
   public:
-    // Allocates nothing on the device yet. The stream may be created before start(). What rehearse() plans is
-    // in `plans`. The arguments passed by reference must outlive this, and not change.
+    // A step of the model, or of the stage that `model` has: neither norms nor losses are added up over
+    // stages. Allocates nothing on the device yet. The stream may be created before start(). What rehearse()
+    // plans is in `plans`. The arguments passed by reference must outlive this, and not change.
     Step(const RunConfig& run, const RunInputs& in, Arena& arena, const Stream& stream, RunModel& model,
          Plans& plans);
     Step(const Step&) = delete;
@@ -39,6 +40,8 @@ class Step {
     // ---- the set-up
     // Connects this rank to the others. Without it, steps of several ranks can only be rehearsed.
     void connect(RankEngine& engine) { exchange_.connect(engine); }
+    // Connects a stage of the model to its neighbors. Without it, a stage can only be rehearsed.
+    void connect(StageLinks& links) { gpt_.connect(links); }
     // Allocates all device memory of the run: what the report says, to the byte.
     void start(const MemoryReport& report);
     void load();

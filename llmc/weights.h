@@ -56,9 +56,10 @@ class Weights {
         const bool has_head = !frozen_.head && !frozen_.embeddings;
         if (layout.config().tied && has_head) head.logits.weight = embeddings.token.view();
         blocks_.clear();
-        for (int l = 0; l < layers(); l++) blocks_.push_back(layout.block(unit(Layout::block_unit(l)), l));
-        for (int l = 0; frozen_.matrices && l < layers(); l++)
-            bind_matrices(l, streams_blocks() ? nullptr : frozen_.matrices->block(l).data());
+        for (int l = 0; l < layout.config().layers; l++)
+            blocks_.push_back(layout.block(unit(Layout::block_unit(l)), l));
+        for (int l = layout.stage().first; frozen_.matrices && l < layout.stage().end; l++)
+            bind_matrices(l, streams_blocks() ? nullptr : frozen_.matrices->block(layout.block_of(l)).data());
         if (is_frozen()) bind_adapter();
     }
     // Says where streamed blocks come from, the bytes of each, and how many are prefetched.
@@ -94,7 +95,7 @@ class Weights {
     // until another block is fetched.
     void fetch(int layer) {
         if (!streams_blocks()) return;
-        char* const buffer = streamed_.fetch(layer);
+        char* const buffer = streamed_.fetch(model_.layout.block_of(layer));
         if (bound_ == std::pair(layer, buffer)) return;
         bound_ = {layer, buffer};
         if (streams_trained_blocks())
@@ -105,7 +106,7 @@ class Weights {
     }
     // A block's weights. A streamed block must be the one that was fetched last.
     Block<floatX>& block(int layer) {
-        assert(!streams_blocks() || streamed_.holds(layer));
+        assert(!streams_blocks() || streamed_.holds(model_.layout.block_of(layer)));
         return blocks_[static_cast<size_t>(layer)];
     }
     // The weights of a trained unit, for changing them. A streamed block must be the one that was fetched
@@ -115,15 +116,16 @@ class Weights {
         const bool is_block = trained_.layout.is_block(unit);
         if (is_block && trained_.options.slices_blocks) return own_slice_of_weights(trained_, unit).unit;
         if (!is_block || !streams_trained_blocks()) return unit_of(trained_, StatePart::Weights, unit).data();
-        assert(streamed_.holds(Layout::layer_of(unit)));
+        assert(streamed_.holds(trained_.layout.block_of(Layout::layer_of(unit))));
         return reinterpret_cast<floatX*>(aligned_buffer(streamed_.change()));
     }
     // Ends the sweeps: stores what was changed and releases the buffers.
     void release() { streamed_.release(); }
 
   private:
-    void begin_sweep(From from) { streamed_.expect(numbers_in_order(streams_blocks() ? layers() : 0, from)); }
-    int layers() const { return model_.layout.config().layers; }
+    void begin_sweep(From from) {
+        streamed_.expect(numbers_in_order(streams_blocks() ? model_.layout.blocks() : 0, from));
+    }
     // Points the matrices of a block at their parts of the bytes at `block`; null if they are not there yet.
     void bind_matrices(int layer, const char* block) {
         for (auto& [w, field] : linears(blocks_[static_cast<size_t>(layer)])) {
@@ -136,7 +138,7 @@ class Weights {
         const Layout& layout = trained_.layout;
         const auto unit = [&](int number) { return unit_of(trained_, StatePart::Weights, number).data(); };
         embeddings.prompt = std::move(layout.embeddings(unit(layout.embeddings_unit())).prompt);
-        for (int l = 0; l < layers(); l++) {
+        for (int l = layout.stage().first; l < layout.stage().end; l++) {
             Block<floatX> adapter = layout.block(unit(Layout::block_unit(l)), l);
             const auto to = linears(blocks_[static_cast<size_t>(l)]), from = linears(adapter);
             for (size_t i = 0; i < to.size(); i++) {

@@ -1,5 +1,5 @@
-// test_stages.cpp - a Step over a range of blocks: a model in two or three stages, each in a process of its
-// own, is trained to the bits of the whole model. Each stage has only its own weights, and takes the memory
+// test_stages.cpp - a Step over a range of blocks: a model in three stages, each in a process of its own, is
+// trained to the bits of the whole model. Each stage has only its own weights, and takes the memory
 // that it planned, which Step::start() checks to the byte.
 
 #include <sys/socket.h>
@@ -169,13 +169,11 @@ TEST(Stages, TrainAsTheWholeModel) {
         SCOPED_TRACE(way);
         const nlohmann::json whole = run_stages(folder, all + way, {0, 4});
         EXPECT_NE(whole["losses"][0], whole["losses"][2]);
-        for (const std::vector<int>& cuts : {std::vector{0, 1, 4}, std::vector{0, 2, 3, 4}}) {
-            const nlohmann::json stages = run_stages(folder, all + way, cuts);
-            EXPECT_EQ(stages["losses"], whole["losses"]);
-            EXPECT_EQ(stages["weights"].size(), whole["weights"].size());
-            for (const auto& [name, bytes] : whole["weights"].items())
-                EXPECT_EQ(stages["weights"][name], bytes) << name;
-        }
+        const nlohmann::json stages = run_stages(folder, all + way, {0, 2, 3, 4});
+        EXPECT_EQ(stages["losses"], whole["losses"]);
+        EXPECT_EQ(stages["weights"].size(), whole["weights"].size());
+        for (const auto& [name, bytes] : whole["weights"].items())
+            EXPECT_EQ(stages["weights"][name], bytes) << name;
     }
 }
 

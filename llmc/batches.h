@@ -59,7 +59,7 @@ class Batches {
             fail(
                 "%s: the %lu sequences that a validation reads have no token with a loss; give other data, "
                 "or more --eval-batches",
-                in_.val_data->option().c_str(), validation_sequences());
+                in_.val_data->option(), validation_sequences());
     }
     // A resumed run begins after `step` steps, which read `sequences` sequences.
     void begin_at(int64_t step, int64_t sequences) { first_step_ = step, first_sequence_ = sequences; }

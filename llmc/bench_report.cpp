@@ -215,9 +215,9 @@ static void print_operations(FILE* to, const BenchReport& r) {
           "GFLOP/s", "roofline ms", "ratio");
     for (const OperationLine& o : r.operations()) {
         inside += o.seconds;
-        print(to, "%-58s %6.0f %10.3f %6.1f%% %8.1f %9.1f %12.3f %6.1f\n", o.name.c_str(), o.calls,
-              1e3 * o.seconds, 100 * o.seconds / whole, o.bytes / o.seconds / 1e9, o.flops / o.seconds / 1e9,
-              1e3 * o.roofline, o.seconds / o.roofline);
+        print(to, "%-58s %6.0f %10.3f %6.1f%% %8.1f %9.1f %12.3f %6.1f\n", o.name, o.calls, 1e3 * o.seconds,
+              100 * o.seconds / whole, o.bytes / o.seconds / 1e9, o.flops / o.seconds / 1e9, 1e3 * o.roofline,
+              o.seconds / o.roofline);
     }
     print(to, "%-58s %6s %10.3f %6.1f%%\n", "outside of operations", "", 1e3 * (whole - inside),
           100 * (whole - inside) / whole);
@@ -231,7 +231,7 @@ static void print_waits(FILE* to, const BenchReport& r) {
     for (const char* name : Transfer::kNames) print(to, " %10s", name);
     print(to, " %8s\n", "share");
     for (const Waits& w : r.waits()) {
-        print(to, "%-20s", w.place.c_str());
+        print(to, "%-20s", w.place);
         for (const double seconds : w.seconds) print(to, " %10.3f", 1e3 * seconds);
         print(to, " %7.2f%%\n", 100 * w.total() / whole);
     }
@@ -241,7 +241,7 @@ static void print_waits(FILE* to, const BenchReport& r) {
             const bool known = std::isfinite(r.limits[route]);
             print(to, "%-20s %10.1f %10.3f %10s\n", kRouteNames[route], r.moved(route) / 1e6,
                   r.moved(route) / r.seconds() / 1e9,
-                  known ? format("%.3f", r.limits[route] / 1e9).c_str() : "(--rates)");
+                  known ? format("%.3f", r.limits[route] / 1e9) : "(--rates)");
         }
 }
 
@@ -258,15 +258,14 @@ static void print_rank_times(FILE* to, const BenchReport& r) {
 
 static void print_table(FILE* to, const BenchReport& r) {
     const MemoryReport& m = r.memory;
-    print(to, "%s: %s, %s, batch %d, seq_len %d, grad_accum %d, recompute %s, %d CPU threads\n",
-          m.model.c_str(), m.device.c_str(), m.precision.c_str(), m.batch, m.seq_len, m.grad_accum,
-          m.recompute.c_str(), r.threads);
+    print(to, "%s: %s, %s, batch %d, seq_len %d, grad_accum %d, recompute %s, %d CPU threads\n", m.model,
+          m.device, m.precision, m.batch, m.seq_len, m.grad_accum, m.recompute, r.threads);
     print(to, "%zu steps, after a cold one of %.2f ms and %d to warm up\n\n", r.steps.size(),
           1e3 * r.cold.ranges.at(r.whole()), r.warmup);
     print(to, "%-13s %10s %10s %10s %10s\n", "ms", "mean", "std", "median", "min");
     for (const auto& [name, s] : r.times())
-        print(to, "%-13s %10.3f %10.3f %10.3f %10.3f\n", name.c_str(), 1e3 * s.mean, 1e3 * s.std,
-              1e3 * s.median, 1e3 * s.min);
+        print(to, "%-13s %10.3f %10.3f %10.3f %10.3f\n", name, 1e3 * s.mean, 1e3 * s.std, 1e3 * s.median,
+              1e3 * s.min);
     print(to, "\n%.0f tokens/s\n", r.tokens / r.seconds());
     print(to, "%.1f GFLOP/s: %.1f%% of the %.1f of square products\n", r.flops_per_second() / 1e9,
           100 * r.flops_per_second() / r.matmul_peak, r.matmul_peak / 1e9);
@@ -280,7 +279,7 @@ static void print_table(FILE* to, const BenchReport& r) {
 
 void print_bench(const BenchReport& r, bool json) {
     if (json)
-        print(stdout, "%s\n", json_text(bench_json(r)).c_str());
+        print(stdout, "%s\n", json_text(bench_json(r)));
     else
         print_table(stdout, r);
 }

@@ -50,8 +50,8 @@ class Reader {
         if (const auto number = node.value_exact<int64_t>()) return std::to_string(*number);
         if (const auto number = node.value_exact<double>()) return text_of(*number);
         if (const auto truth = node.value_exact<bool>()) return *truth ? "true" : "false";
-        fail("%s:%zu: %s is neither a text, a number, true or false, nor a list of these", path_.c_str(),
-             item.line, item.name().c_str());
+        fail("%s:%zu: %s is neither a text, a number, true or false, nor a list of these", path_, item.line,
+             item.name());
     }
 
     const std::string& path_;
@@ -84,12 +84,12 @@ std::vector<ConfigItem> read_toml(const std::string& text, const std::string& pa
     } catch (const toml::parse_error& error) {
         const auto ends = [&](const char* ending) { return path.ends_with(ending); };
         const bool is_other = ends(".yaml") || ends(".yml") || ends(".json");
-        fail("%s:%u: %s%s", path.c_str(), static_cast<unsigned>(error.source().begin.line),
-             printable(std::string(error.description())).c_str(),
+        fail("%s:%u: %s%s", path, static_cast<unsigned>(error.source().begin.line),
+             printable(std::string(error.description())),
              is_other ? " (--config reads TOML, with lines like lr = 1e-4)" : "");
     } catch (const BrokenAssertion&) {
-        fail("%s:%zu: no TOML: outside of quotes, names have only ASCII letters, digits, - and _",
-             path.c_str(), line_of_broken_assertion(text));
+        fail("%s:%zu: no TOML: outside of quotes, names have only ASCII letters, digits, - and _", path,
+             line_of_broken_assertion(text));
     }
     std::stable_sort(items.begin(), items.end(),
                      [](const ConfigItem& a, const ConfigItem& b) { return a.line < b.line; });

@@ -2,23 +2,19 @@
 #include "llmc/error.h"
 
 #include <algorithm>
+#include <cstdarg>
 #include <new>
 #include <utility>
 
 #include "llmc/utf8.h"
 
-std::string format_list(const char* pattern, va_list args) {
-    va_list again;
+std::string format_unchecked(const char* pattern, ...) {
+    va_list args, again;
+    va_start(args, pattern);
     va_copy(again, args);
     std::string text(static_cast<size_t>(vsnprintf(nullptr, 0, pattern, args)), '\0');
     vsnprintf(text.data(), text.size() + 1, pattern, again);
     va_end(again);
-    return text;
-}
-std::string format(const char* pattern, ...) {
-    va_list args;
-    va_start(args, pattern);
-    std::string text = format_list(pattern, args);
     va_end(args);
     return text;
 }
@@ -59,27 +55,9 @@ std::string safe_text(std::string_view text) {
     return shown + terminal.finish();
 }
 
-void print(FILE* to, const char* pattern, ...) {
+void print_text(FILE* to, const std::string& text) {
     if (before_print) before_print();
-    va_list args;
-    va_start(args, pattern);
-    fputs(safe_text(format_list(pattern, args)).c_str(), to);
-    va_end(args);
-}
-
-void fail(const char* pattern, ...) {
-    va_list args;
-    va_start(args, pattern);
-    const std::string text = format_list(pattern, args);
-    va_end(args);
-    throw UserError(text);
-}
-void bug(const char* pattern, ...) {
-    va_list args;
-    va_start(args, pattern);
-    const std::string text = format_list(pattern, args);
-    va_end(args);
-    throw std::logic_error(text);
+    fputs(safe_text(text).c_str(), to);
 }
 
 int report_error(FILE* to, const std::string& who, const std::string& where) {
@@ -89,14 +67,14 @@ int report_error(FILE* to, const std::string& who, const std::string& where) {
         std::string line = e.what();
         if (!dynamic_cast<const StepError*>(&e)) line += where;
         std::replace(line.begin(), line.end(), '\n', ' ');  // names of files may contain newlines
-        print(to, "%s: %s\n", who.c_str(), line.c_str());
+        print(to, "%s: %s\n", who, line);
         return 2;
     } catch (const std::bad_alloc&) {
         for (const char* part : {who.c_str(), ": out of host memory\n"})
             fputs(part, to);  // allocates nothing
         return 2;
     } catch (const std::exception& e) {
-        print(to, "%s: this is a bug: %s\n", who.c_str(), e.what());
+        print(to, "%s: this is a bug: %s\n", who, e.what());
         return 1;
     }
 }

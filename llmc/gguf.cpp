@@ -48,12 +48,13 @@ class HeaderReader {
     static constexpr size_t kWindow = 1 << 20;
 
     template <class... A>
-    [[noreturn]] void refuse(const char* pattern, A... args) const {
-        fail("%s: %s", file_.path().c_str(), format(pattern, args...).c_str());
+    [[noreturn]] void refuse(PatternFor<A...> pattern, const A&... args) const {
+        fail("%s: %s", file_.path(), format<A...>(pattern, args...));
     }
     template <class... A>
-    [[noreturn]] void refuse_tensor(const std::string& name, const char* pattern, A... args) const {
-        refuse("tensor \"%s\": %s", printable(name).c_str(), format(pattern, args...).c_str());
+    [[noreturn]] void refuse_tensor(const std::string& name, PatternFor<A...> pattern,
+                                    const A&... args) const {
+        refuse("tensor \"%s\": %s", printable(name), format<A...>(pattern, args...));
     }
 
     uint64_t left() const { return file_.size() - at_; }
@@ -85,7 +86,7 @@ class HeaderReader {
             refuse("%s at byte %lu announces %lu bytes, over the limit of %lu", what, at_, length,
                    std::min(longest, left()));
         const std::string text(take(length), static_cast<size_t>(length));
-        if (valid_utf8(text) != text.size()) refuse("%s \"%s\" is not UTF-8", what, printable(text).c_str());
+        if (valid_utf8(text) != text.size()) refuse("%s \"%s\" is not UTF-8", what, printable(text));
         return text;
     }
 
@@ -110,7 +111,7 @@ class HeaderReader {
     void read_key() {
         const std::string key = string("a key", kLongestKey);
         if (key.empty() || metadata_.contains(key))
-            refuse("key \"%s\" %s", printable(key).c_str(), key.empty() ? "is empty" : "appears twice");
+            refuse("key \"%s\" %s", printable(key), key.empty() ? "is empty" : "appears twice");
         metadata_[key] = read_value(key, number<uint32_t>());
     }
 
@@ -133,9 +134,9 @@ class HeaderReader {
         if (type == kF32) return shortest(number<float>());
         if (type == kString) return string("a string", std::numeric_limits<uint64_t>::max());
         if (type == kList) return read_list(key);
-        if (type != kBool) refuse("key \"%s\" has the unknown type %u", printable(key).c_str(), type);
+        if (type != kBool) refuse("key \"%s\" has the unknown type %u", printable(key), type);
         const auto truth = number<uint8_t>();
-        if (truth > 1) refuse("key \"%s\" is %u, but must be true or false", printable(key).c_str(), truth);
+        if (truth > 1) refuse("key \"%s\" is %u, but must be true or false", printable(key), truth);
         return truth == 1;
     }
 
@@ -143,12 +144,11 @@ class HeaderReader {
         const auto type = number<uint32_t>();
         const auto count = number<uint64_t>();
         if (least_bytes(type) == 0)
-            refuse("key \"%s\" is a list of the unknown type %u", printable(key).c_str(), type);
-        if (type == kList)
-            refuse("key \"%s\" is a list of lists, which is not supported", printable(key).c_str());
+            refuse("key \"%s\" is a list of the unknown type %u", printable(key), type);
+        if (type == kList) refuse("key \"%s\" is a list of lists, which is not supported", printable(key));
         if (count > kLongestList || count > left() / least_bytes(type))
-            refuse("key \"%s\" announces %lu elements, and %lu bytes are left: cut short?",
-                   printable(key).c_str(), count, left());
+            refuse("key \"%s\" announces %lu elements, and %lu bytes are left: cut short?", printable(key),
+                   count, left());
         nlohmann::json::array_t list;
         list.reserve(static_cast<size_t>(count));
         for (uint64_t i = 0; i < count; i++) list.push_back(read_value(key, type));
@@ -197,7 +197,7 @@ class HeaderReader {
         for (const std::string& other : words_of(kOtherGgufTypes))
             if (other.starts_with(number))
                 refuse_tensor(tensor, "type %s is not supported; %s are", other.c_str() + number.size(),
-                              known.c_str());
+                              known);
         refuse_tensor(tensor, "unknown type %u", type);
     }
 
@@ -206,7 +206,7 @@ class HeaderReader {
         if (given == metadata_.end()) return;
         if (!given->is_number_unsigned() || !std::has_single_bit(given->get<uint64_t>()) ||
             given->get<uint64_t>() > kWindow)
-            refuse("'general.alignment' is %s, but must be a power of two", printable(given->dump()).c_str());
+            refuse("'general.alignment' is %s, but must be a power of two", printable(given->dump()));
         alignment_ = given->get<uint64_t>();
     }
 
@@ -233,7 +233,7 @@ class HeaderReader {
         for (size_t i = 1; i < ordered.size(); i++)
             if (ordered[i - 1]->offset + ordered[i - 1]->bytes > ordered[i]->offset)
                 refuse_tensor(ordered[i]->name, "its data overlap those of \"%s\"",
-                              printable(ordered[i - 1]->name).c_str());
+                              printable(ordered[i - 1]->name));
     }
 
     const FileReader& file_;

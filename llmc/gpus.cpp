@@ -298,21 +298,21 @@ const KnownGpu& find_gpu(const std::string& name) {
     if (!gpu) gpu = gpu_with_words(words);
     if (!gpu) gpu = gpu_named(name);  // a driver's name, with more words
     if (!gpu && is_of_another_maker(words))
-        fail("--gpu %s: this trains on GPUs of NVIDIA, and on CPUs", name.c_str());
+        fail("--gpu %s: this trains on GPUs of NVIDIA, and on CPUs", name);
     if (!gpu) {
         const std::string like = gpus_like(words);
         fail(
             "--gpu %s: no GPU of this name is known (and none before compute capability 8.0 can be used); "
             "there are %s",
-            name.c_str(),
+            name,
             like.empty()
                 ? "RTX 3060, RTX 4090, RTX 5090, RTX 6000 Ada, L40S, A100 40GB, H100, and others like these"
-                : like.c_str());
+                : like);
     }
     constexpr double kReported = 0.97;  // GiB that drivers report of a GB on the package, about
     if (memory > 0 && std::abs(memory * kReported / gpu->memory - 1) > 0.1)
-        fail("--gpu %s: the %s that is known has %.1f GiB; --memory SIZE plans for less", name.c_str(),
-             gpu->name, gpu->memory);
+        fail("--gpu %s: the %s that is known has %.1f GiB; --memory SIZE plans for less", name, gpu->name,
+             gpu->memory);
     return *gpu;
 }
 

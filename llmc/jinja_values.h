@@ -396,9 +396,13 @@ inline std::string repr_of_text(std::string_view text) {
         else if (is_printable(code))
             out += text.substr(at, length);
         else
-            out += format(code < 0x100     ? "\\x%02x"
-                          : code < 0x10000 ? "\\u%04x"
-                                           : "\\U%08x",
+            out += format("\\%c%0*x",
+                          code < 0x100     ? 'x'
+                          : code < 0x10000 ? 'u'
+                                           : 'U',
+                          code < 0x100     ? 2
+                          : code < 0x10000 ? 4
+                                           : 8,
                           static_cast<unsigned>(code));
         at += length;
     }

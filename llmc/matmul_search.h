@@ -115,7 +115,7 @@ std::vector<MatmulAlgorithm> measure(const Product& p, Stopwatch& stopwatch, voi
         }
     }
     if (measured.empty())
-        fail("cuBLASLt does none of the algorithms that it names for a product of %s", key.text().c_str());
+        fail("cuBLASLt does none of the algorithms that it names for a product of %s", key.text());
     return measured;
 }
 }  // namespace matmul_search
@@ -140,8 +140,8 @@ void search_matmul_algorithms(const std::string& path, const std::set<Product>& 
     }
     if (!missing.empty()) {
         algorithms.save();  // fails before the work if the file cannot be written
-        print(stderr, "--advanced algorithms=%s: measuring %zu of %zu products\n", path.c_str(),
-              missing.size(), products.size());
+        print(stderr, "--advanced algorithms=%s: measuring %zu of %zu products\n", path, missing.size(),
+              products.size());
         const DeviceBuffer workspace(kCublasWorkspace, "cuBLASLt's workspace");
         Stopwatch stopwatch(stream);
         for (const Product& p : missing) {

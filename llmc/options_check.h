@@ -34,13 +34,13 @@ inline void check_bench_options(const Asked& o) {
              "--plan --timeline --resume --out --save-base --save-every --log --loss-by-position --val-data "
              "--merge --export --print-every --eval-every --sample.every --prompt --epochs --keep-best "
              "--early-stopping --report --tensorboard"))
-        if (o.has(name)) fail("%s: a bench only measures; leave it out, or --bench", o.spelled(name).c_str());
+        if (o.has(name)) fail("%s: a bench only measures; leave it out, or --bench", o.spelled(name));
     for (const char* name : {"--steps", "--warmup"})
         if (o.has(name) && strtod(o.first(name), nullptr) > 1e6)
-            fail("%s: a bench measures at most 1000000 steps", o.spelled(name).c_str());
+            fail("%s: a bench measures at most 1000000 steps", o.spelled(name));
     if (o.has("--steps") && o.bench_steps == 0) fail("--steps 0: a bench measures at least one step");
     if (o.bench == "forward" && o.has("--memory"))
-        fail("--memory %s chooses for training, and --bench forward does none", o.memory.c_str());
+        fail("--memory %s chooses for training, and --bench forward does none", o.memory);
 }
 
 // A calibration measures the device, independent of any training: fails on options for more than that.
@@ -49,8 +49,7 @@ inline void check_calibration(const Asked& o) {
     for (const auto& [name, values] : o.settings)
         if (name != "--calibrate" && name != "--threads" && name != "--devices" &&
             !(name == "--grad-accum" && o.devices > 1))  // complete_devices() has set it
-            fail("--calibrate %s measures the device and stops: leave %s out", o.calibrate.c_str(),
-                 o.spelled(name).c_str());
+            fail("--calibrate %s measures the device and stops: leave %s out", o.calibrate, o.spelled(name));
 }
 
 // A conversation, and a file of prompts, only need a model: fails on options for more than that.
@@ -69,24 +68,24 @@ inline void check_answers(const Asked& o) {
         fail(
             "--prompt: --model %s is a new one, which knows nothing: give the folder of a trained model, or "
             "--steps N to train one first",
-            o.model.c_str());
+            o.model);
     if (!o.only_answers()) return;
     const std::string self = o.chat ? "--chat" : "--prompts " + o.prompts;
     if (o.chat && o.raw_prompt) fail("--raw-prompt: --chat writes a conversation in the model's chat format");
     if (o.chat && !o.prompts.empty())
-        fail("--chat and --prompts %s cannot be combined: give one of them", o.prompts.c_str());
+        fail("--chat and --prompts %s cannot be combined: give one of them", o.prompts);
     for (const std::string& name :
          words_of("--data --val-data --prompt --sample.every --out --save-every --merge --export --epochs "
                   "--save-base --log --loss-by-position --eval-every --timeline --bench --memory --report "
                   "--tensorboard"))
         if (o.has(name) && !o.of_save.contains(name))
-            fail("%s only answers: leave %s out", self.c_str(), o.spelled(name).c_str());
-    if (o.steps > 0) fail("%s trains nothing: leave --steps %s out", self.c_str(), o.first("--steps"));
-    if (o.batch == 0) fail("--batch auto is for training; with %s, give a number", self.c_str());
-    if (o.sample_tokens == 0) fail("%s: with --sample tokens=0, answers have no tokens", self.c_str());
+            fail("%s only answers: leave %s out", self, o.spelled(name));
+    if (o.steps > 0) fail("%s trains nothing: leave --steps %s out", self, o.first("--steps"));
+    if (o.batch == 0) fail("--batch auto is for training; with %s, give a number", self);
+    if (o.sample_tokens == 0) fail("%s: with --sample tokens=0, answers have no tokens", self);
     if (parse_new_model(o.model) && o.resume.empty())
-        fail("%s: --model %s is a new one, which knows nothing: give the folder of a trained model",
-             self.c_str(), o.model.c_str());
+        fail("%s: --model %s is a new one, which knows nothing: give the folder of a trained model", self,
+             o.model);
 }
 
 // Fails on options of adapters that this run does not use.
@@ -95,18 +94,18 @@ inline void check_adapter_options(const Asked& o) {
         if (!o.has(name)) continue;
         if (!o.adapter.empty() && name != std::string("--lora-dropout"))
             fail("%s %s: the adapter of %s %s keeps the one that it was trained with", name, o.first(name),
-                 o.has("--adapter") ? "--adapter" : "--model", o.adapter.c_str());
+                 o.has("--adapter") ? "--adapter" : "--model", o.adapter);
         if (o.train != "lora") fail("%s %s is of an adapter: add --train lora", name, o.first(name));
     }
     if (o.has("--soft-prompt")) {
         const char* const prompt = o.first("--soft-prompt");
         if (o.train != "prompt") fail("--soft-prompt %s: add --train prompt", prompt);
-        if (!o.adapter.empty()) fail("--soft-prompt %s: --adapter %s has its own", prompt, o.adapter.c_str());
+        if (!o.adapter.empty()) fail("--soft-prompt %s: --adapter %s has its own", prompt, o.adapter);
     }
     if (o.has("--adapter") && !o.resume.empty() && !o.of_save.contains("--adapter"))
-        fail("--adapter %s: --resume %s goes on with its own", o.adapter.c_str(), o.resume.c_str());
+        fail("--adapter %s: --resume %s goes on with its own", o.adapter, o.resume);
     if (!o.merge.empty() && !o.trains_adapter() && o.resume.empty())
-        fail("--merge %s: there is no adapter to merge; give --train lora or --adapter", o.merge.c_str());
+        fail("--merge %s: there is no adapter to merge; give --train lora or --adapter", o.merge);
     if (o.export_part == "adapter" && !o.trains_adapter() && o.resume.empty())
         fail("--export part=adapter: there is no adapter; give --train lora or --adapter");
     for (const char* mixed : {"q4_0", "q4_k_m", "q6_k"})
@@ -118,15 +117,14 @@ inline void check_adapter_options(const Asked& o) {
             fail("--export %s=%s: add --export FILE", std::strchr(name, '.') + 1, o.first(name));
     if (o.trains_adapter() && parse_new_model(o.model) && o.bench.empty())
         fail("--model %s makes a new model, and an adapter belongs to a trained one: give its folder",
-             o.model.c_str());
+             o.model);
 }
 
 // Fails if --seq-len auto has nothing to choose, or is combined with options that it would choose.
 inline void check_auto_length(const Asked& o) {
     if (!o.auto_length) return;
     if (!o.resume.empty())
-        fail("--seq-len auto: --resume %s goes on with its own length: leave --seq-len out",
-             o.resume.c_str());
+        fail("--seq-len auto: --resume %s goes on with its own length: leave --seq-len out", o.resume);
     if (o.batch == 0) fail("--seq-len auto and --batch auto: one of them must be a number");
     if (o.steps == 0 || o.bench == "forward")
         fail("--seq-len auto is for training; for a validation alone, give a number");
@@ -135,7 +133,7 @@ inline void check_auto_length(const Asked& o) {
             "--seq-len auto is for a trained model; --model %s makes a new one, which gets as many positions "
             "as "
             "--seq-len says",
-            o.model.c_str());
+            o.model);
 }
 
 // Fails on chunks that the kernels cannot process.
@@ -163,21 +161,20 @@ inline void check_memory(const Asked& o) {
     if (o.has("--memory") && o.memory.empty()) parse_bytes("", "--memory");  // fails
     if (o.has("--memory.host") && o.host_memory.empty()) parse_bytes("", "--memory host=");
     if (o.has("--memory") && o.batch != 0 && o.has("--recompute"))
-        fail("--memory %s chooses what to recompute itself: leave --recompute %s out", o.memory.c_str(),
-             o.recompute.c_str());
+        fail("--memory %s chooses what to recompute itself: leave --recompute %s out", o.memory, o.recompute);
     if (o.has("--memory") && o.offloaded_inputs > 0)
         fail(
             "--memory %s offloads the inputs of all blocks or of none: give --offload inputs=%s without a "
             "number",
-            o.memory.c_str(), activation_placement_name());
+            o.memory, activation_placement_name());
     if (o.allow_8bit && !o.resume.empty())
-        fail("--state-formats auto: a resumed run keeps the formats of --resume %s", o.resume.c_str());
+        fail("--state-formats auto: a resumed run keeps the formats of --resume %s", o.resume);
     if (o.allow_8bit && !o.has("--memory") && (!o.has("--gpu") || o.has("--recompute")))
         fail(
             "--state-formats auto is for --memory to choose by; for 8-bit moments use --state-formats "
             "m=8bit,v=8bit");
     if (o.has("--memory") && o.steps == 0)
-        fail("--memory %s: there is nothing to choose without training, --steps 0", o.memory.c_str());
+        fail("--memory %s: there is nothing to choose without training, --steps 0", o.memory);
     if (!o.has("--memory.host")) return;
     const char* const size = o.host_memory.c_str();
     if (kBuild.host_is_device)
@@ -192,17 +189,17 @@ inline void check_memory(const Asked& o) {
 inline void check_gpu_plan(const Asked& o) {
     if (!o.has("--gpu")) return;
     if (o.gpu.empty()) fail("--gpu: names no GPU, such as RTX 4090 or H100");
-    if (!o.plan) fail("--gpu %s only plans: add --plan", o.gpu.c_str());
+    if (!o.plan) fail("--gpu %s only plans: add --plan", o.gpu);
     if (!o.rates.empty())
         fail("--gpu %s plans with the GPU's nominal rates, and --rates %s with measured ones: leave one out",
-             o.gpu.c_str(), o.rates.c_str());
+             o.gpu, o.rates);
 }
 
 // Fails on options for another build, or for another optimizer than the one that was chosen.
 inline void check_build(const Asked& o) {
     if (o.has("--advanced.algorithms") && !searches_algorithms())
         fail("--advanced algorithms=%s is for cuBLASLt on a GPU; on the CPU oneDNN chooses for itself",
-             o.matmul_algorithms.c_str());
+             o.matmul_algorithms);
     if (o.tf32 && !has_tf32())
         fail("--advanced tf32=on is for products of fp32 operands on a GPU, and this build is %s",
              searches_algorithms() ? "in bf16: make PRECISION=fp32"
@@ -210,26 +207,26 @@ inline void check_build(const Asked& o) {
     for (const char* of_adamw : {"--state-formats.m", "--state-formats.v", "--optimizer.beta1",
                                  "--optimizer.beta2", "--optimizer.eps"})
         if (o.optimizer == "sgd" && o.has(of_adamw))
-            fail("%s is AdamW's, and --optimizer sgd keeps no moments", o.spelled(of_adamw).c_str());
+            fail("%s is AdamW's, and --optimizer sgd keeps no moments", o.spelled(of_adamw));
 }
 
 // Fails if several devices cannot divide a frozen model (--zero 3).
 inline void check_divided_base(const Asked& o) {
     if (parse_new_model(o.model))
         fail("--zero 3: divides a frozen model that is in files, and --model %s is a new one: give --zero 1",
-             o.model.c_str());
+             o.model);
     if (!o.save_base.empty())
         fail("--zero 3: no device has all of the base that --save-base %s would save: give --zero 1",
-             o.save_base.c_str());
+             o.save_base);
 }
 
 // Fails if several devices cannot share this run.
 inline void check_devices(const Asked& o) {
     if (o.devices == 1) {
         if (o.has("--zero") && o.zero != "auto")
-            fail("--zero %s is for several devices: add --devices N", o.zero.c_str());
+            fail("--zero %s is for several devices: add --devices N", o.zero);
         for (const char* name : {"--machines", "--network", "--advanced.patience"})
-            if (o.has(name)) fail("%s is for several devices: add --devices N", o.spelled(name).c_str());
+            if (o.has(name)) fail("%s is for several devices: add --devices N", o.spelled(name));
         return;
     }
     if (o.updates == "host" && o.state != "device" && !host_can_update(o))
@@ -246,7 +243,7 @@ inline void check_devices(const Asked& o) {
     if (o.grad_accum % o.devices) {
         const int less = o.grad_accum / o.devices * o.devices, more = less + o.devices;
         fail("--grad-accum %d: the %d devices share the micro-batches of a step equally: give %s%d",
-             o.grad_accum, o.devices, less > 0 ? (std::to_string(less) + " or ").c_str() : "", more);
+             o.grad_accum, o.devices, less > 0 ? (std::to_string(less) + " or ") : "", more);
     }
     const bool is_chosen = o.has("--memory") && o.batch > 0;  // how many micro-batches a step has
     const bool keeps_slices = o.zero == "2" || (o.zero == "3" && !o.trains_adapter());  // of gradients
@@ -254,14 +251,14 @@ inline void check_devices(const Asked& o) {
         fail(
             "--zero %s: each device keeps no gradients between its %d micro-batches: add --by-block, or give "
             "--grad-accum %d",
-            o.zero.c_str(), o.own_micro_batches(), o.devices);
+            o.zero, o.own_micro_batches(), o.devices);
     if (keeps_slices && o.gradients != "device")
-        fail("--zero %s: with --offload gradients=%s they are not on the device: give --zero 1",
-             o.zero.c_str(), o.gradients.c_str());
+        fail("--zero %s: with --offload gradients=%s they are not on the device: give --zero 1", o.zero,
+             o.gradients);
     if (o.zero == "3" && o.trains_adapter()) check_divided_base(o);
     if (o.zero == "3" && o.weights != "device")
         fail("--zero 3: with --offload weights=%s the blocks' weights are not on the devices: give --zero 1",
-             o.weights.c_str());
+             o.weights);
 }
 
 // Fails if gradients would be needed in backward that are not complete yet.
@@ -292,12 +289,12 @@ inline void check_options(const Asked& o) {
         if (o.has(name) && o.steps == 0)
             fail("%s %s is of a training step, and --steps 0 has none", name, o.first(name));
     if (o.has("--report.with") && o.report.empty())
-        fail("--report-with %s: add --report FILE, the page that shows it", o.report_with.c_str());
+        fail("--report-with %s: add --report FILE, the page that shows it", o.report_with);
     if (o.min_lr > o.lr) fail("--min-lr %g is above --lr %g", o.min_lr, o.lr);
     if (o.save_every > 0 && o.out.empty()) fail("--save-every %ld needs --out DIR", o.save_every);
     if (!o.tokenizer.empty() && !parse_new_model(o.model))
-        fail("--tokenizer %s is for a new model, such as --model d12: --model %s has its own",
-             o.tokenizer.c_str(), o.model.c_str());
+        fail("--tokenizer %s is for a new model, such as --model d12: --model %s has its own", o.tokenizer,
+             o.model);
     check_devices(o);
     check_gpu_plan(o);
     check_update_in_backward(o);

@@ -5,6 +5,8 @@
 #include <CLI/CLI.hpp>
 #include <cmath>
 #include <ctime>
+#include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,119 +25,117 @@ constexpr int kMostCount = 1 << 30;  // of tokens, sequences, saves
 // A number for messages; a whole one has all its digits.
 inline std::string number_text(double value) {
     const bool has_all_digits = value == std::floor(value) && std::abs(value) < 1e20;
-    return format(has_all_digits ? "%.0f" : "%.9g", value);
+    return has_all_digits ? format("%.0f", value) : format("%.9g", value);
 }
 
-// Accepts a number from low to high; unlike CLI::Range, it refuses "nan".
-inline CLI::Validator between(double low, double high) {
-    return CLI::Validator(
-        [=](const std::string& text) -> std::string {
-            char* end = nullptr;
-            const double value = strtod(text.c_str(), &end);
-            const bool octal = text.size() > 1 && text[0] == '0' && isdigit(text[1]);  // to CLI11
-            if (octal) return text + " begins with a zero";
-            if (!text.empty() && *end == '\0' && value >= low && value <= high) return "";
-            return (text.empty() ? "''" : text) + " is not a number from " + number_text(low) + " to " +
-                   number_text(high);
-        },
-        "");
+// What an option accepts: what is wrong with a text, or "". It may replace the text by what it means.
+using Range = std::function<std::string(std::string&)>;
+
+// A number from low to high; unlike CLI::Range, it refuses "nan".
+inline Range between(double low, double high) {
+    return [=](const std::string& text) -> std::string {
+        char* end = nullptr;
+        const double value = strtod(text.c_str(), &end);
+        const bool octal = text.size() > 1 && text[0] == '0' && isdigit(text[1]);  // to CLI11
+        if (octal) return text + " begins with a zero";
+        if (!text.empty() && *end == '\0' && value >= low && value <= high) return "";
+        return (text.empty() ? "''" : text) + " is not a number from " + number_text(low) + " to " +
+               number_text(high);
+    };
 }
 
-// Accepts a whole number from low to high. It may have an exponent: 1e3, 1.5e4.
-inline CLI::Validator whole(double low, double high) {
-    return CLI::Validator(
-        [=](std::string& text) -> std::string {
-            const std::string wrong = between(low, high)(text);
-            if (!wrong.empty()) return wrong;
-            const double value = strtod(text.c_str(), nullptr);
-            const bool has_exponent = text.find_first_of("eE") != text.npos;
-            if (value != std::floor(value) || (has_exponent && value > 0x1p53))
-                return text + " is not a whole number";
-            if (has_exponent) text = format("%.0f", value);
-            return "";
-        },
-        "");
+// A whole number from low to high. It may have an exponent: 1e3, 1.5e4.
+inline Range whole(double low, double high) {
+    return [=](std::string& text) -> std::string {
+        const std::string wrong = between(low, high)(text);
+        if (!wrong.empty()) return wrong;
+        const double value = strtod(text.c_str(), nullptr);
+        const bool has_exponent = text.find_first_of("eE") != text.npos;
+        if (value != std::floor(value) || (has_exponent && value > 0x1p53))
+            return text + " is not a whole number";
+        if (has_exponent) text = format("%.0f", value);
+        return "";
+    };
 }
 
-// Accepts a whole number from low to high, or the word `word`, which it replaces by `meant`.
-inline CLI::Validator whole_or(const char* word, const char* meant, double low, double high) {
-    return CLI::Validator(
-        [=](std::string& text) -> std::string {
-            if (text != word) return whole(low, high)(text);
-            text = meant;
-            return "";
-        },
-        "");
+// A whole number from low to high, or the word `word`, which it replaces by `meant`.
+inline Range whole_or(const char* word, const char* meant, double low, double high) {
+    return [=](std::string& text) {
+        return text == word ? text = meant, std::string() : whole(low, high)(text);
+    };
 }
 
-// Accepts a number of rows at a time: 0 or `all`, `auto`, or a whole number.
-inline CLI::Validator rows_at_a_time() {
-    return CLI::Validator(
-        [](std::string& text) -> std::string {
-            if (text == "all") text = "0";
-            return whole_or("auto", "-1", 0, kMostCount)(text);
-        },
-        "");
+// A number of rows at a time: 0 or `all`, `auto`, or a whole number.
+inline std::string rows_at_a_time(std::string& text) {
+    if (text == "all") text = "0";
+    return whole_or("auto", "-1", 0, kMostCount)(text);
 }
 
-// Accepts one of the names.
-inline CLI::Validator one_of(std::vector<std::string> names) {
-    return CLI::Validator(
-        [names](const std::string& text) -> std::string {
-            for (const std::string& name : names)
-                if (text == name) return "";
-            return "'" + printable(text) + "' is none of " + joined(names, ", ");
-        },
-        "");
-}
-template <size_t count>
-CLI::Validator one_of(const char* const (&names)[count]) {
-    return one_of(std::vector<std::string>(std::begin(names), std::end(names)));
+// One of the names.
+inline Range one_of(std::vector<std::string> names) {
+    return [names](const std::string& text) {
+        const bool is_one = std::ranges::find(names, text) != names.end();
+        return is_one ? std::string() : "'" + printable(text) + "' is none of " + joined(names, ", ");
+    };
 }
 
-// True for a date as YYYY-MM-DD.
-inline bool is_date(const std::string& text) {
+// A date as YYYY-MM-DD.
+inline std::string date(const std::string& text) {
     std::tm date{};
     const char* const end = strptime(text.c_str(), "%Y-%m-%d", &date);
     const std::tm given = date;
     timegm(&date);  // makes another date of one that does not exist
-    return text.size() == 10 && end && !*end && date.tm_mday == given.tm_mday;
+    const bool is_date = text.size() == 10 && end && !*end && date.tm_mday == given.tm_mday;
+    return is_date ? "" : "'" + printable(text) + "' is no date like 2025-01-31";
 }
 
-// Accepts a type of GGUF files, also in the capitals of llama.cpp.
-inline CLI::Validator export_type() {
-    return CLI::Validator(
-        [](std::string& text) -> std::string {
-            std::string small = lower(text);
-            const std::string wrong = one_of({"f32", "f16", "bf16", "q8_0", "q4_0", "q4_k_m", "q6_k"})(small);
-            if (wrong.empty()) text = small;
-            return wrong;
-        },
-        "");
+// A type of GGUF files, also in the capitals of llama.cpp.
+inline std::string export_type(std::string& text) {
+    std::string small = lower(text);
+    const std::string wrong = one_of({"f32", "f16", "bf16", "q8_0", "q4_0", "q4_k_m", "q6_k"})(small);
+    if (wrong.empty()) text = small;
+    return wrong;
 }
 
-// Declares the options of one group. `value` is what a value looks like in the help.
+// Declares the options of one group. `value` is what a value looks like in the help, and `standard` what the
+// help says of the default, if that is not the field's value.
 class OptionGroup {
   public:
     OptionGroup(CLI::App& app, const char* name) : app_(app), name_(name) {}
 
     template <class Field>
-    CLI::Option* add(const std::string& name, Field& field, const char* value, const std::string& help) {
-        return dress(app_.add_option(name, field), value, help);
+    CLI::Option* add(const std::string& name, Field& field, const char* value, const std::string& help,
+                     const Range& range = {}, const std::optional<std::string>& standard = {}) {
+        CLI::Option* const option = dress(app_.add_option(name, field), value, help, standard);
+        return range ? option->transform(CLI::Validator(range, "")) : option;
+    }
+    // An option that accepts the words of `value`, "one|or|the other".
+    void add_choice(const std::string& name, std::string& field, const char* value, const std::string& help) {
+        add(name, field, value, help, one_of(words_of(value, '|')));
+    }
+    // The same for one of two words: the field says whether it is `word`.
+    void add_choice(const std::string& name, bool& field, const std::string& word, const char* value,
+                    const std::string& help, const char* standard) {
+        const auto set = [=, &field, words = one_of(words_of(value, '|'))](std::string text) {
+            field = text == word;
+            return words(text);
+        };
+        add_set(name, value, help, set, standard);
     }
     CLI::Option* add_flag(const char* name, bool& field, const std::string& help) {
         return dress(app_.add_flag(name, field), "", help);
     }
     // An option whose value set(value) takes over; set() returns what is wrong with it, or "".
     template <class Set>
-    CLI::Option* add_set(const std::string& name, const char* value, const std::string& help, Set&& set) {
+    CLI::Option* add_set(const std::string& name, const char* value, const std::string& help, Set&& set,
+                         const std::optional<std::string>& standard = {}) {
         const auto check = [name, set](const std::string& given) {
             const std::string wrong = set(given);
             if (wrong.empty()) return;
             const bool is_whole = wrong.starts_with("'") || wrong.starts_with(given);
             throw CLI::ValidationError(name, is_whole ? wrong : "'" + printable(given) + "': " + wrong);
         };
-        return dress(app_.add_option_function<std::string>(name, check), value, help);
+        return dress(app_.add_option_function<std::string>(name, check), value, help, standard);
     }
     // An option that only has keys.
     void add_keyed(const char* name, const std::string& help) {
@@ -143,7 +143,9 @@ class OptionGroup {
     }
 
   private:
-    CLI::Option* dress(CLI::Option* option, const char* value, const std::string& help) {
+    CLI::Option* dress(CLI::Option* option, const char* value, const std::string& help,
+                       const std::optional<std::string>& standard = {}) {
+        if (standard) option->default_str(*standard);
         return option->type_name(value)->description(help)->group(name_);
     }
     CLI::App& app_;
@@ -164,121 +166,91 @@ inline void declare_model_options(CLI::App& app, RunConfig& o) {
               "match names.");
     group.add("--val-data", o.val_data, "FILE...",
               "The same for validation. Without it, the last tenth of texts and examples is held out.");
-    group
-        .add_set("--seq-len", "N|auto",
-                 "Tokens in a sequence. auto takes the longest that fit --memory, or 95% of what is free.",
-                 [&o](std::string text) {
-                     const std::string wrong = whole_or("auto", "0", 1, kMostPositions)(text);
-                     if (wrong.empty()) o.seq_len = static_cast<int>(strtod(text.c_str(), nullptr));
-                     return wrong;
-                 })
-        ->default_str(std::to_string(o.seq_len));
-    group
-        .add("--loss-on", o.loss_on, "completions|all|last",
-             "What has a loss in JSON examples. completions: completions, and the assistant's messages; all: "
-             "everything; last: of a chat only the last answer.")
-        ->check(one_of({"completions", "all", "last"}));
-    group
-        .add("--chat-format", o.chat_format, "NAME",
-             "Writes chats as chatml, llama3, mistral, llama2 or zephyr; by default as the chat template in "
-             "the model's folder says.")
-        ->check(one_of({"auto", "chatml", "llama3", "mistral", "llama2", "zephyr"}));
-    group
-        .add("--chat-date", o.chat_date, "YYYY-MM-DD",
-             "The date that chat templates write, instead of today's.")
-        ->check([](const std::string& text) {
-            return is_date(text) ? std::string() : "'" + printable(text) + "' is no date like 2025-01-31";
-        });
-    group
-        .add("--show-example", o.show_example, "N",
-             "Prints example N of the data as the model sees it, with what is learnt marked, and stops.")
-        ->default_str("")
-        ->transform(whole(1, kMostCount));
+    group.add("--seq-len", o.seq_len, "N|auto",
+              "Tokens in a sequence. auto takes the longest that fit --memory, or 95% of what is free.",
+              whole_or("auto", "0", 1, kMostPositions));
+    group.add_choice(
+        "--loss-on", o.loss_on, "completions|all|last",
+        "What has a loss in JSON examples. completions: completions, and the assistant's messages; all: "
+        "everything; last: of a chat only the last answer.");
+    group.add("--chat-format", o.chat_format, "NAME",
+              "Writes chats as chatml, llama3, mistral, llama2 or zephyr; by default as the chat template in "
+              "the model's folder says.",
+              one_of({"auto", "chatml", "llama3", "mistral", "llama2", "zephyr"}));
+    group.add("--chat-date", o.chat_date, "YYYY-MM-DD",
+              "The date that chat templates write, instead of today's.", date);
+    group.add("--show-example", o.show_example, "N",
+              "Prints example N of the data as the model sees it, with what is learnt marked, and stops.",
+              whole(1, kMostCount), "");
     group.add("--rope-scaling", o.rope_scaling, "TYPE:FACTOR",
               "Stretches rotary positions: yarn:4 for sequences four times as long as the model was trained "
               "on; or dynamic, linear, llama3. It replaces a scaling that the model has.");
-    group.add("--positions", o.positions, "N", "Stretches the learned positions of a GPT-2 over N.")
-        ->transform(whole(1, kMostPositions))
-        ->default_str("the model's");
-    group.add("--seed", o.seed, "N", "Seed of initial weights, data order and samples.")
-        ->transform(whole(0, 0x1.fffffffffffffp63));  // the last number below 2^64 that a double has
+    group.add("--positions", o.positions, "N", "Stretches the learned positions of a GPT-2 over N.",
+              whole(1, kMostPositions), "the model's");
+    group.add("--seed", o.seed, "N", "Seed of initial weights, data order and samples.",
+              whole(0, 0x1.fffffffffffffp63));  // the last number below 2^64 that a double has
 }
 
 inline void declare_training_options(CLI::App& app, RunConfig& o) {
     OptionGroup group(app, "Training");
-    group
-        .add("--batch", o.batch, "N|auto",
-             "Sequences in a micro-batch. auto takes the most that fit --memory, or 95% of what is free, but "
-             "at most 64 Ki tokens or a tenth of the data.")
-        ->transform(whole_or("auto", "0", 1, kMostCount));
-    group.add("--grad-accum", o.grad_accum, "N", "Micro-batches in a step. With --devices, N by default.")
-        ->transform(whole(1, kMostCount));
-    group
-        .add("--devices", o.devices, "N",
-             "Trains on N devices, which share the micro-batches of each step: N processes on this machine. "
-             "On several machines, start ./train with mpirun or srun.")
-        ->transform(whole(1, 4096));
-    group
-        .add(
-            "--zero", o.zero, "auto|0|1|2|3",
-            "What each of several devices keeps: 0: a copy of everything; 1: its slice of the optimizer's "
-            "state; 2: also of the gradients, with one micro-batch a device or --by-block; 3: also of the "
-            "blocks' weights, frozen ones too. auto: the first of 1, 2 and 3 that fits what is free, or what "
-            "--memory, --batch auto or --seq-len auto choose.")
-        ->check(one_of({"auto", "0", "1", "2", "3"}));
-    group
-        .add("--machines", o.machines, "M",
-             "For --plan: how many machines the devices are in. A run knows where its ranks are.")
-        ->transform(whole(1, 4096));
-    group
-        .add_set("--network", "RATE",
-                 "What a machine sends to the others and receives from them, as in 50GB/s or 100Gbit/s. Only "
-                 "estimates of time use it.",
-                 [&o](const std::string& text) -> std::string {
-                     o.network = rate_of(text);
-                     return o.network > 0 ? "" : "a rate is needed, as in 50GB/s or 100Gbit/s";
-                 })
-        ->default_str("10Gbit/s on CPUs, 100Gbit/s with GPUs");
-    group
-        .add("--steps", o.steps, "N",
-             "Training steps. 0: no training, only --val-data, --merge, --export or --prompt; that is the "
-             "default with --prompt and no --data. With --bench, the steps to measure.")
-        ->transform(whole(0, 1e12))
-        ->default_str(format("%ld; with --bench %d", o.steps, o.bench_steps));
-    group.add("--epochs", o.epochs, "X", "Trains until the data were read X times, instead of --steps.")
-        ->check(between(1e-6, 1e6))
-        ->default_str(format("%g for JSON examples, if --steps is not given", kExampleEpochs));
-    group.add("--lr", o.lr, "RATE", "The highest learning rate.")
-        ->check(between(0.0, 1e3))
-        ->default_str(format("%g for a new model, %g for a trained one, %g for LoRA, %g for a soft prompt",
-                             kNewRate, kFineTuningRate, kLoraRate, kPromptRate));
-    group.add("--min-lr", o.min_lr, "RATE", "The learning rate to which the schedule falls.")
-        ->check(between(0.0, 1e3));
-    group
-        .add("--warmup", o.warmup, "N",
-             "Steps in which the learning rate rises. With --bench, steps before those that are measured.")
-        ->transform(whole(0, 1e12))
-        ->default_str(format("%ld; with --bench %d", o.warmup, o.bench_warmup));
-    group.add("--schedule", o.schedule, "NAME", "Learning rate after that: cosine, linear, constant or wsd.")
-        ->check(one_of({"constant", "cosine", "linear", "wsd"}));
-    group.add("--weight-decay", o.weight_decay, "X", "Weight decay of matrices.")->check(between(0.0, 1e3));
-    group
-        .add("--clip", o.clip, "NORM",
-             "Largest norm of the gradient; 0 does not clip. With --update-in-backward, of each block's.")
-        ->check(between(0.0, 1e30));
-    group
-        .add("--optimizer", o.optimizer, "NAME,KEY=VALUE,...",
-             "adamw; or sgd, which has no momentum and no state.")
-        ->check(one_of(kOptimizerNames));
-    group.add("--optimizer.beta1", o.beta1, "X", "AdamW's decay of first moments.")
-        ->check(between(0.0, 0.999999));
-    group.add("--optimizer.beta2", o.beta2, "X", "AdamW's decay of second moments.")
-        ->check(between(0.0, 0.9999999));
-    group.add("--optimizer.eps", o.eps, "X", "AdamW's epsilon.")->check(between(1e-20, 1.0));
-    group
-        .add("--dropout", o.dropout, "SHARE",
-             "Share of activations that GPT-2 and BLOOM drop in training, as in transformers.")
-        ->check(between(0.0, 0.99));
+    group.add(
+        "--batch", o.batch, "N|auto",
+        "Sequences in a micro-batch. auto takes the most that fit --memory, or 95% of what is free, but "
+        "at most 64 Ki tokens or a tenth of the data.",
+        whole_or("auto", "0", 1, kMostCount));
+    group.add("--grad-accum", o.grad_accum, "N", "Micro-batches in a step. With --devices, N by default.",
+              whole(1, kMostCount));
+    group.add("--devices", o.devices, "N",
+              "Trains on N devices, which share the micro-batches of each step: N processes on this machine. "
+              "On several machines, start ./train with mpirun or srun.",
+              whole(1, 4096));
+    group.add_choice(
+        "--zero", o.zero, "auto|0|1|2|3",
+        "What each of several devices keeps: 0: a copy of everything; 1: its slice of the optimizer's "
+        "state; 2: also of the gradients, with one micro-batch a device or --by-block; 3: also of the "
+        "blocks' weights, frozen ones too. auto: the first of 1, 2 and 3 that fits what is free, or what "
+        "--memory, --batch auto or --seq-len auto choose.");
+    group.add("--machines", o.machines, "M",
+              "For --plan: how many machines the devices are in. A run knows where its ranks are.",
+              whole(1, 4096));
+    group.add_set(
+        "--network", "RATE",
+        "What a machine sends to the others and receives from them, as in 50GB/s or 100Gbit/s. Only "
+        "estimates of time use it.",
+        [&o](const std::string& text) -> std::string {
+            o.network = rate_of(text);
+            return o.network > 0 ? "" : "a rate is needed, as in 50GB/s or 100Gbit/s";
+        },
+        "10Gbit/s on CPUs, 100Gbit/s with GPUs");
+    group.add("--steps", o.steps, "N",
+              "Training steps. 0: no training, only --val-data, --merge, --export or --prompt; that is the "
+              "default with --prompt and no --data. With --bench, the steps to measure.",
+              whole(0, 1e12), format("%ld; with --bench %d", o.steps, o.bench_steps));
+    group.add("--epochs", o.epochs, "X", "Trains until the data were read X times, instead of --steps.",
+              between(1e-6, 1e6), format("%g for JSON examples, if --steps is not given", kExampleEpochs));
+    group.add("--lr", o.lr, "RATE", "The highest learning rate.", between(0.0, 1e3),
+              format("%g for a new model, %g for a trained one, %g for LoRA, %g for a soft prompt", kNewRate,
+                     kFineTuningRate, kLoraRate, kPromptRate));
+    group.add("--min-lr", o.min_lr, "RATE", "The learning rate to which the schedule falls.",
+              between(0.0, 1e3));
+    group.add("--warmup", o.warmup, "N",
+              "Steps in which the learning rate rises. With --bench, steps before those that are measured.",
+              whole(0, 1e12), format("%ld; with --bench %d", o.warmup, o.bench_warmup));
+    group.add("--schedule", o.schedule, "NAME", "Learning rate after that: cosine, linear, constant or wsd.",
+              one_of({"constant", "cosine", "linear", "wsd"}));
+    group.add("--weight-decay", o.weight_decay, "X", "Weight decay of matrices.", between(0.0, 1e3));
+    group.add("--clip", o.clip, "NORM",
+              "Largest norm of the gradient; 0 does not clip. With --update-in-backward, of each block's.",
+              between(0.0, 1e30));
+    group.add("--optimizer", o.optimizer, "NAME,KEY=VALUE,...",
+              "adamw; or sgd, which has no momentum and no state.",
+              one_of({std::begin(kOptimizerNames), std::end(kOptimizerNames)}));
+    group.add("--optimizer.beta1", o.beta1, "X", "AdamW's decay of first moments.", between(0.0, 0.999999));
+    group.add("--optimizer.beta2", o.beta2, "X", "AdamW's decay of second moments.", between(0.0, 0.9999999));
+    group.add("--optimizer.eps", o.eps, "X", "AdamW's epsilon.", between(1e-20, 1.0));
+    group.add("--dropout", o.dropout, "SHARE",
+              "Share of activations that GPT-2 and BLOOM drop in training, as in transformers.",
+              between(0.0, 0.99));
 }
 
 // Reads --base: a format for all linear layers, LAYERS=FORMAT for some, head=FORMAT for the head. Returns
@@ -310,10 +282,8 @@ inline std::string set_base(RunConfig& o, const std::vector<std::string>& texts)
 
 inline void declare_adapter_options(CLI::App& app, RunConfig& o) {
     OptionGroup group(app, "Adapters");
-    group
-        .add("--train", o.train, "all|lora|prompt",
-             "What is trained: all weights; or, beside a frozen model, a LoRA or a soft prompt.")
-        ->check(one_of(kTrainedNames));
+    group.add_choice("--train", o.train, "all|lora|prompt",
+                     "What is trained: all weights; or, beside a frozen model, a LoRA or a soft prompt.");
     app.add_option_function<std::vector<std::string>>(
            "--base",
            [&o](const std::vector<std::string>& texts) {
@@ -328,35 +298,32 @@ inline void declare_adapter_options(CLI::App& app, RunConfig& o) {
             "nf4-double; layers may also be named as in the model's files. head=nf4 or head=8bit quantizes "
             "the output matrix too. none takes the model as it is, whatever its adapter was trained with.")
         ->group("Adapters");
-    group.add("--lora-rank", o.lora_rank, "N", "Rank of the LoRA.")->transform(whole(1, kMostChannels));
-    group.add("--lora-alpha", o.lora_alpha, "X", "The LoRA's scale is alpha / rank.")
-        ->check(between(1e-6, 1e6));
+    group.add("--lora-rank", o.lora_rank, "N", "Rank of the LoRA.", whole(1, kMostChannels));
+    group.add("--lora-alpha", o.lora_alpha, "X", "The LoRA's scale is alpha / rank.", between(1e-6, 1e6));
     group
         .add("--lora-targets", o.lora_targets, "NAME,...",
-             "Linear layers that have a LoRA: attention, mlp, all, or names as in the model's files.")
-        ->delimiter(',')
-        ->default_str("all");
-    group
-        .add("--lora-dropout", o.lora_dropout, "SHARE",
-             "Share of a LoRA's inputs that is dropped in training.")
-        ->check(between(0.0, 0.99));
-    group
-        .add_set("--soft-prompt", "N|TEXT|N:TEXT",
-                 "Length of a soft prompt in tokens, or the text that its vectors begin as, or both: 20:TEXT "
-                 "repeats or cuts the text to 20 tokens. Without a text they begin as random tokens.",
-                 [&o](const std::string& text) -> std::string {
-                     const size_t digits = std::min(text.find_first_not_of("0123456789"), text.size());
-                     const bool counts = digits > 0 && (digits == text.size() || text[digits] == ':');
-                     o.soft_prompt = 0, o.soft_prompt_text = text;
-                     if (!counts) return text.empty() ? "a number or a text is needed" : "";
-                     const double count = strtod(text.substr(0, digits).c_str(), nullptr);
-                     if (count < 1 || count > kMostPositions)
-                         return format("its length is a number from 1 to %d", kMostPositions);
-                     o.soft_prompt = static_cast<int>(count);
-                     o.soft_prompt_text = text.substr(std::min(text.size(), digits + 1));
-                     return "";
-                 })
-        ->default_str(std::to_string(o.soft_prompt));
+             "Linear layers that have a LoRA: attention, mlp, all, or names as in the model's files.", {},
+             "all")
+        ->delimiter(',');
+    group.add("--lora-dropout", o.lora_dropout, "SHARE",
+              "Share of a LoRA's inputs that is dropped in training.", between(0.0, 0.99));
+    group.add_set(
+        "--soft-prompt", "N|TEXT|N:TEXT",
+        "Length of a soft prompt in tokens, or the text that its vectors begin as, or both: 20:TEXT "
+        "repeats or cuts the text to 20 tokens. Without a text they begin as random tokens.",
+        [&o](const std::string& text) -> std::string {
+            const size_t digits = std::min(text.find_first_not_of("0123456789"), text.size());
+            const bool counts = digits > 0 && (digits == text.size() || text[digits] == ':');
+            o.soft_prompt = 0, o.soft_prompt_text = text;
+            if (!counts) return text.empty() ? "a number or a text is needed" : "";
+            const double count = strtod(text.substr(0, digits).c_str(), nullptr);
+            if (count < 1 || count > kMostPositions)
+                return format("its length is a number from 1 to %d", kMostPositions);
+            o.soft_prompt = static_cast<int>(count);
+            o.soft_prompt_text = text.substr(std::min(text.size(), digits + 1));
+            return "";
+        },
+        std::to_string(o.soft_prompt));
     group.add("--adapter", o.adapter, "DIR", "Starts from an adapter that PEFT or a run has saved.");
     group.add("--merge", o.merge, "DIR", "At the end, saves the model with the adapter merged into it.");
     group.add("--save-base", o.save_base, "DIR",
@@ -373,7 +340,7 @@ inline void declare_plan_options(CLI::App& app, RunConfig& o) {
               "Pinned host memory that the GPUs of a machine may use, as in 8GiB,host=64GiB.");
     group
         .add_set("--plan", "[table|json]", "Prints what every buffer takes, and stops.",
-                 [&o](const std::string& form) {
+                 [&o](std::string form) {
                      o.plan = true, o.json = form == "json";
                      return form == "true" ? "" : one_of({"table", "json"})(form);
                  })
@@ -400,18 +367,14 @@ inline void declare_memory_options(CLI::App& app, RunConfig& o) {
         "--chunk-rows",
         "Processes rows in chunks: N at a time; 0 or all for all of them; auto for as few as cost "
         "at most 2% of a step. The word auto alone is for all three.");
-    group.add("--chunk-rows.head", o.head_rows, "N|all|auto", "Rows with logits at a time.")
-        ->transform(rows_at_a_time())
-        ->default_str("auto");
-    group.add("--chunk-rows.mlp", o.mlp_rows, "N|all|auto", "Rows in an MLP at a time.")
-        ->transform(rows_at_a_time())
-        ->default_str("all");
-    group
-        .add("--chunk-rows.attention", o.attention_rows, "N|all|auto",
-             "Rows of a sequence in a block at a time, for blocks of level block and in validations. Last "
-             "bits of gradients differ.")
-        ->transform(rows_at_a_time())
-        ->default_str("all");
+    group.add("--chunk-rows.head", o.head_rows, "N|all|auto", "Rows with logits at a time.", rows_at_a_time,
+              "auto");
+    group.add("--chunk-rows.mlp", o.mlp_rows, "N|all|auto", "Rows in an MLP at a time.", rows_at_a_time,
+              "all");
+    group.add("--chunk-rows.attention", o.attention_rows, "N|all|auto",
+              "Rows of a sequence in a block at a time, for blocks of level block and in validations. Last "
+              "bits of gradients differ.",
+              rows_at_a_time, "all");
     group.add_set("--state-formats", "auto|KEY=FORMAT,...",
                   "How the optimizer's state is kept. auto: --memory may also choose master=split and 8-bit "
                   "moments, where that is faster.",
@@ -419,14 +382,10 @@ inline void declare_memory_options(CLI::App& app, RunConfig& o) {
                       o.allow_8bit = true;
                       return word == "auto" ? "" : "auto, or keys such as m=8bit,v=8bit";
                   });
-    group
-        .add("--state-formats.master", o.master, "fp32|split|none",
-             "What completes bf16 weights; split: the same bits in half the bytes.")
-        ->check(one_of(kMasterNames));
-    group.add("--state-formats.m", o.adam_m, "fp32|bf16|8bit", "AdamW's first moments.")
-        ->check(one_of(kMomentNames));
-    group.add("--state-formats.v", o.adam_v, "fp32|bf16|8bit", "AdamW's second moments.")
-        ->check(one_of(kMomentNames));
+    group.add_choice("--state-formats.master", o.master, "fp32|split|none",
+                     "What completes bf16 weights; split: the same bits in half the bytes.");
+    group.add_choice("--state-formats.m", o.adam_m, "fp32|bf16|8bit", "AdamW's first moments.");
+    group.add_choice("--state-formats.v", o.adam_v, "fp32|bf16|8bit", "AdamW's second moments.");
     group.add_flag(
         "--update-in-backward", o.update_in_backward,
         "Updates each block as soon as its gradient is complete, so that only one block's gradient "
@@ -439,21 +398,20 @@ inline void declare_memory_options(CLI::App& app, RunConfig& o) {
                     "Keeps something in host memory (host) or in files (disk), from where it is streamed to "
                     "the device when it is needed.");
     for (const PlacementOption& p : kPlacements)
-        group
-            .add_set(p.setting(), p.values, p.help,
-                     [&o, &p](const std::string& value) { return p.set(o, value); })
-            ->default_str("device");
-    group
-        .add("--prefetch", o.prefetch, "N",
-             "Offloaded blocks that are fetched while another one is used; each takes its own buffer. With 0 "
-             "the device waits for each block.")
-        ->transform(whole(0, kMostLayers));
+        group.add_set(
+            p.setting(), p.values, p.help, [&o, &p](const std::string& value) { return p.set(o, value); },
+            "device");
+    group.add(
+        "--prefetch", o.prefetch, "N",
+        "Offloaded blocks that are fetched while another one is used; each takes its own buffer. With 0 "
+        "the device waits for each block.",
+        whole(0, kMostLayers));
 }
 
 inline void declare_logging_options(CLI::App& app, RunConfig& o) {
     OptionGroup group(app, "Logging");
-    group.add("--print-every", o.print_every, "N", "Steps between printed lines; 0: a line a second.")
-        ->transform(whole(0, 1e12));
+    group.add("--print-every", o.print_every, "N", "Steps between printed lines; 0: a line a second.",
+              whole(0, 1e12));
     group.add("--log", o.log, "FILE",
               "Writes a line for each step and each validation: JSON, or CSV if the name ends with .csv.");
     group.add(
@@ -461,17 +419,14 @@ inline void declare_logging_options(CLI::App& app, RunConfig& o) {
         "Writes an HTML page that shows the run as it goes, or a plan: losses, rates, memory, samples.");
     group.add("--report.with", o.report_with, "LOG", "Also shows another run: the file of its --log.");
     group.add("--tensorboard", o.tensorboard, "DIR", "Writes event files for TensorBoard.");
-    group.add("--eval-every", o.eval_every, "N", "Steps between validations; 0: only one at the end.")
-        ->transform(whole(0, 1e12));
-    group
-        .add("--eval-batches", o.eval_batches, "N",
-             "Size of a validation, in training steps' worth of sequences.")
-        ->transform(whole(1, kMostCount));
-    group
-        .add("--early-stopping", o.early_stopping, "N",
-             "Ends the training when N validations in a row were no better than the best before them; 0: "
-             "never.")
-        ->transform(whole(0, kMostCount));
+    group.add("--eval-every", o.eval_every, "N", "Steps between validations; 0: only one at the end.",
+              whole(0, 1e12));
+    group.add("--eval-batches", o.eval_batches, "N",
+              "Size of a validation, in training steps' worth of sequences.", whole(1, kMostCount));
+    group.add("--early-stopping", o.early_stopping, "N",
+              "Ends the training when N validations in a row were no better than the best before them; 0: "
+              "never.",
+              whole(0, kMostCount));
     group.add("--loss-by-position", o.loss_by_position, "FILE",
               "Writes a JSON line for each validation: the loss by the length of its context.");
 }
@@ -502,27 +457,23 @@ inline void declare_output_options(CLI::App& app, RunConfig& o) {
                  "Answers the prompts of JSON lines, --batch of them at a time, in JSON lines on stdout.");
     sampling.add_flag("--raw-prompt", o.raw_prompt, "Continues prompts as they are, without a chat format.");
     sampling.add_keyed("--sample", "When and how text is generated.");
-    sampling.add("--sample.every", o.sample_every, "N", "Steps between samples; 0: only one at the end.")
-        ->transform(whole(0, 1e12));
-    sampling.add("--sample.tokens", o.sample_tokens, "N", "Tokens of a sample; 0: no samples.")
-        ->transform(whole(0, kMostCount));
-    sampling.add("--sample.temperature", o.sampling.temperature, "X", "0 always takes the likeliest token.")
-        ->check(between(0.0, 1e3));
-    sampling
-        .add("--sample.top-k", o.sampling.top_k, "N", "Samples among the N likeliest tokens; 0: among all.")
-        ->transform(whole(0, kMostCount));
-    sampling
-        .add("--sample.top-p", o.sampling.top_p, "P",
-             "Samples among the likeliest tokens that together have a probability of P.")
-        ->check(between(0.0, 1.0));
-    sampling
-        .add("--sample.min-p", o.sampling.min_p, "P",
-             "Leaves out tokens with less than P times the likeliest one's probability.")
-        ->check(between(0.0, 1.0));
-    sampling
-        .add("--sample.repetition-penalty", o.sampling.repetition_penalty, "X",
-             "Makes tokens that the text has already less likely, if above 1, as in transformers.")
-        ->check(between(1e-3, 1e3));
+    sampling.add("--sample.every", o.sample_every, "N", "Steps between samples; 0: only one at the end.",
+                 whole(0, 1e12));
+    sampling.add("--sample.tokens", o.sample_tokens, "N", "Tokens of a sample; 0: no samples.",
+                 whole(0, kMostCount));
+    sampling.add("--sample.temperature", o.sampling.temperature, "X", "0 always takes the likeliest token.",
+                 between(0.0, 1e3));
+    sampling.add("--sample.top-k", o.sampling.top_k, "N",
+                 "Samples among the N likeliest tokens; 0: among all.", whole(0, kMostCount));
+    sampling.add("--sample.top-p", o.sampling.top_p, "P",
+                 "Samples among the likeliest tokens that together have a probability of P.",
+                 between(0.0, 1.0));
+    sampling.add("--sample.min-p", o.sampling.min_p, "P",
+                 "Leaves out tokens with less than P times the likeliest one's probability.",
+                 between(0.0, 1.0));
+    sampling.add("--sample.repetition-penalty", o.sampling.repetition_penalty, "X",
+                 "Makes tokens that the text has already less likely, if above 1, as in transformers.",
+                 between(1e-3, 1e3));
     sampling
         .add("--sample.stop", o.stops, "TEXT",
              "Ends the text before these characters; may be given several times. In double quotes it may "
@@ -533,20 +484,17 @@ inline void declare_output_options(CLI::App& app, RunConfig& o) {
         "--export", o.export_file, "FILE[,KEY=VALUE,...]",
         "At the end, writes the model as a GGUF file, for llama.cpp and Ollama; an adapter is merged into "
         "it.");
-    saving
-        .add("--export.type", o.export_type, "TYPE",
-             "Type of its matrices: f32, f16, bf16, q8_0, q4_0, q4_k_m or q6_k.")
-        ->transform(export_type())
-        ->default_str("that of the build's weights, bf16 or f32");
-    saving.add("--export.part", o.export_part, "model|adapter", "adapter: writes the LoRA alone.")
-        ->check(one_of({"model", "adapter"}));
-    saving.add("--save-every", o.save_every, "N", "Steps between saves; 0: only one at the end.")
-        ->transform(whole(0, 1e12));
-    saving
-        .add("--keep", o.keep, "N",
-             "How many saves stay; 0: all. The last good one stays too, and --out shows it: its loss was not "
-             "far above that of the first step, and its gradient not zero.")
-        ->transform(whole(0, kMostCount));
+    saving.add("--export.type", o.export_type, "TYPE",
+               "Type of its matrices: f32, f16, bf16, q8_0, q4_0, q4_k_m or q6_k.", export_type,
+               "that of the build's weights, bf16 or f32");
+    saving.add_choice("--export.part", o.export_part, "model|adapter", "adapter: writes the LoRA alone.");
+    saving.add("--save-every", o.save_every, "N", "Steps between saves; 0: only one at the end.",
+               whole(0, 1e12));
+    saving.add(
+        "--keep", o.keep, "N",
+        "How many saves stay; 0: all. The last good one stays too, and --out shows it: its loss was not "
+        "far above that of the first step, and its gradient not zero.",
+        whole(0, kMostCount));
     saving.add_flag(
         "--keep-best", o.keep_best,
         "Also saves, and keeps, the state with the lowest validation loss: --out's `best` shows it.");
@@ -563,42 +511,24 @@ inline void declare_advanced_options(CLI::App& app, RunConfig& o) {
                  "too. json: for programs.",
                  [&o](const std::string& text) { return set_bench(o, text); })
         ->expected(0, 1);
-    advanced.add("--threads", o.threads, "N", "CPU threads; 0: as many as there are cores.")
-        ->transform(whole(0, 4096));
+    advanced.add("--threads", o.threads, "N", "CPU threads; 0: as many as there are cores.", whole(0, 4096));
     advanced.add_keyed("--advanced", "Settings for experts and developers.");
-    advanced
-        .add("--advanced.attention", o.attention, "auto|common|hopper",
-             "Attention kernels. hopper is for GPUs of compute capability 9.0; auto takes it where it can.")
-        ->check(one_of({"auto", "common", "hopper"}));
-    advanced.add("--advanced.graph", o.graph, "on|off", "On a GPU, replays each step as CUDA graphs.")
-        ->check(one_of({"on", "off"}));
-    const auto on_or_off = [](bool& field) {
-        return [&field](const std::string& word) {
-            field = word == "on";
-            return one_of({"on", "off"})(word);
-        };
-    };
-    advanced
-        .add_set("--advanced.tf32", "on|off",
-                 "In fp32 on a GPU, multiplies matrices on tensor cores, which round to 10 bits of "
-                 "mantissa.",
-                 on_or_off(o.tf32))
-        ->default_str("off");
+    advanced.add_choice(
+        "--advanced.attention", o.attention, "auto|common|hopper",
+        "Attention kernels. hopper is for GPUs of compute capability 9.0; auto takes it where it can.");
+    advanced.add_choice("--advanced.graph", o.graph, "on|off", "On a GPU, replays each step as CUDA graphs.");
+    advanced.add_choice(
+        "--advanced.tf32", o.tf32, "on", "on|off",
+        "In fp32 on a GPU, multiplies matrices on tensor cores, which round to 10 bits of mantissa.", "off");
     advanced.add("--advanced.algorithms", o.matmul_algorithms, "FILE",
                  "On a GPU, a file of the fastest algorithm of each matrix product. Those that it lacks are "
                  "measured and added.");
-    advanced
-        .add("--advanced.patience", o.patience, "SECONDS",
-             "How long one of several devices may give no sign of life before the others end the run.")
-        ->transform(whole(1, 1e6));
-    advanced
-        .add_set("--advanced.clip", "model|block",
-                 "Whether --clip goes by the norm of the whole gradient, or of each block's.",
-                 [&o](const std::string& word) {
-                     o.clip_per_block = word == "block";
-                     return one_of({"model", "block"})(word);
-                 })
-        ->default_str("model");
+    advanced.add("--advanced.patience", o.patience, "SECONDS",
+                 "How long one of several devices may give no sign of life before the others end the run.",
+                 whole(1, 1e6));
+    advanced.add_choice("--advanced.clip", o.clip_per_block, "block", "model|block",
+                        "Whether --clip goes by the norm of the whole gradient, or of each block's.",
+                        "model");
 }
 
 // Declares every option on the parser, bound to `o`. --config, --help and --version are read before.

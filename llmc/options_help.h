@@ -120,8 +120,8 @@ inline std::string help_text(const CLI::App& app, const std::string& about) {
     if (!about.empty() && !all && only.empty()) {
         std::vector<std::string> names = app.get_groups();
         for (std::string& name : names) name = name.substr(0, name.find(' '));
-        fail("--help %s: there is no such group: all, or one of %s", printable(about).c_str(),
-             CLI::detail::join(names, ", ").c_str());
+        fail("--help %s: there is no such group: all, or one of %s", printable(about),
+             CLI::detail::join(names, ", "));
     }
     std::string text;
     if (only.empty())

@@ -36,7 +36,7 @@ inline void set_option(CLI::App& app, RunConfig& o, const std::string& name,
     } catch (const CLI::ParseError& e) {
         std::string line = e.what();
         if (line.starts_with(name + ":")) line.replace(0, name.size(), setting_name(name));
-        fail("%s", line.c_str());
+        fail("%s", line);
     }
     o.settings[name] = words;
 }
@@ -111,7 +111,7 @@ inline void set_saved(CLI::App& app, Asked& o, const SavedOptions& before, bool 
     std::vector<std::string> taken;
     for (const auto& [name, values] : before.here.items()) {
         const CLI::Option* const option = app.get_option_no_throw(name);
-        if (!option) fail("--resume %s: its option %s is unknown", o.resume.c_str(), printable(name).c_str());
+        if (!option) fail("--resume %s: its option %s is unknown", o.resume, printable(name));
         if (!holds_in_a_resume(name, values, o)) continue;
         // --memory may have divided the sequences of a step in another way than the command: it does so anew.
         const bool divides = name == "--batch" || name == "--grad-accum";
@@ -125,7 +125,7 @@ inline void set_saved(CLI::App& app, Asked& o, const SavedOptions& before, bool 
         try {
             set_option(app, o, name, before.here[name].get<std::vector<std::string>>());
         } catch (const nlohmann::json::exception&) {
-            fail("--resume %s: its %s is no list of texts", o.resume.c_str(), name.c_str());
+            fail("--resume %s: its %s is no list of texts", o.resume, name);
         }
         o.settings[name] = before.written[name].get<std::vector<std::string>>();
     }
@@ -149,7 +149,7 @@ inline void open_from_hub(Asked& o) {
     const bool nf4 = planned && !o.has("--base") && spelling_in(words_of_model(o.model), "-nf4- -q4-") != "";
     if (nf4) o.base = "nf4";
     if (planned && o.model != planned->name)
-        print(stderr, "%s is not here: the plan is for the shape of %s%s\n", o.model.c_str(), planned->name,
+        print(stderr, "%s is not here: the plan is for the shape of %s%s\n", o.model, planned->name,
               nf4 ? " with --base nf4, as the name says 4 bits" : "");
     if (!parse_new_model(o.model) && !planned) open("--model", o.model);
     open("--adapter", o.adapter);
@@ -164,7 +164,7 @@ inline void open_adapter_as_model(Asked& o) {
     if (parse_new_model(folder) || !is_adapter_folder(resolve_save(folder))) return;
     if (!o.adapter.empty())
         fail("--model %s is an adapter, and so is --adapter %s: give the model that they are of as --model",
-             folder.c_str(), o.adapter.c_str());
+             folder, o.adapter);
     o.model = find_adapter_model(folder), o.adapter = folder;
     o.settings["--model"] = {o.model}, o.settings["--adapter"] = {o.adapter};
     const std::optional<AdapterBase> base = read_adapter_base(resolve_save(folder));
@@ -172,7 +172,7 @@ inline void open_adapter_as_model(Asked& o) {
     if (!base->is_quantized()) return;
     o.settings["--base"] = {base->option_value()};
     const std::string wrong = set_base(o, o.settings["--base"]);
-    if (!wrong.empty()) fail("%s: %s: %s", folder.c_str(), kAdapterBaseFile, wrong.c_str());
+    if (!wrong.empty()) fail("%s: %s: %s", folder, kAdapterBaseFile, wrong);
 }
 
 // A rank learns from what started it how many there are. By default each computes one micro-batch of a step.
@@ -240,25 +240,25 @@ inline void note_what_is_open(Asked& o, bool automatic) {
     const std::filesystem::path program = program_folder();
     for (const char* place : {"../planner", "../libexec/train-gpt/planner"})
         execv((program / place).c_str(), argv);
-    fail("--gpu %s: there is no %s, which plans for GPUs: make builds it beside this program", gpu.c_str(),
-         (program / "../planner").lexically_normal().c_str());
+    fail("--gpu %s: there is no %s, which plans for GPUs: make builds it beside this program", gpu,
+         (program / "../planner").lexically_normal());
 }
 
 // Sets the GPU that plans are for, if --gpu names one, and --devices, if it names several. In a build for a
 // CPU this does not return.
 inline void plan_for_named_gpu(CLI::App& app, Asked& o, char** argv) {
     if (o.gpu.empty()) return;
-    if (!o.rank.is_alone()) fail("--gpu %s: a plan needs one process: without mpirun", o.gpu.c_str());
+    if (!o.rank.is_alone()) fail("--gpu %s: a plan needs one process: without mpirun", o.gpu);
     if (kBuild.host_is_device) become_planner(o.gpu, argv);
     o.planned_gpu = &find_gpu(o.gpu);
     if (const int count = count_in_name(o.gpu).first; count >= 0) {
         if (o.has("--devices") && o.devices != count)
-            fail("--gpu %s is %d GPUs, and --devices %d: leave one of these numbers out", o.gpu.c_str(),
-                 count, o.devices);
+            fail("--gpu %s is %d GPUs, and --devices %d: leave one of these numbers out", o.gpu, count,
+                 o.devices);
         set_option(app, o, "--devices", {std::to_string(count)});
     }
     if (o.has("--memory") && parse_bytes(o.memory, "--memory") > memory_of(*o.planned_gpu))
-        fail("--memory %s: the %s of --gpu has %.1f GiB", o.memory.c_str(), o.planned_gpu->name,
+        fail("--memory %s: the %s of --gpu has %.1f GiB", o.memory, o.planned_gpu->name,
              o.planned_gpu->memory);
 }
 

@@ -151,7 +151,7 @@ inline const PlacementOption kPlacements[] = {
 inline const PlacementOption& placement(const std::string& key) {
     for (const PlacementOption& p : kPlacements)
         if (key == p.key) return p;
-    bug("no placement %s", key.c_str());
+    bug("no placement %s", key);
 }
 
 // What was chosen differently from the given options, as on a command line.

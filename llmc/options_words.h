@@ -204,21 +204,20 @@ class WordReader {
             i++;
             const size_t equals = name.find('=');
             if (!is_name(name))
-                fail("%s is no option; their names begin with --, and values follow them",
-                     printable(name).c_str());
+                fail("%s is no option; their names begin with --, and values follow them", printable(name));
             const bool has_value = equals != name.npos;
             if (has_value) value = name.substr(equals + 1), name.resize(equals);
             const std::string setting = find(name);
             const auto [fewest, most] = counts(setting);
             std::vector<std::string> values;
             if (has_value && most == 0 && value != "true" && value != "false")
-                fail("%s takes no value, as in %s", name.c_str(), words[i - 1].c_str());
+                fail("%s takes no value, as in %s", name, words[i - 1]);
             if (has_value) values.push_back(value);
             const auto more = [&](size_t limit) { return values.size() < limit && i < words.size(); };
             while (more(fewest)) values.push_back(words[i++]);
             while (!has_value && more(most) && !is_name(words[i]) && words[i] != "-h")
                 values.push_back(words[i++]);
-            if (values.size() < fewest) fail("%s: its value is missing", name.c_str());
+            if (values.size() < fewest) fail("%s: its value is missing", name);
             add(setting, name, values);
         }
         return settings_;
@@ -233,7 +232,7 @@ class WordReader {
                               Pages::Kept);
         constexpr size_t kLargest = 32 << 10;  // keys of many parts would take all of the library's stack
         if (file.size() > kLargest)
-            fail("%s is larger than a configuration: %zu bytes at most", file.path().c_str(), kLargest);
+            fail("%s is larger than a configuration: %zu bytes at most", file.path(), kLargest);
         std::string text(file.size(), '\0');
         file.read(0, text.size(), text.data());
         for (const ConfigItem& item : read_toml(text, path)) {
@@ -241,7 +240,7 @@ class WordReader {
                 add_item(item);
                 check(settings_);
             } catch (const UserError& error) {
-                fail("%s:%zu: %s", path.c_str(), item.line, error.what());
+                fail("%s:%zu: %s", path, item.line, error.what());
             }
         }
     }
@@ -264,10 +263,10 @@ class WordReader {
             if (has_word(alias.names, name)) return alias.setting;
         if (name.find('.') == name.npos && option(name)) return name;
         if (const size_t dot = name.find('.'); dot != name.npos && option(name))
-            fail("%s: did you mean %s %s=...?", printable(written).c_str(), name.substr(0, dot).c_str(),
-                 name.substr(dot + 1).c_str());
+            fail("%s: did you mean %s %s=...?", printable(written), name.substr(0, dot),
+                 name.substr(dot + 1));
         for (const Hint& hint : kHints)
-            if (has_word(hint.names, name)) fail("%s: %s", printable(written).c_str(), hint.said);
+            if (has_word(hint.names, name)) fail("%s: %s", printable(written), hint.said);
         std::vector<std::string> names;
         for (const CLI::Option* known : app_.get_options()) {
             const std::string other = known->get_name();
@@ -275,15 +274,14 @@ class WordReader {
             if (dot == other.npos)
                 names.push_back(other);
             else if (other.substr(dot + 1) == name.substr(2))
-                fail("%s: did you mean %s %s=...?", printable(written).c_str(), other.substr(0, dot).c_str(),
-                     other.substr(dot + 1).c_str());
+                fail("%s: did you mean %s %s=...?", printable(written), other.substr(0, dot),
+                     other.substr(dot + 1));
         }
         for (const Alias& alias : kAliases)
             for (const std::string& other : words_of(alias.names)) names.push_back(other);
         const std::string nearest = nearest_name(name, names);
-        if (nearest.empty())
-            fail("%s: there is no such option; --help all lists them", printable(written).c_str());
-        fail("%s: did you mean %s?", printable(written).c_str(), nearest.c_str());
+        if (nearest.empty()) fail("%s: there is no such option; --help all lists them", printable(written));
+        fail("%s: did you mean %s?", printable(written), nearest);
     }
 
     const CLI::Option* option(const std::string& name) const { return app_.get_option_no_throw(name); }
@@ -310,12 +308,12 @@ class WordReader {
         const auto takes = [&](const char* what) { return kind.find(what) != kind.npos; };
         const bool takes_name = takes("DIR") || takes("FILE") || takes("LOG");
         if (words[0].empty() && (takes_name || takes("TYPE:")))
-            fail("%s is empty where %s is needed", setting_name(setting).c_str(), kind.c_str());
+            fail("%s is empty where %s is needed", setting_name(setting), kind);
         // A shell leaves ~ alone in --data=~/x, and a configuration file has no shell.
         if (takes_name) std::ranges::transform(now, now.begin(), with_home);
         for (const ValueHint& hint : kValueHints)
             if (setting == hint.setting && has_word(hint.values, words[0]))
-                fail("%s %s: %s", hint.setting, words[0].c_str(), hint.said);
+                fail("%s %s: %s", hint.setting, words[0], hint.said);
         for (const ValueAlias& alias : kValueAliases)
             if (setting == alias.setting && words[0] == alias.value) now = {alias.meant};
     }
@@ -353,7 +351,7 @@ class WordReader {
             const char c = text[escaped ? ++i : i];
             value += !escaped ? c : c == 'n' ? '\n' : c == 't' ? '\t' : c;
         }
-        fail("%s: a value begins with a double quote and does not end with one", written.c_str());
+        fail("%s: a value begins with a double quote and does not end with one", written);
     }
 
     // Adds the parts of "key=value,key=value". A value may be in double quotes.
@@ -367,7 +365,7 @@ class WordReader {
                 std::string_view rest = std::string_view(text).substr(start + equals + 2);
                 set(find_key(keyed, written, part.substr(0, equals)), {take_quoted(written, rest)});
                 if (!rest.empty() && rest[0] != ',')
-                    fail("%s: a comma is needed behind a value in double quotes", written.c_str());
+                    fail("%s: a comma is needed behind a value in double quotes", written);
                 start = text.size() - rest.size() + 1;
                 continue;
             }
@@ -377,11 +375,11 @@ class WordReader {
                 continue;
             }
             if (keyed.alone.empty())
-                fail("%s %s needs a key and a value, as in %s=...", written.c_str(), printable(text).c_str(),
-                     keys_of(keyed.name)[0].c_str());
+                fail("%s %s needs a key and a value, as in %s=...", written, printable(text),
+                     keys_of(keyed.name)[0]);
             if (std::exchange(has_value_alone, true))
-                fail("%s %s: %s has no key; its keys are %s", written.c_str(), printable(text).c_str(),
-                     printable(part).c_str(), CLI::detail::join(keys_of(keyed.name), ", ").c_str());
+                fail("%s %s: %s has no key; its keys are %s", written, printable(text), printable(part),
+                     CLI::detail::join(keys_of(keyed.name), ", "));
             for (const char* setting : keyed.alone) set(setting, {part});
         }
     }
@@ -392,10 +390,8 @@ class WordReader {
         if (option(setting)) return setting;
         const std::vector<std::string> keys = keys_of(keyed.name);
         const std::string nearest = nearest_name(name, keys);
-        if (!nearest.empty())
-            fail("%s %s: did you mean %s=?", written.c_str(), printable(key).c_str(), nearest.c_str());
-        fail("%s has no key %s; its keys are %s", written.c_str(), printable(key).c_str(),
-             CLI::detail::join(keys, ", ").c_str());
+        if (!nearest.empty()) fail("%s %s: did you mean %s=?", written, printable(key), nearest);
+        fail("%s has no key %s; its keys are %s", written, printable(key), CLI::detail::join(keys, ", "));
     }
     std::vector<std::string> keys_of(const std::string& name) const {
         std::vector<std::string> keys;
@@ -410,17 +406,17 @@ class WordReader {
         const std::string& first = item.path[0];
         const std::string name = first.starts_with("--") ? first : "--" + first;
         if (name == "--config" || name == "--help" || name == "--version" || item.path.size() > 2)
-            fail("%s is no setting of a run", printable(item.name()).c_str());
+            fail("%s is no setting of a run", printable(item.name()));
         const std::string setting = find(name);
         const KeyedOption* const keyed = keyed_option(setting);
         if (item.path.size() == 1) {
             const auto [fewest, most] = counts(setting);
             if (!keyed && (item.values.size() < fewest || item.values.size() > std::max<size_t>(1, most)))
-                fail("%s takes one value", name.c_str());
+                fail("%s takes one value", name);
             return add(setting, name, item.values);
         }
         const std::string& key = item.path[1];
-        if (!keyed) fail("%s has no keys, such as %s", name.c_str(), printable(key).c_str());
+        if (!keyed) fail("%s has no keys, such as %s", name, printable(key));
         for (const std::string& value : item.values) set(find_key(*keyed, name, key), {value});
     }
 

@@ -59,8 +59,8 @@ static void check_unfinished_folder(const char* option, const std::string& path)
             is_ours = is_ours && (complete == kTemplateFolder || is_model_file(complete));
         }
     if (!is_ours)
-        fail("%s %s: it is written as %s, and something else is there: choose another name", option,
-             path.c_str(), folder.c_str());
+        fail("%s %s: it is written as %s, and something else is there: choose another name", option, path,
+             folder);
 }
 
 // Fails unless write_folder() can make the folder, which must not exist yet. Leaves nothing behind.
@@ -68,7 +68,7 @@ static void check_new_folder(const char* option, const std::string& path) {
     const std::string folder = without_last_slashes(path), temporary = unfinished_folder(path);
     struct stat info;
     if (lstat(folder.c_str(), &info) == 0)
-        fail("%s %s is there already; name a folder that is not", option, path.c_str());
+        fail("%s %s is there already; name a folder that is not", option, path);
     check_unfinished_folder(option, path);
     std::vector<std::string> wanted = missing_folders(folder_above(folder)), made;  // innermost first
     wanted.insert(wanted.begin(), temporary);
@@ -79,7 +79,7 @@ static void check_new_folder(const char* option, const std::string& path) {
         else if (i > 0 || errno != EEXIST)  // a killed merge may have left the last one
             error = errno;
     for (const std::string& path : made) rmdir(path.c_str());
-    if (error) fail("%s %s: cannot make the folder: %s", option, path.c_str(), std::strerror(error));
+    if (error) fail("%s %s: cannot make the folder: %s", option, path, std::strerror(error));
 }
 
 // True if a file can be made in the folder; else errno says why. /proc refuses new files even to root, which
@@ -128,13 +128,13 @@ void check_outputs(const std::vector<Output>& files, const std::string& out,
     const auto check_apart = [&](const Output& o) {
         for (const std::string& folder : folders)
             if (is_part_of(o.path, folder))
-                fail("%s %s is a part of %s: choose another name", o.option, o.path.c_str(), folder.c_str());
+                fail("%s %s is a part of %s: choose another name", o.option, o.path, folder);
     };
     // An unfinished folder must not be, or contain, what the run reads or writes besides.
     const auto check_place_of = [&](const Output& o, const std::string& other, const char* what) {
         if (o.kind == Output::Folder && is_in_folder(other, unfinished_folder(o.path)))
-            fail("%s %s: it is written as %s, which has %s", o.option, o.path.c_str(),
-                 unfinished_folder(o.path).c_str(), what);
+            fail("%s %s: it is written as %s, which has %s", o.option, o.path, unfinished_folder(o.path),
+                 what);
     };
     std::vector<Output> before;
     if (!out.empty()) {
@@ -147,8 +147,7 @@ void check_outputs(const std::vector<Output>& files, const std::string& out,
         check_apart(o);
         for (const std::string& input : inputs) check_place_of(o, input, input.c_str());
         for (const Output& other : before) {
-            if (same_file(o.path, other.path))
-                fail("%s %s is %s too", o.option, o.path.c_str(), other.option);
+            if (same_file(o.path, other.path)) fail("%s %s is %s too", o.option, o.path, other.option);
             check_place_of(o, other.path, other.option);
             check_place_of(other, o.path, o.option);
         }

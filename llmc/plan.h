@@ -87,7 +87,7 @@ inline void check_room_for_ranks(const RunConfig& o) {
     if (each > free.bytes)
         fail(
             "--devices %d: a process needs %.1f MiB without a model, and each may have %.1f (%s): give fewer",
-            o.devices, mebibytes(each), mebibytes(free.bytes), free.limit.c_str());
+            o.devices, mebibytes(each), mebibytes(free.bytes), free.limit);
     expand_files(o.data, "--data"), expand_files(o.val_data, "--val-data");
     if (!parse_new_model(o.model) && !RunInputs::is_gguf(o.model) && o.resume.empty())
         read_model_config(o.model, "--model");
@@ -341,10 +341,8 @@ inline void open_report(Report& page, const RunConfig& o, const MemoryReport& re
 inline void print_plan(const RunConfig& o, const MemoryReport& report, const Plan& update,
                        const Rates& rates) {
     if (!o.timeline.empty()) write_timeline(o.timeline, report, update, rates);
-    if (!o.json && !report.length_choice.empty())
-        print(stdout, "--seq-len auto: %s\n", report.length_choice.c_str());
-    if (!o.json && !report.batch_choice.empty())
-        print(stdout, "--batch auto: %s\n", report.batch_choice.c_str());
+    if (!o.json && !report.length_choice.empty()) print(stdout, "--seq-len auto: %s\n", report.length_choice);
+    if (!o.json && !report.batch_choice.empty()) print(stdout, "--batch auto: %s\n", report.batch_choice);
     if (o.plan && !o.report.empty()) {
         Report page;
         open_report(page, o, report, update, rates);
@@ -358,7 +356,7 @@ inline void print_plan(const RunConfig& o, const MemoryReport& report, const Pla
         if (o.planned_gpu) json["planned_gpu"] = gpu_answer_json(*o.planned_gpu, report);
         json["run"] = json_of_run(o);
         json["memory_setting"] = json_of_setting(o);
-        print(stdout, "%s\n", json_text(json).c_str());
+        print(stdout, "%s\n", json_text(json));
     } else if (o.plan) {
         if (o.planned_gpu) print_gpu_answer(stdout, o, report);
         print_report(stdout, report);

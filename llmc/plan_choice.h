@@ -386,16 +386,16 @@ RunConfig with_longest_length(const Asked& asked, const RunConfig& given, Choice
     const Planned plan = found ? *found : planned(tried, chosen.seq_len, of_fewest);  // or fails, saying why
     if (plan.bytes > space.bytes)
         fail("--seq-len auto: sequences of %d tokens take %.1f MiB and there are %.1f (%s)", fewest,
-             mebibytes(plan.bytes), mebibytes(space.bytes), space.limit.c_str());
+             mebibytes(plan.bytes), mebibytes(space.bytes), space.limit);
     if (needs_no_second_search(given)) {
         choices = plan.choices;
         choices.for_length = plan.options;
     }
-    const std::string why = chosen.seq_len < most ? format("the most that fit %.1f MiB (%s)",
-                                                           mebibytes(space.bytes), space.limit.c_str())
-                                                  : limit.why;
-    choices.length = format("%d tokens, %s; a step takes %s by estimate", chosen.seq_len, why.c_str(),
-                            seconds_text(plan.seconds).c_str());
+    const std::string why =
+        chosen.seq_len < most ? format("the most that fit %.1f MiB (%s)", mebibytes(space.bytes), space.limit)
+                              : limit.why;
+    choices.length =
+        format("%d tokens, %s; a step takes %s by estimate", chosen.seq_len, why, seconds_text(plan.seconds));
     choices.length_needs_offloading = std::ranges::any_of(
         kPlacements, [&](const PlacementOption& p) { return p.value(*plan.options) != p.value(tried); });
     chosen.settings["--seq-len"] = {std::to_string(chosen.seq_len)};

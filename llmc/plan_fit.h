@@ -308,8 +308,8 @@ inline Fit fit_settings(const RunConfig& o, bool narrow_weights, const Rehearsal
     }
     Fit all = fit_with(INT_MAX);
     if (all.settings.empty())
-        fail("--memory %s: of --batch %d x --grad-accum %d sequences no part can be a micro-batch",
-             o.memory.c_str(), o.batch, o.grad_accum);
+        fail("--memory %s: of --batch %d x --grad-accum %d sequences no part can be a micro-batch", o.memory,
+             o.batch, o.grad_accum);
     return all;
 }
 
@@ -329,15 +329,14 @@ inline std::string in_words(const std::string& name) {
     const bool is_host_short = beside.pinned > memory_beside_device(given).pinned;
     if (is_host_short && given.planned_gpu)
         fail("--memory host=%s: what %s %s offloads takes at least %s of its host's memory",
-             given.host_memory.c_str(), ranks > 1 ? (each + "GPUs").c_str() : "the", given.planned_gpu->name,
-             size_text(beside.pinned).c_str());
+             given.host_memory, ranks > 1 ? (each + "GPUs") : "the", given.planned_gpu->name,
+             size_text(beside.pinned));
     if (is_host_short)
-        fail("--memory host=%s: what %s offloads takes at least %s of the host's memory",
-             given.host_memory.c_str(), ranks > 1 ? (each + "ranks").c_str() : "the run",
-             size_text(beside.pinned).c_str());
+        fail("--memory host=%s: what %s offloads takes at least %s of the host's memory", given.host_memory,
+             ranks > 1 ? (each + "ranks") : "the run", size_text(beside.pinned));
     fail("--memory %s: the files of %s take at least %s, and their folder, %s, has %s; TMPDIR names another",
-         given.memory.c_str(), ranks > 1 ? (each + "ranks").c_str() : "the run",
-         size_text(beside.files).c_str(), temporary_folder().c_str(), size_text(space_on_disk()).c_str());
+         given.memory, ranks > 1 ? (each + "ranks") : "the run", size_text(beside.files), temporary_folder(),
+         size_text(space_on_disk()));
 }
 
 // Fails with the least memory that a run would take, the options for that, and what would lower it.
@@ -360,16 +359,15 @@ inline std::string in_words(const std::string& name) {
         less = given.planned_gpu ? "a larger host= in --memory"
                                  : format("%sa TMPDIR with more room: %s has %s",
                                           kHostIsDevice ? "" : "a larger host= in --memory, or ",
-                                          temporary_folder().c_str(), size_text(space_on_disk()).c_str());
+                                          temporary_folder(), size_text(space_on_disk()));
     std::string on_which;
     if (given.planned_gpu)
         on_which = format(" on %s %s", given.devices > 1 ? "each" : "the", given.planned_gpu->name);
     fail(
         "--memory %s: the least that this takes%s is %.1f MiB (%s). The largest part of that, %s, is for %s. "
         "Less is needed with %s.",
-        describe_budget(given.memory, budget_of(given.memory, given.rank)).c_str(), on_which.c_str(),
-        std::ceil(10 * mebibytes(least)) / 10, options.c_str(), size_text(bytes).c_str(),
-        in_words(name).c_str(), less.c_str());
+        describe_budget(given.memory, budget_of(given.memory, given.rank)), on_which,
+        std::ceil(10 * mebibytes(least)) / 10, options, size_text(bytes), in_words(name), less);
 }
 
 // --memory: returns the setting whose plan fits and is the fastest by estimate; `choices` gets this choice
@@ -475,7 +473,7 @@ inline MemorySetting fit_batch(MemorySetting s, const FreeMemory& space, const B
     auto total = [&](int64_t batch) { return rehearsals.report(setting(batch)).total(); };
     if (const size_t least = total(1); least > space.bytes)
         fail("--batch auto: a batch of 1 takes %.1f MiB and there are %.1f (%s)", mebibytes(least),
-             mebibytes(space.bytes), space.limit.c_str());
+             mebibytes(space.bytes), space.limit);
     int64_t fits = 1, fails = 2;
     while (fails <= most && total(fails) <= space.bytes) fits = fails, fails *= 2;
     fails = std::min(fails, most + 1);
@@ -484,9 +482,8 @@ inline MemorySetting fit_batch(MemorySetting s, const FreeMemory& space, const B
         (total(middle) <= space.bytes ? fits : fails) = middle;
     }
     said = format("%ld sequences, ", fits);
-    said += fits == most
-                ? cap.why
-                : format("the most that fit %.1f MiB (%s)", mebibytes(space.bytes), space.limit.c_str());
+    said += fits == most ? cap.why
+                         : format("the most that fit %.1f MiB (%s)", mebibytes(space.bytes), space.limit);
     said += "; a step takes " + seconds_text(rehearsals.report(setting(fits)).seconds) + " by estimate";
     return setting(fits);
 }

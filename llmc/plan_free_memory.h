@@ -86,8 +86,7 @@ inline FreeMemory budget_of(const std::string& memory, const Rank& rank) {
 // If less is left than --memory says, says so.
 inline std::string describe_budget(const std::string& memory, const FreeMemory& budget) {
     if (budget.limit.empty()) return memory;
-    return format("%s, of which %zu MiB are left (%s)", memory.c_str(), budget.bytes >> 20,
-                  budget.limit.c_str());
+    return format("%s, of which %zu MiB are left (%s)", memory, budget.bytes >> 20, budget.limit);
 }
 
 // How much a run will still take of memory_free_at_start(), which was measured when the GPU's context
@@ -96,7 +95,7 @@ inline size_t still_to_take(const MemoryReport& r) { return r.total() - r.contex
 
 inline std::string describe_shortage(const MemoryReport& r, const FreeMemory& free) {
     return format("the plan takes %.1f MiB and %.1f are free (%s)", mebibytes(still_to_take(r)),
-                  mebibytes(free.bytes), free.limit.c_str());
+                  mebibytes(free.bytes), free.limit);
 }
 
 // What the message about too little memory suggests: --memory chooses settings of a training only.
@@ -117,15 +116,15 @@ inline void require_memory(const MemoryReport& r, const FreeMemory& free, Sugges
                 "the plan pins %.1f MiB of host memory%s and %.1f are free (%s); smaller: --batch or "
                 "--seq-len, or more that stays on the device or goes to a disk",
                 mebibytes(pinned),
-                r.ranks.on_a_machine > 1 ? format(" for %d ranks", r.ranks.on_a_machine).c_str() : "",
-                mebibytes(host.bytes), host.limit.c_str());
+                r.ranks.on_a_machine > 1 ? format(" for %d ranks", r.ranks.on_a_machine) : "",
+                mebibytes(host.bytes), host.limit);
     }
     if (still_to_take(r) <= free.bytes) return;
     const size_t budget = with_reserve(free, r.context).bytes;
     const std::string chosen = suggest == Suggest::MemoryOption && budget > r.process
                                    ? format("--memory %zuMiB chooses what fits, or ", budget >> 20)
                                    : "";
-    fail("%s; smaller: %sa smaller %s", describe_shortage(r, free).c_str(), chosen.c_str(),
+    fail("%s; smaller: %sa smaller %s", describe_shortage(r, free), chosen,
          r.train->takes.empty() ? "--model" : "--batch, --seq-len or --model");
 }
 
@@ -133,5 +132,5 @@ inline void require_memory(const MemoryReport& r, const FreeMemory& free, Sugges
 inline void remark_shortage(const MemoryReport& r) {
     if (!kHostIsDevice) return;  // a plan can be printed without a GPU
     const FreeMemory free = memory_of_rank({0, r.ranks.devices, r.ranks.on_a_machine});
-    if (still_to_take(r) > free.bytes) print(stderr, "here %s\n", describe_shortage(r, free).c_str());
+    if (still_to_take(r) > free.bytes) print(stderr, "here %s\n", describe_shortage(r, free));
 }

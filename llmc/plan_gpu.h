@@ -59,8 +59,7 @@ inline std::string what_takes_less(const RunConfig& o, const RunConfig& smallest
     fail(
         "this does not fit %s %s: of %s %.1f GiB a run may use %.1f, and this one needs at least %.1f (%s). "
         "Less is needed with %s.%s",
-        several ? format("%d GPUs", given.devices).c_str() : "the GPU", gpu.name,
-        several ? "each one's" : "its", gpu.memory, gibibytes(usable_memory_of(gpu).bytes), gibibytes(least),
-        options.c_str(), what_takes_less(given, smallest).c_str(),
-        others.empty() ? "" : (" " + others + ".").c_str());
+        several ? format("%d GPUs", given.devices) : "the GPU", gpu.name, several ? "each one's" : "its",
+        gpu.memory, gibibytes(usable_memory_of(gpu).bytes), gibibytes(least), options,
+        what_takes_less(given, smallest), others.empty() ? "" : (" " + others + "."));
 }

@@ -21,8 +21,8 @@ std::string MemoryChoice::text() const {
     std::string rows = format("--chunk-rows head=%ld", head_rows);
     if (mlp_rows > 0) rows += format(",mlp=%ld", mlp_rows);
     if (attention_rows > 0) rows += format(",attention=%ld", attention_rows);
-    return format("--recompute %s %s --batch %d --grad-accum %d%s%s", recompute.c_str(), rows.c_str(), batch,
-                  grad_accum, formats.c_str(), placements.c_str());
+    return format("--recompute %s %s --batch %d --grad-accum %d%s%s", recompute, rows, batch, grad_accum,
+                  formats, placements);
 }
 
 static ordered_json operations_json(const OperationCosts& costs) {
@@ -166,10 +166,10 @@ static void print_choice(FILE* to, const MemoryReport& r) {
         if (i == 0)
             print(to,
                   "--memory %s: %s\n  takes %.1f MiB; by estimate %.1f%% slower than the fastest there is\n",
-                  r.budget.c_str(), c.text().c_str(), mib, 100 * c.slower);
+                  r.budget, c.text(), mib, 100 * c.slower);
         else if (is_worth_showing(c, chosen))
             print(to, "  next %s: %s\n    takes %.1f MiB; %.2f%% %s\n", relative < 1 ? "faster" : "smaller",
-                  c.text().c_str(), mib, 100 * std::abs(relative - 1), relative < 1 ? "faster" : "slower");
+                  c.text(), mib, 100 * std::abs(relative - 1), relative < 1 ? "faster" : "slower");
     }
 }
 
@@ -178,29 +178,27 @@ void print_summary(FILE* to, const MemoryReport& r, const char* verb, const Free
     const std::string trained =
         r.trained == r.parameters ? "" : format(", %ld trained beside them", r.trained);
     const auto rows = [](const char* name, int64_t n) { return n > 0 ? format("%s %ld", name, n) : ""; };
-    print(to,
-          "%s: %ld parameters%s; %s, %s\nvocabulary %d%s, batch %d, seq_len %d, recompute %s, head_rows "
-          "%ld%s%s%s\n",
-          r.model.c_str(), r.parameters, trained.c_str(), r.device.c_str(), r.precision.c_str(), r.vocabulary,
-          r.vocabulary_of.empty() ? "" : format(" (%s)", r.vocabulary_of.c_str()).c_str(), r.batch, r.seq_len,
-          r.recompute.c_str(), r.head_rows, rows(", mlp_rows", r.mlp_rows).c_str(),
-          rows(", attention_rows", r.attention_rows).c_str(),
-          r.ranks.devices > 1
-              ? format("; each of %d devices, --zero %s", r.ranks.devices, r.ranks.zero.c_str()).c_str()
-              : "");
+    print(
+        to,
+        "%s: %ld parameters%s; %s, %s\nvocabulary %d%s, batch %d, seq_len %d, recompute %s, head_rows "
+        "%ld%s%s%s\n",
+        r.model, r.parameters, trained, r.device, r.precision, r.vocabulary,
+        r.vocabulary_of.empty() ? "" : format(" (%s)", r.vocabulary_of), r.batch, r.seq_len, r.recompute,
+        r.head_rows, rows(", mlp_rows", r.mlp_rows), rows(", attention_rows", r.attention_rows),
+        r.ranks.devices > 1 ? format("; each of %d devices, --zero %s", r.ranks.devices, r.ranks.zero) : "");
     if (r.reads_bytes)
         print(to, "text is read as bytes: --tokenizer gives a new model tokens, such as GPT-2's 50257\n");
     print(to, "%s, in MiB:\n", verb);
     const auto line = [&](size_t bytes, const std::string& what) {
-        if (bytes > 0) print(to, "%12.2f  %s\n", mebibytes(bytes), what.c_str());
+        if (bytes > 0) print(to, "%12.2f  %s\n", mebibytes(bytes), what);
     };
     const char* const others = r.largest_other();
     const std::string for_others =
         *others && !r.train->takes.empty() ? format(", which %s needs", others) : "";
     line(r.activations(), r.train->takes.empty()
                               ? "activations"
-                              : format("activations%s; a step's peak is %.2f (%s)", for_others.c_str(),
-                                       mebibytes(r.train->lower_bound), r.train->peak_at.c_str()));
+                              : format("activations%s; a step's peak is %.2f (%s)", for_others,
+                                       mebibytes(r.train->lower_bound), r.train->peak_at));
     for (const auto& [kind, what] : kKinds) line(r.of_kind(kind), what);
     line(r.workspace(), "workspace");
     const std::string of_it = format("; %.2f of it the tokenizer", mebibytes(r.tokenizer));
@@ -210,7 +208,7 @@ void print_summary(FILE* to, const MemoryReport& r, const char* verb, const Free
     line(r.reading, "taken for reading the data before that, and given back");
     line(r.total(), free.known() ? format("in all; %.0f are free", mebibytes(free.bytes)) : "in all");
     line(r.narrower, format("less than matrices in %s would take; widening them takes %.3g s of a step",
-                            r.precision.c_str(), r.widening_seconds));
+                            r.precision, r.widening_seconds));
     line(r.all_pinned(), "pinned host memory beside that" +
                              (r.shared > 0 ? format("; the %d ranks of a machine share %.2f of it",
                                                     r.ranks.on_a_machine, mebibytes(r.shared))
@@ -229,11 +227,10 @@ static void print_seconds(FILE* to, const MemoryReport& r) {
         if (!r.gpu.empty()) rates += " of the GPU " + r.gpu + r.gpu_rates;
         rates += " (--calibrate measures them)";
     }
-    print(to, "a step takes %.4g s by %s, %.4g tokens/s:\n", r.seconds, rates.c_str(),
-          r.tokens() / r.seconds);
+    print(to, "a step takes %.4g s by %s, %.4g tokens/s:\n", r.seconds, rates, r.tokens() / r.seconds);
     for (const PhaseTime& p : r.phases) {
         const auto bound = p.bound();
-        print(to, "%12.4f  %s, bound by %s", p.total(), p.name.c_str(), kCostNames[bound]);
+        print(to, "%12.4f  %s, bound by %s", p.total(), p.name, kCostNames[bound]);
         for (size_t c = 0; c < kCosts; c++)
             if (p.seconds[c] > 0)
                 print(to, "; %.0f%% %s%s", 100 * p.seconds[c] / p.total(),
@@ -271,8 +268,8 @@ void print_report(FILE* to, const MemoryReport& r) {
     print(to, "\n%-22s %-12s %-22s %-5s %10s %6s  %-28s %s\n", "buffer", "kind", "shape", "dtype", "MiB",
           "count", "born (first)", "dies (last)");
     for (const TableLine& t : table_of(r))
-        print(to, "%-22s %-12s %-22s %-5s %10.2f %6d  %-28s %s\n", t.name.c_str(), t.kind.c_str(),
-              t.shape.c_str(), t.dtype.c_str(), mebibytes(t.bytes), t.count, t.born.c_str(), t.dies.c_str());
+        print(to, "%-22s %-12s %-22s %-5s %10.2f %6d  %-28s %s\n", t.name, t.kind, t.shape, t.dtype,
+              mebibytes(t.bytes), t.count, t.born, t.dies);
     if (!r.others.empty()) print(to, "\n");
     for (const auto& [name, plan] : r.others)
         print(to, "%s uses %.2f MiB of the same arena\n", name, mebibytes(plan->bytes));
@@ -321,23 +318,23 @@ void print_gpu_answer(FILE* to, const RunConfig& o, const MemoryReport& r) {
     const std::string gpu = o.devices > 1 ? format("each of %d GPUs %s", o.devices, o.planned_gpu->name)
                                           : format("the %s", o.planned_gpu->name);
     print(to, "%s %s: %s with %d x %d tokens at a time takes %.2f GiB of the %.2f that a run may use",
-          fits ? "fits" : "does not fit", gpu.c_str(), trains, r.batch, r.seq_len, gibibytes(r.total()),
+          fits ? "fits" : "does not fit", gpu, trains, r.batch, r.seq_len, gibibytes(r.total()),
           gibibytes(room));
     const size_t pinned = r.pinned_on_a_machine();
     if (fits && pinned > size_t{1} << 30)
         print(to, ", and %.1f GiB of %s host's memory", gibibytes(pinned), o.machines > 1 ? "each" : "the");
     if (const std::string others = fits ? "" : gpus_with_room(r.total() - r.context, r.all_pinned());
         !others.empty())
-        print(to, "; %s", others.c_str());
+        print(to, "; %s", others);
     if (!fits && o.steps > 0 && !o.open.recompute)
         print(to, "; without --recompute, the plan chooses what to recompute and to offload");
     print(to, "\n");
     if (r.seconds > 0)
         print(to, "about %.*f tokens/s, %s for a step of %.0f tokens, by the GPU's nominal rates\n",
-              r.tokens() / r.seconds < 10 ? 2 : 0, r.tokens() / r.seconds, seconds_text(r.seconds).c_str(),
+              r.tokens() / r.seconds < 10 ? 2 : 0, r.tokens() / r.seconds, seconds_text(r.seconds),
               r.tokens());
     if (const std::string costs = costs_of_fitting(r, o.devices / o.machines); !costs.empty())
-        print(to, "cost of fitting: %s\n", costs.c_str());
+        print(to, "cost of fitting: %s\n", costs);
     print(to, "\n");
 }
 

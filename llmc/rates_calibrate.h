@@ -728,6 +728,6 @@ void calibrate(const RunConfig& o, RankEngine* engine) {
     if (engine) RanksCalibration(*engine, o.rank).measure(rates, calibration);
     if (!o.rank.is_first()) return;
     write_rates(file, rates, measured_on(dtype_name<T>()));
-    print(stdout, "measured %s in %.1f s, in %.0f MiB of memory: %s\n", device_name().c_str(),
-          clock.seconds(), mebibytes(calibration.most_bytes()), file.c_str());
+    print(stdout, "measured %s in %.1f s, in %.0f MiB of memory: %s\n", device_name(), clock.seconds(),
+          mebibytes(calibration.most_bytes()), file);
 }

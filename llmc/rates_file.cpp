@@ -56,10 +56,9 @@ class RatesReader {
 
     Rates read(const DeviceRates& nominal) const {
         const nlohmann::json file = read_json(path_);
-        if (!file.is_object() || !file.contains("rates"))
-            fail("--rates %s is no file of --calibrate", path_.c_str());
+        if (!file.is_object() || !file.contains("rates")) fail("--rates %s is no file of --calibrate", path_);
         if (file["rates"] != kRatesFormat)
-            fail("--rates %s is of another version; --calibrate makes it anew", path_.c_str());
+            fail("--rates %s is of another version; --calibrate makes it anew", path_);
         check_device(file);
         Rates rates(nominal);
         for (const auto& [form, p] : object(file, "products").items()) {
@@ -88,17 +87,16 @@ class RatesReader {
 
   private:
     [[noreturn]] void wrong(const std::string& where, const std::string& lacks) const {
-        fail("--rates %s: %s lacks %s; --calibrate makes the file anew", path_.c_str(),
-             printable(where).c_str(), printable(lacks).c_str());
+        fail("--rates %s: %s lacks %s; --calibrate makes the file anew", path_, printable(where),
+             printable(lacks));
     }
     void check_device(const nlohmann::json& file) const {
         for (const auto& [key, now] : on_.items()) {
             const auto then = file.find(key);
             if (key == "name" && now == "") continue;  // a plan needs no device
             if (then != file.end() && *then == now) continue;
-            fail("--rates %s was measured with another %s: %s, here %s; --calibrate measures this",
-                 path_.c_str(), key.c_str(), then == file.end() ? "none" : printable(then->dump()).c_str(),
-                 printable(now.dump()).c_str());
+            fail("--rates %s was measured with another %s: %s, here %s; --calibrate measures this", path_,
+                 key, then == file.end() ? "none" : printable(then->dump()), printable(now.dump()));
         }
     }
     const nlohmann::json& object(const nlohmann::json& in, const std::string& name) const {

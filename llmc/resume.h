@@ -75,15 +75,15 @@ inline void check_saved_parts(const SavedOptions& before, const Asked& o) {
             words = before.written.value(name, std::move(standard));
         } catch (const nlohmann::json::exception&) {  // reported below
         }
-        if (words.empty()) fail("--resume %s: its %s is no list of texts", o.resume.c_str(), name);
+        if (words.empty()) fail("--resume %s: its %s is no list of texts", o.resume, name);
         return words;
     };
     const auto check = [&](const char* name, std::vector<std::string> standard) {
         if (!o.has(name)) return;
         const std::vector<std::string> was = saved(name, std::move(standard)), &now = o.settings.at(name);
         if (!std::equal(was.begin(), was.end(), now.begin(), now.end(), is_same_value))
-            fail("%s %s: --resume %s goes on with %s %s: leave %s out", name, now[0].c_str(),
-                 o.resume.c_str(), name, was[0].c_str(), name);
+            fail("%s %s: --resume %s goes on with %s %s: leave %s out", name, now[0], o.resume, name, was[0],
+                 name);
     };
     const Asked standard;
     check("--tokenizer", {"its own"});
@@ -195,7 +195,7 @@ inline SavedOptions saved_options(const std::string& save) {
         fail(
             "--resume %s: an earlier version, whose options had other names, has saved this: --model %s "
             "trains on from its weights",
-            save.c_str(), save.c_str());
+            save, save);
     SavedOptions options = {progress.options, progress.options, folder_of_names(progress, save)};
     std::error_code none;
     if (!fs::equivalent(options.directory, ".", none)) {

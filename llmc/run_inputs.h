@@ -105,7 +105,7 @@ class RunInputs {
                                          const std::string& name = "the conversation") const {
         return naming(name, [&] {
             std::vector<int> tokens = encoded(chat->prompt(conversation));
-            if (tokens.empty()) fail("%s writes no token of it", chat->description().c_str());
+            if (tokens.empty()) fail("%s writes no token of it", chat->description());
             return tokens;
         });
     }
@@ -257,8 +257,8 @@ class RunInputs {
     // Fails if a prompt leaves no position for an answer.
     void check_room(const std::string& name, const std::vector<int>& tokens) const {
         if (static_cast<int>(tokens.size()) >= sample_positions())
-            fail("%s has %zu tokens, which leaves no room in the model's %d positions", name.c_str(),
-                 tokens.size(), sample_positions());
+            fail("%s has %zu tokens, which leaves no room in the model's %d positions", name, tokens.size(),
+                 sample_positions());
     }
     void open_prompts();
     // What the tokenizer and the chat template are of.
@@ -311,14 +311,13 @@ inline RunInputs::RunInputs(const Asked& asked, RunConfig run, std::optional<Hel
     if (!o_.prompt.empty() && o_.sample_tokens > 0) check_room("--prompt", first_tokens());
     if (data && uses_training_batches() && o_.bench.empty()) open_validation();
     if (!o_.loss_by_position.empty() && !val_data)
-        fail("--loss-by-position %s: there is nothing to validate on; give --val-data",
-             o_.loss_by_position.c_str());
+        fail("--loss-by-position %s: there is nothing to validate on; give --val-data", o_.loss_by_position);
     check_data();
     // A plan does not tokenize long texts, so it has no data_facts() of their tokens to compare.
     const bool is_untouched = o_.plan && data && data->is_bytes() && !tokenizer_folder.empty();
     if (data && o_.bench.empty() && !is_untouched) check_resumed_data();
     if (!o_.merge.empty() && adapter.kind == Trained::Prompt)
-        fail("--merge %s: a soft prompt is no part of the weights: --out saves it", o_.merge.c_str());
+        fail("--merge %s: a soft prompt is no part of the weights: --out saves it", o_.merge);
     keep_merged();
     check_output_files();
     read_exported();
@@ -335,15 +334,14 @@ inline void RunInputs::choose_length() {
         const bool scaled = !o_.rope_scaling.empty();
         const bool made = static_cast<bool>(parse_new_model(o_.model));
         fail("--seq-len %d is more than the model's %d positions%s%s", o_.seq_len, config.longest(),
-             adapter.prompt_tokens > 0
-                 ? format(", of which the soft prompt takes %d", adapter.prompt_tokens).c_str()
-                 : "",
+             adapter.prompt_tokens > 0 ? format(", of which the soft prompt takes %d", adapter.prompt_tokens)
+                                       : "",
              made || scaled                                     ? ""
              : config.family->position == PositionKind::Learned ? "; --positions N adds to them"
              : config.family->position == PositionKind::Rotary
                  ? format("; --rope-scaling yarn:%ld stretches them",
                           factor_for(config, o_.seq_len + adapter.prompt_tokens))
-                       .c_str()
+
                  : "");
     }
     if (!scales_by_length()) return;
@@ -394,13 +392,13 @@ inline ModelConfig RunInputs::choose_config() const {
         fail(
             "--resume %s holds a model of %d positions (rotary scaling: %s), and --model %s has %d (%s): "
             "--rope-scaling and --positions are those that it began with",
-            o_.resume.c_str(), saved->positions, kRopeNames[static_cast<int>(saved->rope.type)],
-            o_.model.c_str(), config.positions, kRopeNames[static_cast<int>(config.rope.type)]);
+            o_.resume, saved->positions, kRopeNames[static_cast<int>(saved->rope.type)], o_.model,
+            config.positions, kRopeNames[static_cast<int>(config.rope.type)]);
     if (saved && !(config == *saved))
         fail(
             "--resume %s holds another model (%d layers, %d channels, %d heads) than --model %s (%d, %d, %d)",
-            o_.resume.c_str(), saved->layers, saved->channels, saved->heads, o_.model.c_str(), config.layers,
-            config.channels, config.heads);
+            o_.resume, saved->layers, saved->channels, saved->heads, o_.model, config.layers, config.channels,
+            config.heads);
     if (saved) saved->grown_from = config.grown_from;
     return saved.value_or(config);
 }
@@ -433,13 +431,12 @@ std::optional<QuantizedWeights> RunInputs::quantized_weights(Stage stage, const 
                                                             : Shape{m.inputs, m.outputs};
                                     return &format_of(files.get(name, file_shape(shape)), model);
                                 });
-    return QuantizedWeights(config, stage, placement, Values::Quantized,
-                            [&](const LinearModule&, const std::string& name) {
-                                if (!Nf4File::has(files, name))
-                                    fail("%s: tensor \"%s\" is not quantized, and the folder's others are",
-                                         model.c_str(), name.c_str());
-                                return &Nf4File(files, name).format();
-                            });
+    return QuantizedWeights(
+        config, stage, placement, Values::Quantized, [&](const LinearModule&, const std::string& name) {
+            if (!Nf4File::has(files, name))
+                fail("%s: tensor \"%s\" is not quantized, and the folder's others are", model, name);
+            return &Nf4File(files, name).format();
+        });
 }
 
 inline std::optional<QuantizedWeights> RunInputs::quantized_head() const {
@@ -474,14 +471,14 @@ inline AdapterConfig RunInputs::choose_adapter() {
         if (!o_.save_base.empty()) found.json["base_model_name_or_path"] = base;
         const Trained asked = named<Trained>(kTrainedNames, o_.train);
         if (asked_.has("--train") && asked != found.kind)
-            fail("--train %s: %s is a %s adapter", o_.train.c_str(), folder.c_str(),
+            fail("--train %s: %s is a %s adapter", o_.train, folder,
                  kTrainedNames[static_cast<int>(found.kind)]);
         if (asked_.has("--lora-dropout")) found.dropout = o_.lora_dropout;
         return found;
     };
     if (!resumed.empty() && is_adapter_folder(resumed)) return read(resumed);
     if (!resumed.empty() && o_.trains_adapter())
-        fail("--resume %s holds a whole model, and no adapter", o_.resume.c_str());
+        fail("--resume %s holds a whole model, and no adapter", o_.resume);
     if (!o_.adapter.empty()) return read(held_adapter.emplace(o_.adapter).path());
     AdapterConfig made;
     if (o_.train == "lora") {
@@ -513,8 +510,7 @@ inline std::vector<int> RunInputs::choose_first_prompt() const {
     const std::vector<int> text =
         naming("--soft-prompt", [&] { return tokenizer->encode(o_.soft_prompt_text); });
     if (text.empty())
-        fail("--soft-prompt: its tokenizer has no token for any of \"%s\"",
-             printable(o_.soft_prompt_text).c_str());
+        fail("--soft-prompt: its tokenizer has no token for any of \"%s\"", printable(o_.soft_prompt_text));
     if (o_.soft_prompt == 0) tokens.resize(text.size());
     for (size_t i = 0; i < tokens.size(); i++) tokens[i] = text[i % text.size()];
     return tokens;
@@ -608,8 +604,7 @@ inline void RunInputs::open_chat(const ExampleOptions& options) {
 inline void RunInputs::open_own_chat() {
     if (o_.raw_prompt || (o_.prompt.empty() && !o_.only_answers())) return;
     if (!tokenizer || tokenizer_folder.empty()) {
-        if (o_.chat)
-            fail("--chat: %s has no tokenizer with the special tokens of a chat format", o_.model.c_str());
+        if (o_.chat) fail("--chat: %s has no tokenizer with the special tokens of a chat format", o_.model);
         return;
     }
     question = {said("user", o_.prompt)};
@@ -688,7 +683,7 @@ inline std::optional<Tokenizer> RunInputs::open_given_tokenizer() {
     fail(
         "--tokenizer %s: neither a GGUF file, nor a folder with tokenizer.json, vocab.json and merges.txt, "
         "or tokenizer.model, nor the first of these files in a folder",
-        o_.tokenizer.c_str());
+        o_.tokenizer);
 }
 
 // Opens the run's tokenizer: that of --tokenizer, else of the model's folder or file, else the one beside the
@@ -708,8 +703,7 @@ inline std::optional<Tokenizer> RunInputs::open_tokenizer() {
     for (const std::string& folder : folders) {
         auto t = Tokenizer::open(folder);
         if (t && t->size() > config.vocabulary && (folder == resumed || folder == model))
-            fail("%s: its tokenizer has %d tokens and its model %d", folder.c_str(), t->size(),
-                 config.vocabulary);
+            fail("%s: its tokenizer has %d tokens and its model %d", folder, t->size(), config.vocabulary);
         if (!t || t->size() > config.vocabulary) continue;
         tokenizer_folder = folder;
         return t;
@@ -748,10 +742,9 @@ inline std::vector<int> RunInputs::prompt_tokens(const std::string& text, const 
         fail(
             "%s: no tokenizer.json, vocab.json with merges.txt, or tokenizer.model in the model's folder or "
             "beside the data to read it with",
-            name.c_str());
+            name);
     std::vector<int> tokens = naming(name, [&] { return encoded(text, Ends::Add); });
-    if (tokens.empty())
-        fail("%s: its tokenizer has no token for any of \"%s\"", name.c_str(), printable(text).c_str());
+    if (tokens.empty()) fail("%s: its tokenizer has no token for any of \"%s\"", name, printable(text));
     return tokens;
 }
 
@@ -761,7 +754,7 @@ inline void RunInputs::open_prompts() {
         const std::string where = "--prompts " + place;
         JsonPrompt read = read_prompt(line, where, chat.has_value(), unread);
         if (!chat && read.has_messages)
-            fail("%s has messages, and %s: --chat-format NAME gives one", where.c_str(),
+            fail("%s has messages, and %s: --chat-format NAME gives one", where,
                  o_.raw_prompt ? "--raw-prompt leaves out the chat format" : "the model has no chat format");
         FilePrompt p{std::move(read.line), {}};
         p.tokens = chat ? conversation_tokens(read.conversation, where) : prompt_tokens(read.text, where);
@@ -769,7 +762,7 @@ inline void RunInputs::open_prompts() {
         prompts_held_ += read.bytes + p.tokens.size() * sizeof(int);
         prompts.push_back(std::move(p));
     });
-    if (prompts.empty()) fail("--prompts %s has no prompt", o_.prompts.c_str());
+    if (prompts.empty()) fail("--prompts %s has no prompt", o_.prompts);
 }
 
 inline const std::vector<int>& RunInputs::first_tokens() const {

@@ -46,9 +46,8 @@ inline void check_same_data(const char* option, const std::string& name, const s
         fail(
             "%s %s has changed since %s was saved: %s now, %s then (if its files have not, an option like "
             "--seq-len or --loss-on has); to go on with what there is, give %s",
-            option, name.c_str(), save.c_str(), now.c_str(), then.c_str(), option);
-    print(stderr, "%s %s: other data than those of %s: %s now, %s then\n", option, name.c_str(), save.c_str(),
-          now.c_str(), then.c_str());
+            option, name, save, now, then, option);
+    print(stderr, "%s %s: other data than those of %s: %s now, %s then\n", option, name, save, now, then);
 }
 
 // Fails if chunks of rows were given that are larger than all rows (unless the length is still to be chosen),
@@ -83,7 +82,7 @@ inline void RunInputs::check_has_data() const {
     fail(
         "--data is missing: what --model %s is to be trained on; --prompt generates without, and --steps 0 "
         "validates, merges or saves without training",
-        o_.model.c_str());
+        o_.model);
 }
 
 // Fails if options for examples are given and no data are examples.
@@ -106,20 +105,18 @@ inline void RunInputs::check_base() const {
     const std::string why =
         is_so ? "--model " + o_.model + ": its files are " + (gguf ? "GGUF" : "NF4") : asked;
     if ((is_so || quantizes) && o_.steps > 0 && !adapter)
-        fail("%s: %s weights are not trained; --train lora or prompt trains beside them", why.c_str(),
+        fail("%s: %s weights are not trained; --train lora or prompt trains beside them", why,
              gguf ? "such" : "quantized");
-    if (is_so && stores)
-        fail("%s: the files of --model %s are quantized already", asked.c_str(), o_.model.c_str());
+    if (is_so && stores) fail("%s: the files of --model %s are quantized already", asked, o_.model);
     if ((is_so || quantizes) && o_.steps == 0 && !o_.out.empty() && !adapter)
         fail("--out %s is for what is trained; --save-base DIR saves a base in NF4, --merge DIR a model",
-             o_.out.c_str());
+             o_.out);
     if (quantizes && !resumed.empty() && !adapter)
-        fail("%s: --resume %s is a whole model: give it as --model", asked.c_str(), o_.resume.c_str());
+        fail("%s: --resume %s is a whole model: give it as --model", asked, o_.resume);
     if (quantizes && parse_new_model(o_.model) && o_.bench.empty())
-        fail("%s is for a model that was trained: give its folder as --model", asked.c_str());
+        fail("%s is for a model that was trained: give its folder as --model", asked);
     if (gguf && !o_.head.empty())
-        fail("--base head=%s is for a folder; a GGUF's head is kept in the build's precision",
-             o_.head.c_str());
+        fail("--base head=%s is for a folder; a GGUF's head is kept in the build's precision", o_.head);
     if (o_.head == "8bit" && config.channels % Q8_0::kElements != 0)
         fail("--base head=8bit: blocks of %d do not divide the model's %d channels; use head=nf4",
              Q8_0::kElements, config.channels);
@@ -183,16 +180,15 @@ inline void RunInputs::check_adapter_base() {
     if (o_.steps > 0 || !then) adapter.base = now;
     if (!then || then->is_quantized_as(now)) return;
     const std::string named = held_adapter ? "--adapter " + o_.adapter : "--resume " + o_.resume;
-    const std::string what =
-        format("%s was trained beside a model %s, and --model %s is one %s", named.c_str(),
-               then->text().c_str(), o_.model.c_str(), now.text().c_str());
+    const std::string what = format("%s was trained beside a model %s, and --model %s is one %s", named,
+                                    then->text(), o_.model, now.text());
     if (o_.any_base || asked_.has_here("--base")) {
-        print(stderr, "%s\n", what.c_str());
+        print(stderr, "%s\n", what);
         return;
     }
     const bool can = !gguf && !config.has_nf4 && then->is_quantized() && then->has_options();
-    fail("%s: %s, or --base none to take this one", what.c_str(),
-         can ? ("add --base " + then->option_value()).c_str() : "give that model as --model");
+    fail("%s: %s, or --base none to take this one", what,
+         can ? ("add --base " + then->option_value()) : "give that model as --model");
 }
 
 // Fails if what is trained cannot be placed in `placement`.
@@ -205,17 +201,14 @@ inline void RunInputs::check_placement(const char* key, const std::string& place
 inline void RunInputs::check_frozen_placement(const char* key, const std::string& placement) const {
     if (placement == "host" && kHostIsDevice) check_placement(key, placement);
     if (parse_new_model(o_.model))
-        fail("--offload %s=%s is for a model that is in files, and --model %s is a new one", key,
-             placement.c_str(), o_.model.c_str());
+        fail("--offload %s=%s is for a model that is in files, and --model %s is a new one", key, placement,
+             o_.model);
     if (o_.steps == 0 && !o_.out.empty() && !adapter)
-        fail("--offload %s=%s: nothing is trained that --out %s could save", key, placement.c_str(),
-             o_.out.c_str());
+        fail("--offload %s=%s: nothing is trained that --out %s could save", key, placement, o_.out);
     if (!resumed.empty() && !adapter)
-        fail("--offload %s=%s: --resume %s is a whole model: give it as --model", key, placement.c_str(),
-             o_.resume.c_str());
+        fail("--offload %s=%s: --resume %s is a whole model: give it as --model", key, placement, o_.resume);
     if (!o_.save_base.empty())
-        fail("--offload %s=%s: --save-base %s is for a base on the device", key, placement.c_str(),
-             o_.save_base.c_str());
+        fail("--offload %s=%s: --save-base %s is for a base on the device", key, placement, o_.save_base);
 }
 
 // Fails if the host's cores cannot do the updates.
@@ -255,8 +248,7 @@ inline void RunInputs::check_placements() const {
             fail("--offload embeddings=%s is for a frozen model; --train lora or prompt trains beside one",
                  embeddings);
         if (!o_.head.empty())
-            fail("--offload embeddings=%s: --base head=%s is of a head on the device", embeddings,
-                 o_.head.c_str());
+            fail("--offload embeddings=%s: --base head=%s is of a head on the device", embeddings, o_.head);
         check_frozen_placement("embeddings", o_.embeddings);
     }
     if (o_.weights == "device") return;
@@ -266,12 +258,12 @@ inline void RunInputs::check_placements() const {
         fail(
             "--offload weights=disk: --base %s is of matrices in memory; those of files are streamed as they "
             "are: --base nf4 --save-base DIR writes files that have them in NF4",
-            o_.store[0].c_str());
+            o_.store[0]);
     if (o_.weights == "disk" && !o_.base.empty())
         fail(
             "--offload weights=disk: --base %s would be quantized anew each time; save it once with "
             "--save-base DIR, and give --model DIR",
-            o_.base.c_str());
+            o_.base);
 }
 
 // Fails if --save-base cannot be written, or would overwrite a folder. For a resumed run, a folder that
@@ -282,7 +274,7 @@ inline void RunInputs::check_saved_base() const {
     if (gguf) fail("--save-base %s: the matrices of a GGUF are not in NF4", folder);
     if (!o_.head.empty())
         fail("--save-base %s: such a base has its head in 16 or 32 bits: leave head=%s to the training",
-             folder, o_.head.c_str());
+             folder, o_.head);
     if (o_.base.empty() && !config.has_nf4)
         fail("--save-base %s is for matrices in NF4: add --base nf4-double", folder);
     for (const auto& [option, path] : {std::pair{"--out", &o_.out}, std::pair{"--merge", &o_.merge}})
@@ -292,7 +284,7 @@ inline void RunInputs::check_saved_base() const {
     if (!asked_.has("--resume")) fail("--save-base %s is there already; name a folder that is not", folder);
     const ModelConfig there = read_model_config(o_.save_base, "--save-base");
     if (!there.has_nf4 || !(there == config))
-        fail("--save-base %s holds another model than --model %s in NF4", folder, o_.model.c_str());
+        fail("--save-base %s holds another model than --model %s in NF4", folder, o_.model);
 }
 
 // Fails if the data do not fit the model: too few tokens, or tokens beyond the vocabulary.
@@ -335,8 +327,7 @@ inline void RunInputs::check_resumed_data() {
 inline void RunInputs::keep_merged() {
     if (o_.merge.empty() || resumed.empty() || !file_exists(o_.merge + "/config.json")) return;
     if (!o_.of_save.contains("--merge") && std::string_view(asked_.first("--resume")) != "auto") return;
-    if (o_.rank.is_first())
-        print(stderr, "--merge %s is there already, and stays as it is\n", o_.merge.c_str());
+    if (o_.rank.is_first()) print(stderr, "--merge %s is there already, and stays as it is\n", o_.merge);
     o_.merge_is_there = true;
     o_.merge.clear();
 }
@@ -367,14 +358,14 @@ inline void RunInputs::check_output_files() const {
         files.push_back({"--tensorboard", o_.tensorboard + "/events.out.tfevents", "", Output::InFolder});
     if (!o_.export_file.empty()) {
         if (gguf && same_file(o_.export_file, o_.model))
-            fail("--export %s is the file of --model", o_.export_file.c_str());
+            fail("--export %s is the file of --model", o_.export_file);
         files.push_back({"--export", o_.export_file, "GGUF", Output::Replaced});
         files.push_back({"--export", o_.export_file + ".tmp", "", Output::Replaced});
     }
     if (!file_exists(o_.save_base)) files.push_back({"--save-base", o_.save_base, "", Output::Folder});
     for (const Output& file : files)
         for (const Dataset* d : {data.get(), val_data.get()})
-            if (d && d->reads(file.path)) fail("%s %s is a file of the data", file.option, file.path.c_str());
+            if (d && d->reads(file.path)) fail("%s %s is a file of the data", file.option, file.path);
     std::vector<std::string> inputs;
     if (!parse_new_model(o_.model)) inputs.push_back(o_.model);
     if (!o_.resume.empty()) inputs.push_back(o_.resume);
@@ -409,9 +400,9 @@ inline int RunInputs::end_of_turn() const {
 inline void RunInputs::read_exported() {
     if (o_.export_file.empty()) return;
     const std::string option = "--export " + o_.export_file;
-    if (adapter.kind == Trained::Prompt) fail("%s: GGUF has no soft prompts", option.c_str());
+    if (adapter.kind == Trained::Prompt) fail("%s: GGUF has no soft prompts", option);
     if (!config.uneven.empty())
-        fail("%s: the layers of this %s differ in their sizes, which is not written as GGUF", option.c_str(),
+        fail("%s: the layers of this %s differ in their sizes, which is not written as GGUF", option,
              config.family->name);
     if (o_.export_part == "adapter") return;
     check_rope_for_gguf(config, option);

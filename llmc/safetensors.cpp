@@ -51,10 +51,10 @@ const SafetensorsEntry* SafetensorsFile::find(const std::string& name) const {
 // `entry`, the tensor of this name in `path`, if it is there and has this shape.
 static const SafetensorsEntry& require_tensor(const SafetensorsEntry* entry, const std::string& path,
                                               const std::string& name, const std::vector<int64_t>& shape) {
-    if (!entry) fail("%s: tensor \"%s\" is missing", path.c_str(), name.c_str());
+    if (!entry) fail("%s: tensor \"%s\" is missing", path, name);
     if (entry->shape != shape)
-        fail("%s: tensor \"%s\" has shape %s where %s is needed", path.c_str(),
-             printable(entry->name).c_str(), shape_text(entry->shape).c_str(), shape_text(shape).c_str());
+        fail("%s: tensor \"%s\" has shape %s where %s is needed", path, printable(entry->name),
+             shape_text(entry->shape), shape_text(shape));
     return *entry;
 }
 const SafetensorsEntry& SafetensorsFile::get(const std::string& name,
@@ -89,18 +89,9 @@ nlohmann::json SafetensorsFile::read_header() {
 }
 
 void SafetensorsFile::check_metadata(const nlohmann::json& value) {
-    if (!value.is_object()) fail("%s: \"__metadata__\" is not a JSON object", path().c_str());
+    if (!value.is_object()) fail("%s: \"__metadata__\" is not a JSON object", path());
     for (const auto& [key, text] : value.items())
-        if (!text.is_string())
-            fail("%s: \"__metadata__\": \"%s\" is not a string", path().c_str(), printable(key).c_str());
-}
-
-void SafetensorsFile::fail_tensor(const std::string& name, const char* pattern, ...) const {
-    va_list args;
-    va_start(args, pattern);
-    const std::string what = format_list(pattern, args);
-    va_end(args);
-    fail("%s: tensor \"%s\": %s", path().c_str(), printable(name).c_str(), what.c_str());
+        if (!text.is_string()) fail("%s: \"__metadata__\": \"%s\" is not a string", path(), printable(key));
 }
 
 // A value of the header, for messages. Nested values are only named by their type.
@@ -118,17 +109,17 @@ SafetensorsEntry SafetensorsFile::read_entry(const std::string& name, const nloh
 
     const nlohmann::json& dtype = value["dtype"];
     const FileTypeInfo* type = dtype.is_string() ? find_file_type(dtype.get<std::string>()) : nullptr;
-    if (!type) fail_tensor(name, "unknown dtype %s", short_json(dtype).c_str());
+    if (!type) fail_tensor(name, "unknown dtype %s", short_json(dtype));
     entry.dtype = type->name;
 
     const nlohmann::json& shape = value["shape"];
-    if (!shape.is_array()) fail_tensor(name, "shape %s is not a list", short_json(shape).c_str());
+    if (!shape.is_array()) fail_tensor(name, "shape %s is not a list", short_json(shape));
     size_t bytes = type->bytes;
     for (const nlohmann::json& dim : shape) {
         if (!dim.is_number_unsigned() || dim.get<uint64_t>() > INT64_MAX)
-            fail_tensor(name, "dimension %s is not a size", short_json(dim).c_str());
+            fail_tensor(name, "dimension %s is not a size", short_json(dim));
         if (__builtin_mul_overflow(bytes, dim.get<uint64_t>(), &bytes))
-            fail_tensor(name, "shape %s overflows", short_json(shape).c_str());
+            fail_tensor(name, "shape %s overflows", short_json(shape));
         entry.shape.push_back(dim.get<int64_t>());
     }
 
@@ -136,15 +127,15 @@ SafetensorsEntry SafetensorsFile::read_entry(const std::string& name, const nloh
     const std::string range = short_json(offsets);
     if (!offsets.is_array() || offsets.size() != 2 || !offsets[0].is_number_unsigned() ||
         !offsets[1].is_number_unsigned())
-        fail_tensor(name, "data_offsets %s are not [begin, end]", range.c_str());
+        fail_tensor(name, "data_offsets %s are not [begin, end]", range);
     const auto begin = offsets[0].get<uint64_t>(), end = offsets[1].get<uint64_t>();
-    if (begin > end) fail_tensor(name, "data_offsets %s end before they begin", range.c_str());
+    if (begin > end) fail_tensor(name, "data_offsets %s end before they begin", range);
     if (end > data_bytes_)
-        fail_tensor(name, "data_offsets %s end after the file's %zu bytes of data: cut short?", range.c_str(),
+        fail_tensor(name, "data_offsets %s end after the file's %zu bytes of data: cut short?", range,
                     data_bytes_);
     if (end - begin != bytes)
-        fail_tensor(name, "data_offsets %s hold %lu bytes where %s of shape %s takes %zu", range.c_str(),
-                    end - begin, type->name, shape_text(entry.shape).c_str(), bytes);
+        fail_tensor(name, "data_offsets %s hold %lu bytes where %s of shape %s takes %zu", range, end - begin,
+                    type->name, shape_text(entry.shape), bytes);
     entry.offset = data_ + begin;
     entry.bytes = bytes;
     return entry;
@@ -158,15 +149,14 @@ void SafetensorsFile::check_cover() {
     for (size_t i = 0; i < entries_.size(); i++) {
         const SafetensorsEntry& entry = entries_[i];
         if (entry.offset < covered)
-            fail_tensor(entry.name, "its data overlaps that of \"%s\"",
-                        printable(entries_[i - 1].name).c_str());
+            fail_tensor(entry.name, "its data overlaps that of \"%s\"", printable(entries_[i - 1].name));
         if (entry.offset > covered)
             fail_tensor(entry.name, "the %zu bytes before its data belong to no tensor",
                         static_cast<size_t>(entry.offset - covered));
         covered += entry.bytes;
     }
     if (const size_t left = data_bytes_ - static_cast<size_t>(covered - data_); left > 0)
-        fail("%s: the last %zu bytes belong to no tensor", path().c_str(), left);
+        fail("%s: the last %zu bytes belong to no tensor", path(), left);
 }
 
 SafetensorsWriter::SafetensorsWriter(const std::string& path,
@@ -222,8 +212,8 @@ SafetensorsFolder::SafetensorsFolder(const std::string& folder, const std::strin
                 "%s has %s and no model.safetensors, which is needed; in Python, "
                 "transformers.AutoModelForCausalLM.from_pretrained(\"%s\").save_pretrained(\"DIR\") "
                 "writes it",
-                folder.c_str(), printable(pickled).c_str(), folder.c_str());
-        fail("%s has neither model.safetensors nor model.safetensors.index.json", folder.c_str());
+                folder, printable(pickled), folder);
+        fail("%s has neither model.safetensors nor model.safetensors.index.json", folder);
     }
 }
 
@@ -237,18 +227,17 @@ const SafetensorsEntry* SafetensorsFolder::find(const std::string& name) const {
 void SafetensorsFolder::open_shards(const std::string& index) {
     const nlohmann::json json = read_json(index);
     if (!json.is_object() || !json.contains("weight_map") || !json["weight_map"].is_object())
-        fail("%s has no \"weight_map\" object", index.c_str());
+        fail("%s has no \"weight_map\" object", index);
     std::map<std::string, size_t> shards;  // file name -> index in files_
     for (const auto& [name, file] : json["weight_map"].items()) {
         const std::string shown = printable(name);
         if (!file.is_string() || file.get<std::string>().find('/') != std::string::npos)
-            fail("%s: tensor \"%s\": its shard is not the name of a file", index.c_str(), shown.c_str());
+            fail("%s: tensor \"%s\": its shard is not the name of a file", index, shown);
         const auto [shard, is_new] = shards.try_emplace(file.get<std::string>(), files_.size());
         if (is_new) files_.emplace_back(folder_ + "/" + shard->first);
         const SafetensorsFile& opened = files_[shard->second];
         entries_[name] = opened.find(name);
         if (!entries_[name])
-            fail("%s: tensor \"%s\" is missing, and %s says it is there", opened.path().c_str(),
-                 shown.c_str(), index.c_str());
+            fail("%s: tensor \"%s\" is missing, and %s says it is there", opened.path(), shown, index);
     }
 }

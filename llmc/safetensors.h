@@ -83,8 +83,10 @@ class SafetensorsFile {
 
     nlohmann::json read_header();
     void check_metadata(const nlohmann::json& value);
-    [[noreturn]] __attribute__((format(printf, 3, 4))) void fail_tensor(const std::string& name,
-                                                                        const char* pattern, ...) const;
+    template <class... A>
+    [[noreturn]] void fail_tensor(const std::string& name, PatternFor<A...> pattern, const A&... args) const {
+        fail("%s: tensor \"%s\": %s", path(), printable(name), format<A...>(pattern, args...));
+    }
     SafetensorsEntry read_entry(const std::string& name, const nlohmann::json& value) const;
     void check_cover();
 
@@ -117,8 +119,8 @@ inline void read_as_float(const SafetensorsEntry& entry, float* out, size_t firs
     const bool is_half = entry.dtype == "F16";
     if (entry.dtype == "F32") return entry.read(first * 4, count * 4, out);
     if (!is_half && entry.dtype != "BF16")
-        fail("tensor \"%s\" has dtype %s where F32, F16 or BF16 is needed", printable(entry.name).c_str(),
-             entry.dtype.c_str());
+        fail("tensor \"%s\" has dtype %s where F32, F16 or BF16 is needed", printable(entry.name),
+             entry.dtype);
     std::vector<uint16_t> bits;
     for (size_t done = 0; done < count; done += bits.size()) {
         bits.resize(std::min(size_t{1} << 15, count - done));

@@ -78,7 +78,7 @@ size_t parse_bytes(const std::string& text, const char* option) {
     for (const auto& [unit, bytes] : units) {
         if (!number || strcasecmp(text.c_str() + end, unit) != 0) continue;
         const double value = std::strtod(text.substr(0, end).c_str(), nullptr) * bytes;
-        if (value >= 0x1p64) fail("%s %s is more bytes than there are addresses", option, text.c_str());
+        if (value >= 0x1p64) fail("%s %s is more bytes than there are addresses", option, text);
         return static_cast<size_t>(value);
     }
     // Other tools disagree on whether 16G is 16GiB or 16GB.
@@ -89,7 +89,7 @@ size_t parse_bytes(const std::string& text, const char* option) {
                        strcasecmp(unit.c_str(), (letter + "i").c_str()) == 0))
             example = value + letter + "iB or " + value + letter + "B";
     fail("%s '%s' is no number of bytes with a unit (B, KiB, MiB, GiB, TiB, KB, MB, GB, TB), as in %s",
-         option, text.c_str(), example.c_str());
+         option, text, example);
 }
 
 double rate_of(const std::string& text) {

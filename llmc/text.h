@@ -51,10 +51,10 @@ constexpr double mebibytes(size_t bytes) { return static_cast<double>(bytes) / 1
 constexpr double gibibytes(size_t bytes) { return static_cast<double>(bytes) / 1073741824.0; }
 // "8.03 GB", "803 GB".
 inline std::string gigabytes(double bytes) {
-    return format(bytes < 100e9 ? "%.3g GB" : "%.0f GB", bytes / 1e9);
+    return bytes < 100e9 ? format("%.3g GB", bytes / 1e9) : format("%.0f GB", bytes / 1e9);
 }
 // A number of seconds: "0.0123 s", "2.28 s", "2279 s".
-inline std::string seconds_text(double s) { return format(s < 1000 ? "%.3g s" : "%.0f s", s); }
+inline std::string seconds_text(double s) { return s < 1000 ? format("%.3g s", s) : format("%.0f s", s); }
 // A number of bytes, in the largest of three units: "300 bytes", "12.5 KiB", "2048.0 MiB".
 std::string size_text(size_t bytes);
 

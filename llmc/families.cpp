@@ -1,5 +1,16 @@
-// families.cpp - finds a model's family, and checks a configuration.
+// families.cpp - has the families' tables; finds a model's family, and checks a configuration.
 #include "llmc/families.h"
+
+#include "llmc/family_bloom.h"
+#include "llmc/family_gpt2.h"
+#include "llmc/family_llama.h"
+#include "llmc/family_qwen.h"
+#include "llmc/family_uneven.h"
+#include "llmc/text.h"
+
+std::string family_names() {
+    return joined(kFamilies, ", ", [](const Family* family) { return family->name; });
+}
 
 // The family of this name, or null.
 static const Family* find_family(const std::string& name) {

@@ -1,19 +1,15 @@
 // families.h - the list of model families, and reading and writing a config.json by its family.
 #pragma once
 
-#include "llmc/family_bloom.h"
-#include "llmc/family_gpt2.h"
-#include "llmc/family_llama.h"
-#include "llmc/family_qwen.h"
-#include "llmc/family_uneven.h"
-#include "llmc/text.h"
+#include <array>
+#include <string>
 
-inline constexpr const Family* kFamilies[] = {&kGpt2, &kLlama, &kMistral, &kQwen2, &kQwen3, &kBloom};
+#include "llmc/family.h"
 
-// All names: "gpt2, llama, ..."
-inline std::string family_names() {
-    return joined(kFamilies, ", ", [](const Family* family) { return family->name; });
-}
+// Each has its table in a file of its own, which families.cpp includes.
+extern const Family kGpt2, kLlama, kMistral, kQwen2, kQwen3, kBloom;
+inline constexpr std::array kFamilies = {&kGpt2, &kLlama, &kMistral, &kQwen2, &kQwen3, &kBloom};
+std::string family_names();  // "gpt2, llama, ..."
 
 // A model from scratch, by its name: "d12" is a GPT-2 with 12 layers, "llama:d12" a Llama.
 struct NewModel {

@@ -79,7 +79,7 @@ inline Table head(const ModelConfig& c) {
 }
 }  // namespace bloom
 
-inline constexpr Family kBloom = {.name = "bloom",
+constexpr Family kBloom = {.name = "bloom",
                                   .architecture = "BloomForCausalLM",
                                   .tokens = bloom::kTokens,
                                   .prefix = "transformer.",

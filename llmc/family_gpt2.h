@@ -78,7 +78,7 @@ inline Table head(const ModelConfig& c) {
 }
 }  // namespace gpt2
 
-inline constexpr Family kGpt2 = {.name = "gpt2",
+constexpr Family kGpt2 = {.name = "gpt2",
                                  .architecture = "GPT2LMHeadModel",
                                  .tokens = {50257, 50256, 50256},
                                  .prefix = "transformer.",

@@ -202,7 +202,7 @@ inline Table head(const ModelConfig& c) {
 }
 }  // namespace llama
 
-inline constexpr Family kLlama = {.name = "llama",
+constexpr Family kLlama = {.name = "llama",
                                   .architecture = "LlamaForCausalLM",
                                   .tokens = llama::kTokens,
                                   .prefix = "model.",
@@ -265,7 +265,7 @@ inline void write(const ModelConfig& c, nlohmann::json& json) {
 }
 }  // namespace mistral
 
-inline constexpr Family kMistral = [] {
+constexpr Family kMistral = [] {
     Family family = kLlama;
     family.name = "mistral";
     family.architecture = "MistralForCausalLM";

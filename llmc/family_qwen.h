@@ -48,7 +48,7 @@ inline Table block(const ModelConfig& c, const LayerConfig& layer) {
 }
 }  // namespace qwen2
 
-inline constexpr Family kQwen2 = [] {
+constexpr Family kQwen2 = [] {
     Family family = kLlama;
     family.name = "qwen2";
     family.architecture = "Qwen2ForCausalLM";
@@ -79,7 +79,7 @@ inline Table block(const ModelConfig& c, const LayerConfig& layer) {
 }
 }  // namespace qwen3
 
-inline constexpr Family kQwen3 = [] {
+constexpr Family kQwen3 = [] {
     Family family = kQwen2;
     family.name = "qwen3";
     family.architecture = "Qwen3ForCausalLM";

@@ -31,7 +31,7 @@ inline void write(const ModelConfig& c, nlohmann::json& json) {
 }
 }  // namespace uneven
 
-inline constexpr Family kUneven = [] {
+constexpr Family kUneven = [] {
     Family family = kLlama;
     family.name = "uneven";
     family.architecture = "UnevenForCausalLM";

@@ -2,7 +2,6 @@
 #include "llmc/gguf_export.h"
 
 #include <cmath>
-#include <regex>
 
 constexpr ExportType kExportTypes[] = {
     {"f32", 0, "F32", false},   {"f16", 1, "F16", false},  {"bf16", 32, "BF16", false},
@@ -102,9 +101,6 @@ struct NameParts {
 // the model's number of parameters; else it is probably a context length.
 static NameParts parts_of_name(const std::string& name, int64_t parameters) {
     enum Kind { None, Version, Type, Size, Finetune, Base };
-    const auto is = [](const char* pattern, const std::string& text) {
-        return std::regex_match(text, std::regex(pattern, std::regex::icase));
-    };
     std::vector<std::pair<std::string, Kind>> parts;
     for (size_t at = 0; at <= name.size() && name.find(' ') == name.npos;) {
         const size_t end = std::min(name.find('-', at), name.size());
@@ -113,11 +109,12 @@ static NameParts parts_of_name(const std::string& name, int64_t parameters) {
     }
     for (size_t i = 0; i < parts.size(); i++) {
         auto& [part, kind] = parts[i];
-        if (is("(v|iter)?\\d+([.]\\d+)*", part)) {
+        if (matches(part, "(v|iter)?\\d+([.]\\d+)*")) {
             kind = Version;
-        } else if (is("i?q\\d(_\\w)*|b?fp?(16|32)", part)) {
+        } else if (matches(part, "i?q\\d(_\\w)*|b?fp?(16|32)")) {
             kind = Type;
-        } else if (i > 0 && is("(A|\\d+x)?\\d+([._]\\d+)?[KMBT]\\d?|small|mini|medium|large|x?xl", part)) {
+        } else if (i > 0 &&
+                   matches(part, "(A|\\d+x)?\\d+([._]\\d+)?[KMBT]\\d?|small|mini|medium|large|x?xl")) {
             std::replace(part.begin(), part.end(), '_', '.');
             const auto digit = [&part = part](size_t from_end) {
                 return part.size() >= from_end &&
@@ -136,7 +133,7 @@ static NameParts parts_of_name(const std::string& name, int64_t parameters) {
                 kind = Finetune;
                 part.back() = static_cast<char>(std::tolower(static_cast<unsigned char>(part.back())));
             }
-        } else if (i > 0 && is("chat|instruct|vision|lora", part)) {
+        } else if (i > 0 && matches(part, "chat|instruct|vision|lora")) {
             kind = Finetune;
         }
     }

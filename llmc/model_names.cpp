@@ -5,15 +5,11 @@
 #include <cctype>
 #include <cstdlib>
 #include <filesystem>
-#include <regex>
 
 #include "llmc/jinja_strings.h"
 #include "llmc/save_folder.h"
 
-bool is_hub_name(const std::string& text) {
-    static const std::regex kName(R"([\w-][\w.-]*/[\w-][\w.-]*)");
-    return text.size() < 200 && std::regex_match(text, kName);  // the library matches recursively
-}
+bool is_hub_name(const std::string& text) { return matches(text, R"([\w-][\w.-]*/[\w-][\w.-]*)"); }
 
 std::string hub_cache() {
     constexpr std::pair<const char*, const char*> kPlaces[] = {{"HF_HUB_CACHE", ""},

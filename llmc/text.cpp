@@ -7,6 +7,7 @@
 #include <cctype>
 #include <cmath>
 #include <cstdlib>
+#include <regex>
 #include <sstream>
 
 std::vector<std::string> words_of(const std::string& list, char between) {
@@ -14,6 +15,11 @@ std::vector<std::string> words_of(const std::string& list, char between) {
     std::istringstream stream(list);
     for (std::string word; std::getline(stream, word, between);) words.push_back(word);
     return words;
+}
+
+bool matches(const std::string& text, const char* pattern) {
+    constexpr size_t kMost = 200;  // because the library matches recursively
+    return text.size() < kMost && std::regex_match(text, std::regex(pattern, std::regex::icase));
 }
 
 std::string lower(std::string text) {

@@ -35,6 +35,9 @@ inline bool has_word(const std::string& list, const std::string& word) {
     return word.find(' ') == word.npos && (" " + list + " ").find(" " + word + " ") != word.npos;
 }
 
+// True if all of a short text matches a regular expression, in which small letters are large ones too.
+bool matches(const std::string& text, const char* pattern);
+
 // A text with small ASCII letters.
 std::string lower(std::string text);
 

@@ -10,10 +10,10 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -87,45 +87,13 @@ class Joints {
     PairTable<Nothing> pairs_;
 };
 
-// The symbols of a word in one array, which has one entry for each symbol that the word starts with. The
-// first entry of a symbol is its token. A symbol that was joined from n others covers n entries: its second
-// and its last entry are -n, and those between are negative too.
-class SymbolRow {
-  public:
-    void clear() { places_.clear(); }
-    void reserve(size_t count) { places_.reserve(count); }
-    void append(int32_t token) { places_.push_back(token); }
-    size_t size() const { return places_.size(); }
-
-    // True if a symbol begins at this entry.
-    bool begins(size_t at) const { return places_[at] >= 0; }
-    // The token of the symbol that begins at `at`, and the entry where the next symbol begins.
-    int32_t token(size_t at) const { return places_[at]; }
-    size_t next(size_t at) const {
-        const bool joined = at + 1 < places_.size() && places_[at + 1] < 0;
-        return at + (joined ? static_cast<size_t>(-places_[at + 1]) : 1);
-    }
-    // The entry where the symbol before `at` begins; `at` is not 0.
-    size_t previous(size_t at) const {
-        const int32_t last = places_[at - 1];
-        return at - (last < 0 ? static_cast<size_t>(-last) : 1);
-    }
-    // Joins the symbol at `left` with its right neighbour, which begins at `right`.
-    void join(size_t left, size_t right, int32_t token) {
-        const size_t end = next(right);
-        const auto count = static_cast<int32_t>(end - left);
-        places_[right] = -1;
-        places_[left] = token;
-        places_[left + 1] = places_[end - 1] = -count;
-    }
-
-  private:
-    std::vector<int32_t> places_;
-};
-
 // Buffers for encoding a word, reused from word to word.
 struct WordScratch {
-    SymbolRow symbols;
+    struct Symbol {
+        int32_t token;            // -1: it was joined with the one before it
+        uint32_t previous, next;  // places in the list
+    };
+    std::vector<Symbol> symbols;
     std::vector<uint64_t> queue;
     std::vector<int32_t> tokens;
 };
@@ -164,25 +132,26 @@ class Bpe final : public WordModel {
             fail("a text has a word of %zu bytes, which is too long to tokenize", word.size());
         start_symbols(word, scratch.symbols);
         join(scratch);
-        const SymbolRow& symbols = scratch.symbols;
-        for (size_t at = 0; at < symbols.size(); at = symbols.next(at)) tokens.push_back(symbols.token(at));
+        for (const Symbol& symbol : scratch.symbols)
+            if (symbol.token >= 0) tokens.push_back(symbol.token);
     }
 
     size_t bytes() const override { return sizeof *this + merges.bytes(); }
 
   private:
-    // find_pairs() keeps this many pairs in the queue, which may grow to twice as many.
-    static constexpr size_t kQueued = 64 << 10;
-    static constexpr uint64_t kNoMerge = UINT64_MAX;
+    using Symbol = WordScratch::Symbol;
 
-    void start_symbols(std::string_view word, SymbolRow& symbols) const {
+    void start_symbols(std::string_view word, std::vector<Symbol>& symbols) const {
         symbols.clear();
-        symbols.reserve(word.size());
+        const auto append = [&](int32_t token) {
+            const auto at = static_cast<uint32_t>(symbols.size());
+            symbols.push_back({token, at - 1, at + 1});
+        };
         // Hugging Face's tokenizers append the unknown token only before a character that has a token of its
         // own, not before bytes.
         bool waits = false;
         const auto append_unknown = [&] {
-            if (std::exchange(waits, false)) symbols.append(unknown);
+            if (std::exchange(waits, false)) append(unknown);
         };
         while (!word.empty()) {
             const std::string_view unit = word.substr(0, by_bytes ? 1 : first_character(word).length);
@@ -192,9 +161,9 @@ class Bpe final : public WordModel {
             const int32_t token = by_bytes ? byte_token(unit[0]) : vocabulary->find(unit);
             if (token >= 0) {
                 append_unknown();
-                symbols.append(token);
+                append(token);
             } else if (!by_bytes && std::none_of(unit.begin(), unit.end(), has_none)) {
-                for (const char c : unit) symbols.append(byte_token(c));
+                for (const char c : unit) append(byte_token(c));
             } else if (unknown >= 0) {
                 if (!fuse_unknown) append_unknown();
                 waits = true;
@@ -203,66 +172,40 @@ class Bpe final : public WordModel {
         append_unknown();
     }
 
-    // The merge of the symbol that begins at `left` with the next one; null if there is none.
-    const Merge* merge_at(const SymbolRow& symbols, size_t left) const {
-        if (!symbols.begins(left)) return nullptr;
-        const size_t right = symbols.next(left);
-        if (right >= symbols.size()) return nullptr;
-        return merges.find(symbols.token(left), symbols.token(right));
-    }
-    // The queue's key of a pair: the rank of its merge in the upper half, the start of its left symbol in the
-    // lower.
-    static uint64_t key_of(const Merge* merge, size_t left) {
-        return merge ? static_cast<uint64_t>(merge->rank) << 32 | left : kNoMerge;
-    }
-
-    // Fills the queue with the smallest keys of all pairs. Returns a bound: the queue has all keys below it.
-    uint64_t find_pairs(const SymbolRow& symbols, std::vector<uint64_t>& queue) const {
-        uint64_t bound = kNoMerge;
-        queue.clear();
-        for (size_t left = 0; left < symbols.size(); left = symbols.next(left)) {
-            const uint64_t key = key_of(merge_at(symbols, left), left);
-            if (key >= bound) continue;
-            queue.push_back(key);
-            if (queue.size() < 2 * kQueued) continue;
-            std::nth_element(queue.begin(), queue.begin() + kQueued, queue.end());
-            bound = queue[kQueued];
-            queue.resize(kQueued);
-        }
-        std::make_heap(queue.begin(), queue.end(), std::greater<>());
-        return bound;
-    }
-
-    // Joins the pair of lowest rank, leftmost first, until no pair has a merge. The queue has all keys below
-    // a bound. It may also have keys of pairs that have been joined with others or have another rank by now;
-    // these are skipped. When the queue is empty or too long, find_pairs() fills it again, so it stays short
-    // however long the word is.
+    // Joins the pair of lowest rank, leftmost first, until no pair has a merge. The queue may also have pairs
+    // that have been joined with others by now; these are skipped.
     void join(WordScratch& scratch) const {
-        SymbolRow& symbols = scratch.symbols;
+        std::vector<Symbol>& symbols = scratch.symbols;
         std::vector<uint64_t>& queue = scratch.queue;
-        uint64_t bound = 0;
-        const auto consider = [&](size_t left) {
-            const uint64_t key = key_of(merge_at(symbols, left), left);
-            if (key >= bound) return;
-            queue.push_back(key);
-            std::push_heap(queue.begin(), queue.end(), std::greater<>());
+        const auto merge_at = [&](size_t left) {
+            const auto [token, previous, right] = symbols[left];
+            const bool is_pair = token >= 0 && right < symbols.size();
+            return is_pair ? merges.find(token, symbols[right].token) : nullptr;
         };
-        while (bound != kNoMerge) {
-            bound = find_pairs(symbols, queue);
-            while (!queue.empty()) {
-                const uint64_t key = queue.front();
-                std::pop_heap(queue.begin(), queue.end(), std::greater<>());
-                queue.pop_back();
-                const size_t left = key & UINT32_MAX;
-                const Merge* merge = merge_at(symbols, left);
-                if (key_of(merge, left) != key) continue;
-                symbols.join(left, symbols.next(left), merge->token);
-                if (left > 0) consider(symbols.previous(left));
-                consider(left);
-                if (queue.size() < 2 * kQueued) continue;
-                bound = 0;  // search the pairs again
-                break;
-            }
+        // A pair's key: the rank of its merge in the upper half, the place of its left symbol in the lower.
+        const auto add = [&](size_t left) {
+            const Merge* const merge = merge_at(left);
+            if (merge) queue.push_back(static_cast<uint64_t>(merge->rank) << 32 | left);
+            return merge;
+        };
+        queue.clear();
+        for (size_t left = 0; left < symbols.size(); left++) add(left);
+        std::make_heap(queue.begin(), queue.end(), std::greater<>());
+        while (!queue.empty()) {
+            const uint64_t key = queue.front();
+            std::pop_heap(queue.begin(), queue.end(), std::greater<>());
+            queue.pop_back();
+            const size_t left = key & UINT32_MAX;
+            const Merge* const merge = merge_at(left);
+            if (!merge || static_cast<uint64_t>(merge->rank) != key >> 32) continue;
+            Symbol& joined = symbols[left];
+            Symbol& right = symbols[joined.next];
+            joined = {merge->token, joined.previous, right.next};
+            right.token = -1;
+            if (joined.next < symbols.size()) symbols[joined.next].previous = static_cast<uint32_t>(left);
+            if (left > 0 && add(joined.previous))
+                std::push_heap(queue.begin(), queue.end(), std::greater<>());
+            if (add(left)) std::push_heap(queue.begin(), queue.end(), std::greater<>());
         }
     }
 };
@@ -270,58 +213,23 @@ class Bpe final : public WordModel {
 // The tokens of recent words. Its memory is bounded: when it is full, it forgets everything and starts again.
 class WordCache {
   public:
-    static constexpr size_t kLongestWord = 64, kMostWords = 48 << 10, kMostBytes = 2 << 20;
+    static constexpr size_t kLongestWord = 64, kMostWords = 16 << 10;
 
-    // The tokens of a word if they are known, valid until the next put().
-    std::optional<std::span<const int32_t>> find(std::string_view word) const {
-        if (places_.empty()) return std::nullopt;
-        const Place& place = places_[find_place(word)];
-        if (place.length == 0) return std::nullopt;
-        return std::span(tokens_).subspan(place.tokens, place.count);
+    // The tokens of a word if they are known, valid until the next put(); else null.
+    const std::vector<int32_t>* find(std::string_view word) const {
+        const auto known = tokens_.find(word);
+        return known == tokens_.end() ? nullptr : &known->second;
     }
-
     // Remembers a word that is not in the cache yet, unless it is long.
     void put(std::string_view word, std::span<const int32_t> tokens) {
-        if (word.empty() || word.size() > kLongestWord || tokens.size() > UINT16_MAX) return;
-        if (words_ == kMostWords || text_.size() + sizeof tokens_[0] * tokens_.size() > kMostBytes) {
-            words_ = 0;
-            text_.clear();
-            tokens_.clear();
-            std::fill(places_.begin(), places_.end(), Place());
-        }
-        if (++words_ > places_.size() / 4 * 3) grow();
-        places_[find_place(word)] = {
-            static_cast<uint32_t>(text_.size()), static_cast<uint32_t>(tokens_.size()),
-            static_cast<uint16_t>(word.size()), static_cast<uint16_t>(tokens.size())};
-        text_ += word;
-        tokens_.insert(tokens_.end(), tokens.begin(), tokens.end());
+        if (word.size() > kLongestWord) return;
+        if (tokens_.size() == kMostWords) tokens_.clear();
+        tokens_.emplace(word, std::vector(tokens.begin(), tokens.end()));
     }
 
   private:
-    struct Place {
-        uint32_t text = 0, tokens = 0;
-        uint16_t length = 0, count = 0;  // length 0: this entry is free
+    struct Hash : std::hash<std::string_view> {
+        using is_transparent = void;
     };
-
-    size_t find_place(std::string_view word) const {
-        size_t at = table_place(std::hash<std::string_view>()(word), places_.size());
-        for (;; at = at + 1 < places_.size() ? at + 1 : 0) {
-            const Place& place = places_[at];
-            if (place.length == 0 || std::string_view(text_).substr(place.text, place.length) == word)
-                return at;
-        }
-    }
-
-    void grow() {
-        std::vector<Place> old(std::max<size_t>(1024, 2 * places_.size()));
-        std::swap(old, places_);
-        for (const Place& place : old)
-            if (place.length > 0)
-                places_[find_place(std::string_view(text_).substr(place.text, place.length))] = place;
-    }
-
-    std::vector<Place> places_;  // open addressing
-    std::string text_;
-    std::vector<int32_t> tokens_;
-    size_t words_ = 0;
+    std::unordered_map<std::string, std::vector<int32_t>, Hash, std::equal_to<>> tokens_;
 };

@@ -81,7 +81,7 @@ struct TokenizerParts {
 // memory is refused; it is never cut where that could change its tokens.
 
 // The longest piece of text, in bytes, that the tokenizer may leave undivided. The memory to encode a piece
-// is proportional to its length: at most about 20 bytes per byte.
+// is proportional to its length: at most about 40 bytes per byte.
 inline constexpr size_t kLongestPiece = 256 << 10;
 
 // Encodes one text after the other. Keeps a reference to the steps, which must outlive it.
@@ -250,7 +250,7 @@ class StepEncoder final : public TextEncoder {
 
     void encode_word(std::string_view word) {
         if (word.empty()) return;
-        if (const auto known = cache_.find(word)) {
+        if (const std::vector<int32_t>* const known = cache_.find(word)) {
             tokens_->insert(tokens_->end(), known->begin(), known->end());
             return;
         }

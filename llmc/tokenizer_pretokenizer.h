@@ -34,23 +34,11 @@ class Normalizer {
     // The most bytes that one character becomes by the replacements.
     size_t longest_replacement() const {
         size_t longest = 1;
-        for (const auto& [from, to] : replacements) {
-            std::map<std::string_view, size_t> counts{{from, 1}};  // of the characters that it has become so
-                                                                   // far
-            for (const auto& [character, text] : replacements) {
-                const auto found = counts.find(character);
-                if (found == counts.end()) continue;
-                const size_t times = found->second;
-                counts.erase(found);
-                for (std::string_view rest = text; !rest.empty();) {
-                    const std::string_view part = rest.substr(0, first_character(rest).length);
-                    size_t& count = counts[part];
-                    count = std::min<size_t>(count + times, UINT32_MAX);
-                    rest.remove_prefix(part.size());
-                }
-                size_t bytes = 0;
-                for (const auto& [part, count] : counts) bytes += count * part.size();
-                longest = std::max(longest, bytes);
+        for (const auto& [replaced, first] : replacements) {
+            std::string text = replaced;
+            for (const auto& [from, to] : replacements) {
+                text = with_replaced(text, from, to);
+                longest = std::max(longest, text.size());
             }
         }
         return longest;

@@ -126,41 +126,23 @@ inline TokenizerParts read_byte_level(const TokenizerKeys& keys) {
     return TokenizerJsonReader(byte_level_json(keys), std::move(spelt), keys.path()).take();
 }
 
-// Writes a byte-level model's tokenizer.json. The vocabulary and merges, which are long, are written to the
-// file directly.
+// Writes a byte-level model's tokenizer.json. The merges and the vocabulary, which are long, are written to
+// the file directly, where the JSON without them has an empty list and an empty object.
 inline void write_tokenizer_json(const TokenizerKeys& keys, const std::string& path) {
-    const json file = byte_level_json(keys);
-    FileWriter out(path);
-    const auto write_members = [&](const json& object, auto&& write_value) {
-        const char* before = "{";
-        for (const auto& [key, value] : object.items()) {
-            out.write(before + json(key).dump() + ":");
-            write_value(key, value);
-            before = ",";
-        }
-        out.write("}");
-    };
-    const auto write_list = [&](size_t count, auto&& text_of) {
-        for (size_t i = 0; i < count; i++) out.write((i > 0 ? "," : "") + text_of(i));
-    };
+    const std::string text = byte_level_json(keys).dump();
     const json& merges = keys.list("merges");
-    write_members(file, [&](const std::string& name, const json& part) {
-        if (name != "model") return out.write(part.dump());
-        write_members(part, [&](const std::string& key, const json& value) {
-            if (key == "vocab") {
-                out.write("{");
-                write_list(keys.size(),
-                           [&](size_t i) { return json(keys.token(i)).dump() + ":" + std::to_string(i); });
-                out.write("}");
-            } else if (key == "merges") {
-                out.write("[");
-                write_list(merges.size(), [&](size_t i) { return merges[i].dump(); });
-                out.write("]");
-            } else {
-                out.write(value.dump());
-            }
-        });
-    });
+    FileWriter out(path);
+    size_t written = 0;
+    const auto write_inside = [&](std::string_view opening, size_t count, auto&& text_of) {
+        const size_t begin = text.find(opening, written) + opening.size();
+        out.write(std::string_view(text).substr(written, begin - written));
+        for (size_t i = 0; i < count; i++) out.write((i > 0 ? "," : "") + text_of(i));
+        written = begin;
+    };
+    write_inside(R"("merges":[)", merges.size(), [&](size_t i) { return merges[i].dump(); });
+    write_inside(R"("vocab":{)", keys.size(),
+                 [&](size_t i) { return json(keys.token(i)).dump() + ":" + std::to_string(i); });
+    out.write(std::string_view(text).substr(written));
     out.finish();
 }
 

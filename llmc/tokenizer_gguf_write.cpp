@@ -2,7 +2,7 @@
 // tokens.
 #include "llmc/tokenizer_gguf_write.h"
 
-#include <functional>
+#include <optional>
 #include <set>
 #include <utility>
 #include <vector>
@@ -46,9 +46,10 @@ static void set_added(TokenTable& table, size_t i, const std::string& token, boo
 // The files of a tokenizer's folder, as the trainer reads them.
 struct TokenizerFiles {
     std::string folder;
-    nlohmann::json settings;   // tokenizer_settings()
-    nlohmann::json config;     // the model's config.json; null if missing
-    nlohmann::json tokenizer;  // tokenizer.json, or what vocab.json stands for; null if missing
+    nlohmann::json settings;          // tokenizer_settings()
+    nlohmann::json config;            // the model's config.json; null if missing
+    nlohmann::json tokenizer;         // tokenizer.json, or what vocab.json stands for; null if missing
+    std::optional<SpeltModel> spelt;  // its vocabulary and merges
     nlohmann::json added_tokens = nlohmann::json::array();  // to the vocabulary, as a tokenizer.json has them
 
     explicit TokenizerFiles(std::string from)
@@ -57,13 +58,7 @@ struct TokenizerFiles {
         for (const nlohmann::json& key : settings["of_class"]) settings.erase(key.get<std::string>());
         if (has("config.json")) config = read_json(path("config.json"));
         if (has("tokenizer.json") || has("vocab.json")) {
-            const SpeltModel spelt = read_vocabulary(folder, settings, tokenizer);
-            const Vocabulary& vocabulary = *spelt.vocabulary();
-            for (int i = 0; i < vocabulary.size(); i++)
-                if (vocabulary.has(i)) tokenizer["model"]["vocab"][std::string(vocabulary[i])] = unsigned(i);
-            spelt.for_each_merge([&](const SpeltModel::Merge& merge) {
-                tokenizer["model"]["merges"].push_back({merge.left_spelling, merge.right_spelling});
-            });
+            spelt = read_vocabulary(folder, settings, tokenizer);
             added_tokens = tokenizer["added_tokens"];
         } else {
             const SentencePieceModel model(read_text(path("tokenizer.model")), path("tokenizer.model"));
@@ -90,35 +85,38 @@ struct TokenizerFiles {
             if (token.value("content", "") == spelling) return token.value("id", -1);
         return -1;
     }
+    // A table of the model's size with the tokens of the vocabulary, which have this score.
+    TokenTable table(size_t size, float score, float of_others) const {
+        TokenTable table(size, of_others);
+        const Vocabulary& vocabulary = *spelt->vocabulary();
+        for (int i = 0; i < vocabulary.size() && static_cast<size_t>(i) < size; i++)
+            if (vocabulary.has(i)) {
+                table.set(static_cast<size_t>(i), std::string(vocabulary[i]), kNormal);
+                table.scores[static_cast<size_t>(i)] = score;
+            }
+        return table;
+    }
 };
 
 // ---- byte-level tokenizers
 
-// A merge as a text, "left right"; "" if it is none.
-static std::string merge_text(const nlohmann::json& merge) {
-    if (merge.is_string()) return merge.get<std::string>();
-    const bool is_pair =
-        merge.is_array() && merge.size() == 2 && merge[0].is_string() && merge[1].is_string();
-    return is_pair ? merge[0].get<std::string>() + " " + merge[1].get<std::string>() : "";
-}
-// A token of several bytes that no merge makes and that is not found as a whole; "" if there is none.
-static std::string token_without_merge(const nlohmann::json& tokenizer) {
-    const nlohmann::json& model = tokenizer["model"];
+// The first token of several bytes that no merge makes and that is not found as a whole; "" if there is none.
+static std::string token_without_merge(const TokenizerFiles& files) {
     std::set<std::string> made;
-    for (const nlohmann::json& token : tokenizer.value("added_tokens", nlohmann::json::array()))
-        made.insert(token.value("content", ""));
-    for (const nlohmann::json& merge : model["merges"]) {
-        std::string text = merge_text(merge);
-        if (const size_t space = text.find(' '); space != text.npos) made.insert(text.erase(space, 1));
-    }
-    std::string bytes;
-    for (const auto& [spelling, token] : model["vocab"].items())
-        if (read_spelling(spelling, bytes) && bytes.size() > 1 && !made.contains(spelling)) return spelling;
-    return "";
+    for (const nlohmann::json& token : files.added_tokens) made.insert(token.value("content", ""));
+    const Vocabulary& vocabulary = *files.spelt->vocabulary();
+    files.spelt->for_each_merge([&](const SpeltModel::Merge& m) { made.emplace(vocabulary[m.joined]); });
+    std::string first, bytes;
+    for (int i = 0; i < vocabulary.size(); i++)
+        if (vocabulary.has(i) && read_spelling(vocabulary[i], bytes) && bytes.size() > 1)
+            if (std::string spelling(vocabulary[i]); !made.contains(spelling))
+                if (first.empty() || spelling < first) first = std::move(spelling);
+    return first;
 }
 
 // The name of a byte-level tokenizer's pre-tokenizer in llama.cpp. Fails if it has none that is known here.
-static std::string name_of_pre_tokenizer(const nlohmann::json& tokenizer, const std::string& path) {
+static std::string name_of_pre_tokenizer(const TokenizerFiles& files, const std::string& path) {
+    const nlohmann::json& tokenizer = files.tokenizer;
     // Components without the fields that do not change how a text is split.
     const auto essence = [](nlohmann::json component) {
         const auto strip = [](auto&& self, nlohmann::json& c) -> void {
@@ -143,10 +141,9 @@ static std::string name_of_pre_tokenizer(const nlohmann::json& tokenizer, const 
         if (!normalizer.is_null() && (!known.contains("normalizer") || normalizer != known["normalizer"]))
             fail("%s: its normalizer is \"%s\", and llama.cpp has none", path.c_str(),
                  printable(normalizer.value("type", "")).c_str());
-        const nlohmann::json& model = tokenizer["model"];
-        const bool ignores = model.value("ignore_merges", false);
+        const bool ignores = tokenizer["model"].value("ignore_merges", false);
         if (ignores != known["model"].value("ignore_merges", false))
-            if (const std::string token = token_without_merge(tokenizer); !token.empty())
+            if (const std::string token = token_without_merge(files); !token.empty())
                 fail(
                     "%s: \"ignore_merges\" is %s, and llama.cpp's %s does otherwise with \"%s\", which no "
                     "merge makes",
@@ -159,28 +156,11 @@ static std::string name_of_pre_tokenizer(const nlohmann::json& tokenizer, const 
         path.c_str());
 }
 
-// Adds a list of merges, "left right".
-static void add_merges(GgufKeys& keys, const nlohmann::json& merges, const std::string& path) {
-    std::vector<std::string> texts;
-    for (const nlohmann::json& merge : merges) {
-        texts.push_back(merge_text(merge));
-        if (texts.back().empty()) fail("%s: a merge is not a pair of tokens", path.c_str());
-    }
-    keys.add("tokenizer.ggml.merges", texts);
-}
-
 static void add_gpt2_model(GgufKeys& keys, const std::string& pre, const TokenTable& table) {
     keys.add("tokenizer.ggml.model", "gpt2");
     keys.add("tokenizer.ggml.pre", pre);
     keys.add("tokenizer.ggml.tokens", table.tokens);
     keys.add("tokenizer.ggml.token_type", table.types);
-}
-
-// Calls use(spelling, token) for each token of a vocabulary, {"spelling": token}, below `size`.
-static void for_each_token(const nlohmann::json& vocabulary, size_t size,
-                           const std::function<void(const std::string& spelling, size_t token)>& use) {
-    for (const auto& [spelling, token] : vocabulary.items())
-        if (token.is_number_unsigned() && token.get<uint64_t>() < size) use(spelling, token.get<size_t>());
 }
 
 // Sets the tokens that the files add to a vocabulary.
@@ -191,14 +171,14 @@ static void set_added_tokens(TokenTable& table, const TokenizerFiles& files) {
 }
 
 static void add_byte_level(GgufKeys& keys, const TokenizerFiles& files, size_t size) {
-    const std::string path = vocabulary_file(files.folder);
-    const nlohmann::json& model = files.tokenizer["model"];
-    TokenTable table(size, 0);
-    for_each_token(model["vocab"], size,
-                   [&](const std::string& spelling, size_t i) { table.set(i, spelling, kNormal); });
+    TokenTable table = files.table(size, 0, 0);
     set_added_tokens(table, files);
-    add_gpt2_model(keys, name_of_pre_tokenizer(files.tokenizer, path), table);
-    add_merges(keys, model["merges"], path);
+    add_gpt2_model(keys, name_of_pre_tokenizer(files, vocabulary_file(files.folder)), table);
+    std::vector<std::string> merges;
+    files.spelt->for_each_merge([&](const SpeltModel::Merge& merge) {
+        merges.push_back(std::string(merge.left_spelling) + " " + std::string(merge.right_spelling));
+    });
+    keys.add("tokenizer.ggml.merges", merges);
 }
 
 // ---- SentencePiece
@@ -249,23 +229,17 @@ static bool prepends_space(const nlohmann::json& component) {
 // SentencePiece's tokenizer as a tokenizer.json has it. llama.cpp merges by scores; those that give the order
 // of the file's merges are their negative ranks. (Its converter gives all tokens one score, which does not.)
 static void add_byte_fallback(GgufKeys& keys, const TokenizerFiles& files, size_t size) {
-    const nlohmann::json& model = files.tokenizer["model"];
-    TokenTable table(size, -1000);
-    std::map<std::string, size_t> numbers;
-    for_each_token(model["vocab"], size, [&](const std::string& spelling, size_t i) {
-        table.set(i, spelling, read_byte_spelling(spelling) >= 0 ? kByte : kNormal);
-        table.scores[i] = 0;
-        numbers[spelling] = i;
-    });
+    TokenTable table = files.table(size, 0, -1000);
+    for (size_t i = 0; i < size; i++)
+        if (table.types[i] == kNormal && read_byte_spelling(table.tokens[i]) >= 0) table.types[i] = kByte;
     float rank = 0;
-    for (const nlohmann::json& merge : model["merges"]) {
-        std::string joined = merge_text(merge);
-        joined.erase(joined.find(' '), 1);
-        const auto found = numbers.find(joined);
-        if (found != numbers.end() && table.scores[found->second] == 0) table.scores[found->second] = --rank;
-    }
+    files.spelt->for_each_merge([&](const SpeltModel::Merge& merge) {
+        const auto joined = static_cast<size_t>(merge.joined);
+        if (joined < size && table.scores[joined] == 0) table.scores[joined] = --rank;
+    });
     set_added_tokens(table, files);
-    const std::string unknown_token = content_of(model.value("unk_token", nlohmann::json()));
+    const std::string unknown_token =
+        content_of(files.tokenizer["model"].value("unk_token", nlohmann::json()));
     if (const int unknown = files.added(unknown_token.empty() ? files.named("unk_token") : unknown_token);
         unknown >= 0)
         table.types[static_cast<size_t>(unknown)] = kUnknown;
@@ -375,7 +349,7 @@ static void add_chat_templates(GgufKeys& keys, const std::map<std::string, std::
 static void add_folder_tokenizer(GgufKeys& keys, const std::string& folder, const ModelConfig& c) {
     const TokenizerFiles files(folder);
     const auto size = static_cast<size_t>(c.vocabulary);
-    const bool has_json = files.tokenizer.is_object() && files.tokenizer.contains("model");
+    const bool has_json = files.spelt.has_value();
     const bool falls_back = has_json && files.tokenizer["model"].value("byte_fallback", false);
     const bool prefers_pieces = c.family->position == PositionKind::Rotary;  // as llama.cpp's converter
     if (files.has("tokenizer.model") && (prefers_pieces || !has_json))

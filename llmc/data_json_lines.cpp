@@ -206,157 +206,113 @@ JsonPrompt read_prompt(std::span<char> line, const std::string& where, bool is_c
     return prompt;
 }
 
-// The number of bytes from `at` to the end of the line, with its line end.
-static uint64_t rest_of_line(const FileReader& file, uint64_t at) {
-    std::vector<char> part(256 << 10);
-    for (uint64_t from = at; from < file.size(); from += part.size()) {
-        part.resize(std::min<uint64_t>(part.size(), file.size() - from));
-        file.read(from, part.size(), part.data());
-        if (const auto end = std::find(part.begin(), part.end(), '\n'); end != part.end())
-            return from + static_cast<uint64_t>(end - part.begin()) + 1 - at;
-    }
-    return file.size() - at;
-}
-
-void for_each_line(const FileReader& file, const UseLine& use) {
-    constexpr size_t kPart = 256 << 10;
-    std::string buffer;
-    uint64_t at = 0, number = 0, line_end = 0;
-    size_t bytes = 0;
-    const auto name = [&](uint64_t line) { return format("%s: line %lu", file.path().c_str(), line); };
-    const auto take = [&](std::span<char> line) {
-        number++;
-        bytes += line.size() + 1;
-        const std::string_view text(line.data(), line.size());
-        if (text.find_first_not_of(" \t\r") == text.npos) return;
-        use(line, bytes, name(number));
-        bytes = 0;
-    };
-    // Reserves the memory of a long line at once, so that it is never copied.
-    const auto expect_long_line = [&] {
-        line_end = at + rest_of_line(file, at);
-        const size_t size = buffer.size() + (line_end - at);
-        if (size > kLargestText)
-            fail("%s has %zu bytes, and a line may have %zu MiB", name(number + 1).c_str(), size,
-                 kLargestText >> 20);
-        require_memory_for(size, name(number + 1));
-        buffer.reserve(size + kPart);
-    };
-    while (at < file.size()) {
-        const size_t held = buffer.size(), count = std::min<uint64_t>(kPart, file.size() - at);
-        if (held >= kPart && line_end <= at) expect_long_line();
-        buffer.resize(held + count);
-        file.read(at, count, buffer.data() + held);
-        at += count;
-        size_t begin = 0;
-        for (size_t end; (end = buffer.find('\n', std::max(begin, held))) != buffer.npos; begin = end + 1)
-            take(std::span(buffer).subspan(begin, end - begin));
-        buffer.erase(0, begin);
-        if (begin > 4 * kPart) buffer.shrink_to_fit();
-    }
-    if (!buffer.empty()) take(buffer);
-}
-
 namespace {
-// Finds the elements of a JSON list in text that arrives in parts.
-class ListElements {
+// The characters of a file, and how far they were read.
+class FileCharacters {
   public:
-    explicit ListElements(const std::string& path) : path_(path) {}
+    explicit FileCharacters(const FileReader& file, uint64_t from = 0) : file_(file), read_(from) {}
 
-    // Calls use(element, bytes, where) for each element that ends in this part, as for_each_line() does for
-    // lines.
-    void feed(std::string_view part, const UseLine& use) {
-        for (const char c : part) {
-            bytes_++;
-            if (c == '\n') line_++;
-            if (place_ == Place::Element)
-                add_to_element(c, use);
-            else if (!is_space(c))
-                add_between(c);
+    static constexpr int kEnd = -1;
+    // The next character, or kEnd.
+    int next() {
+        if (at_ == part_.size()) {
+            read_ += part_.size();
+            part_.resize(std::min<uint64_t>(256 << 10, file_.size() - read_));
+            file_.read(read_, part_.size(), part_.data());
+            at_ = 0;
+            if (part_.empty()) return kEnd;
         }
+        const char c = part_[at_++];
+        line_ += c == '\n';
+        return static_cast<unsigned char>(c);
     }
-    void finish() const {
-        if (place_ != Place::End) fail("%s: its JSON list has no end", path_.c_str());
+    // The next character that is not white space.
+    int next_in_json() {
+        int c = next();
+        while (c == ' ' || c == '\t' || c == '\r' || c == '\n') c = next();
+        return c;
     }
+    uint64_t count() const { return read_ + at_; }
+    uint64_t line() const { return line_; }
 
   private:
-    enum class Place { Begin, BeforeElement, Element, End };
-
-    static bool is_space(char c) { return c == ' ' || c == '\t' || c == '\r' || c == '\n'; }
-
-    void add_between(char c) {
-        constexpr std::string_view kByteOrderMark = "\xef\xbb\xbf";
-        if (place_ == Place::Begin) {
-            if (c == '[')
-                place_ = Place::BeforeElement;
-            else if (bytes_ > kByteOrderMark.size() || c != kByteOrderMark[bytes_ - 1])
-                refuse(c);
-            return;
-        }
-        if (place_ == Place::End || c == ',' || (c == ']' && number_ > 0)) refuse(c);
-        if (c == ']') {
-            place_ = Place::End;
-            return;
-        }
-        place_ = Place::Element;
-        number_++;
-        first_line_ = line_;
-        element_ = c;
-        depth_ = c == '{' || c == '[';
-        in_string_ = c == '"';
-        escaped_ = false;
-    }
-
-    void add_to_element(char c, const UseLine& use) {
-        if (!in_string_ && depth_ == 0 && (c == ',' || c == ']')) {
-            use(std::span<char>(element_), bytes_, where());
-            bytes_ = 0;
-            place_ = c == ',' ? Place::BeforeElement : Place::End;
-            return;
-        }
-        if (element_.size() == element_.capacity()) require_memory_for(2 * element_.size(), where());
-        element_ += c;
-        if (element_.size() > kLargestText)
-            fail("%s has more than %zu MiB", where().c_str(), kLargestText >> 20);
-        if (in_string_) {
-            in_string_ = escaped_ || c != '"';
-            escaped_ = !escaped_ && c == '\\';
-            return;
-        }
-        in_string_ = c == '"';
-        if (c == '{' || c == '[') depth_++;
-        if ((c == '}' || c == ']') && depth_ > 0) depth_--;
-    }
-
-    std::string where() const {
-        return format("%s: example %lu (line %lu)", path_.c_str(), number_, first_line_);
-    }
-    [[noreturn]] void refuse(char c) const {
-        fail("%s: line %lu: \"%s\" where %s is expected in a JSON list", path_.c_str(), line_,
-             printable(std::string(1, c)).c_str(),
-             place_ == Place::Begin ? "["
-             : place_ == Place::End ? "nothing more"
-                                    : "an example");
-    }
-
-    const std::string path_;
-    Place place_ = Place::Begin;
-    std::string element_;
-    int depth_ = 0;
-    bool in_string_ = false, escaped_ = false;
-    uint64_t number_ = 0, line_ = 1, first_line_ = 1;
-    size_t bytes_ = 0;  // since the end of the last element
+    const FileReader& file_;
+    std::string part_;
+    size_t at_ = 0;
+    uint64_t read_ = 0;  // before the part
+    uint64_t line_ = 1;
 };
 }  // namespace
 
-void for_each_element(const FileReader& file, const UseLine& use) {
-    constexpr uint64_t kPart = 1 << 20;
-    ListElements elements(file.path());
-    std::string part;
-    for (uint64_t at = 0; at < file.size(); at += part.size()) {
-        part.resize(std::min(kPart, file.size() - at));
-        file.read(at, part.size(), part.data());
-        elements.feed(part, use);
+void for_each_line(const FileReader& file, const UseLine& use) {
+    constexpr size_t kLong = 256 << 10;
+    constexpr int kEnd = FileCharacters::kEnd;
+    FileCharacters in(file);
+    uint64_t used = 0;  // the bytes up to the end of the last line that was not blank
+    std::string line;
+    for (int c = 0; c != kEnd;) {
+        const std::string where = format("%s: line %lu", file.path().c_str(), in.line());
+        line.clear();
+        if (line.capacity() > 4 * kLong) line.shrink_to_fit();
+        while ((c = in.next()) != kEnd && c != '\n') {
+            if (line.size() ==
+                kLong) {  // reserves the memory of a long line at once, so that it is never copied
+                FileCharacters rest(file, in.count());
+                for (int next = c; next != kEnd && next != '\n';) next = rest.next();
+                const size_t size = line.size() + 1 + (rest.count() - in.count());
+                if (size > kLargestText)
+                    fail("%s has %zu bytes, and a line may have %zu MiB", where.c_str(), size,
+                         kLargestText >> 20);
+                require_memory_for(size, where);
+                line.reserve(size);
+            }
+            line += static_cast<char>(c);
+        }
+        if (line.find_first_not_of(" \t\r") == line.npos) continue;
+        use(std::span<char>(line), in.count() - std::exchange(used, in.count()), where);
     }
-    elements.finish();
+}
+
+void for_each_element(const FileReader& file, const UseLine& use) {
+    constexpr std::string_view kByteOrderMark = "\xef\xbb\xbf";
+    constexpr int kEnd = FileCharacters::kEnd;
+    const char* const path = file.path().c_str();
+    FileCharacters in(file);
+    const auto refuse = [&](int c, const char* expected) {
+        if (c == kEnd) fail("%s: its JSON list has no end", path);
+        fail("%s: line %lu: \"%s\" where %s is expected in a JSON list", path, in.line(),
+             printable(std::string(1, static_cast<char>(c))).c_str(), expected);
+    };
+    int c = in.next_in_json();
+    while (in.count() <= kByteOrderMark.size() && static_cast<char>(c) == kByteOrderMark[in.count() - 1])
+        c = in.next_in_json();
+    if (c != '[') refuse(c, "[");
+    uint64_t used = 0;  // the bytes up to the end of the last element
+    std::string element;
+    for (uint64_t number = 1; c != ']'; number++) {
+        c = in.next_in_json();
+        if (c == ']' && number == 1) break;
+        if (c == kEnd || c == ',' || c == ']') refuse(c, "an example");
+        const std::string where = format("%s: example %lu (line %lu)", path, number, in.line());
+        element.clear();
+        int depth = 0;
+        bool in_string = false, escaped = false;
+        for (; in_string || depth > 0 || (c != ',' && c != ']'); c = in.next()) {
+            if (c == kEnd) refuse(c, "");
+            if (element.size() == element.capacity()) require_memory_for(2 * element.size(), where);
+            element += static_cast<char>(c);
+            if (element.size() > kLargestText)
+                fail("%s has more than %zu MiB", where.c_str(), kLargestText >> 20);
+            if (in_string) {
+                in_string = escaped || c != '"';
+                escaped = !escaped && c == '\\';
+                continue;
+            }
+            in_string = c == '"';
+            if (c == '{' || c == '[') depth++;
+            if ((c == '}' || c == ']') && depth > 0) depth--;
+        }
+        use(std::span<char>(element), in.count() - std::exchange(used, in.count()), where);
+    }
+    if (c = in.next_in_json(); c != kEnd) refuse(c, "nothing more");
 }

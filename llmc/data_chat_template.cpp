@@ -355,346 +355,291 @@ std::tm chat_date(const std::string& given) {
     return date;
 }
 
-// A model's chat template, or one of our formats, with the tokenizer for which it writes.
-class ChatWriter {
-  public:
-    using Kept = std::function<size_t(const std::string& text)>;
-    ChatWriter(ChatOptions options, ChatTemplates templates, const std::string& model,
-               const Tokenizer& tokenizer)
-        : options_(std::move(options)),
-          templates_(std::move(templates)),
-          date_(chat_date(options_.date)),
-          tokenizer_(tokenizer) {
-        if (options_.format == "auto" && !templates_.sources.empty()) {
-            if (templates_.source(false).empty())
-                fail("%s has several chat templates and none with the name \"default\"",
-                     templates_.place.c_str());
-            description_ = "the chat template of " + templates_.place;
-            chat_.emplace(read(templates_.source(false)));
-            if (templates_.sources.contains("tool_use")) with_tools_.emplace(read(templates_.source(true)));
-            return;
-        }
-        const ChatFormat& format =
-            find_format(options_.format == "auto" ? recognize(model) : options_.format, model);
-        description_ = std::string("the chat format ") + format.name;
-        own_source_ = usual_system(format) + format.source;
-        chat_.emplace(own_source_);
-        templates_.special_tokens = {{"bos_token", spelling("{bos}")}, {"eos_token", spelling("{eos}")}};
+// Replaces "{bos}" and "{eos}" by the tokenizer's special tokens.
+static std::string spelling(const std::string& mark, const Tokenizer& tokenizer) {
+    if (mark != "{bos}" && mark != "{eos}") return mark;
+    const int token = mark == "{bos}" ? tokenizer.begin_of_text() : tokenizer.end_of_text();
+    return token >= 0 ? tokenizer.decode(token) : "";
+}
+
+// Names the format's first special token that the tokenizer lacks; empty if it has all.
+static std::string first_missing(const ChatFormat& format, const Tokenizer& tokenizer) {
+    for (const char* mark : format.marks) {
+        const std::string text = spelling(mark, tokenizer);
+        if (text.empty()) return "token that begins or ends a text";
+        if (tokenizer.encode(text).size() != 1) return "token \"" + printable(text) + "\"";
     }
+    return "";
+}
 
-    bool guesses() const { return guesses_; }
-    const std::vector<std::string>& unwritten() const { return unwritten_; }
-    const std::string& description() const { return description_; }
-    const std::string& own_source() const { return own_source_; }
-
-    int end_of_answer(bool behind) const {
-        const std::vector<Message> sample = {said("user", "a"), said("assistant", "b")};
-        try {
-            std::string answer, rest;
-            for (const Piece& piece : render({sample, {}, 0}, std::mem_fn(&std::string::size)))
-                (piece.learnt == Learnt::Always ? answer : rest) = piece.text;
-            const std::vector<int> tokens = tokenizer_.encode(behind ? jinja::strip(rest) : answer);
-            const int token = tokens.empty() ? -1 : behind ? tokens.front() : tokens.back();
-            return token >= 0 && tokenizer_.is_special(token) ? token : -1;
-        } catch (const UserError&) {
-            return -1;
-        }
+static const ChatFormat& find_format(const std::string& name, const std::string& model,
+                                     const Tokenizer& tokenizer) {
+    std::string missing;
+    for (const ChatFormat& format : chat_formats()) {
+        if (format.name != name) continue;
+        missing = first_missing(format, tokenizer);
+        if (missing.empty()) return format;
     }
+    fail("--chat-format %s: the tokenizer of %s has no %s", name.c_str(), model.c_str(), missing.c_str());
+}
 
-    std::string prompt(const Conversation& conversation) const {
-        const Prepared chat(*this, conversation);
-        return chat.write(chat.messages, true).text;
-    }
-
-    std::vector<Piece> render(const Conversation& conversation, const Kept& kept) const {
-        const Prepared chat(*this, conversation);
-        const jinja::Rendered whole = chat.write(chat.messages, false);
-        note_unwritten(conversation, whole.text);
-        std::vector<std::pair<jinja::Span, Learnt>> spans;
-        if (chat.used.has_generation())
-            spans = generated(conversation, whole);
-        else
-            spans = found(conversation, chat, whole.text, kept);
-        return pieces_of(whole.text, spans);
-    }
-
-  private:
-    jinja::Template read(const std::string& source) const {
-        return naming(templates_.place, [&] { return jinja::Template(source); });
-    }
-
-    // A conversation as the template sees it.
-    struct Prepared {
-        Prepared(const ChatWriter& chat, const Conversation& conversation)
-            : date(chat.date_), used(chat.template_for(conversation)) {
-            for (const auto& [name, text] : chat.templates_.special_tokens)
-                variables.emplace_back(name, jinja::Value::string(text));
-            if (!chat.own_source_.empty()) chat.refuse_what_our_formats_lack(conversation);
-            for (const Message& message : conversation.messages) {
-                bytes += 64 + message.text().size();
-                messages.push_back(as_transformers(message.object));
-            }
-            bytes = std::max(bytes, conversation.bytes);
-            for (const char* name : {"tools", "documents"})
-                if (!conversation.variables.contains(name))
-                    variables.emplace_back(name, jinja::Value::none());
-            for (const auto& [name, value] : conversation.variables.items())
-                variables.emplace_back(name, jinja::Value::from_json(value));
-            variables.emplace_back("add_generation_prompt", jinja::Value());
-            variables.emplace_back("messages", jinja::Value());
-        }
-
-        jinja::Rendered write(const jinja::Values& some, bool asks) const {
-            // The most steps for one conversation, in all the ways that it is written: about a minute's.
-            const uint64_t most = 50 * jinja::Work::kMostSteps + 256 * bytes;
-            if (steps > most)
-                fail(
-                    "the chat template takes more than %lu million steps to show where the answers of %zu "
-                    "messages are: divide the conversation, or put {%% generation %%} around answers in the "
-                    "template",
-                    most / 1'000'000, messages.size());
-            jinja::Variables all = variables;
-            all[all.size() - 2].second = jinja::Value::boolean(asks);
-            all[all.size() - 1].second = jinja::Value::list(some);
-            return used.render(all, bytes, date, &steps);
-        }
-
-        const std::tm& date;
-        const jinja::Template& used;
-        jinja::Variables variables;
-        jinja::Values messages;
-        size_t bytes = 0;
-        mutable uint64_t steps = 0;  // that the template took so far
+// The format of a folder without a template, by the tokenizer's special tokens.
+static std::string recognize(const std::string& model, const Tokenizer& tokenizer) {
+    const auto knows = [&](const char* mark) {
+        const std::vector<int> tokens = tokenizer.encode(mark);
+        return tokens.size() == 1 && tokenizer.is_special(tokens[0]);
     };
+    if (knows("<|im_start|>") && knows("<|im_end|>")) return "chatml";
+    if (knows("<|start_header_id|>") && knows("<|eot_id|>")) return "llama3";
+    if (knows("[INST]") && knows("[/INST]")) return "mistral";
+    fail("%s has no chat template, and no marks of a chat format that is known: give --chat-format",
+         model.c_str());
+}
 
-    // Adds a field to unwritten() if the template writes the same text without it. Each field is tried once,
-    // with the first conversation that has it. Long ones are passed over, because a copy takes memory.
-    void note_unwritten(const Conversation& conversation, const std::string& text) const {
-        constexpr size_t kLong = 1 << 20;
-        if (conversation.bytes > kLong) return;
-        for (const char* const name :
-             {"tools", "documents", "tool_calls", "reasoning_content", "thinking", "reasoning"}) {
-            const bool is_there = has_field(conversation.variables, name) ||
-                                  std::ranges::any_of(conversation.messages, [&](const Message& message) {
-                                      return has_field(message.object, name);
-                                  });
-            if (!is_there || !tried_.insert(name).second) continue;
-            Conversation without = conversation;
-            without.variables.erase(name);
-            for (Message& message : without.messages) message.object.erase(name);
-            try {
-                const Prepared chat(*this, without);
-                if (chat.write(chat.messages, false).text == text) unwritten_.push_back(name);
-            } catch (const UserError&) {  // the template needs the field
-            }
-        }
+// For --chat-format chatml: the system message that the folder's own template adds to conversations
+// without one, if it is written there as plain text. It is kept as a variable at the beginning of the
+// format.
+static std::string usual_system(const ChatFormat& format, const std::string& own) {
+    constexpr std::string_view kBegin = "<|im_start|>system", kEnd = "<|im_end|>";
+    if (std::string_view(format.name) != "chatml") return "";
+    const std::string ours = "{%- set usual_system = '";
+    if (own.starts_with(ours)) return own.substr(0, own.find('\n') + 1);  // a save has this format already
+    for (size_t at = 0; (at = own.find(kBegin, at)) != own.npos;) {
+        at += kBegin.size();
+        const std::string_view rest = std::string_view(own).substr(at);
+        const size_t skip = rest.starts_with("\\n") ? 2 : rest.starts_with("\n") ? 1 : 0;
+        const size_t end = rest.find(kEnd);
+        if (skip == 0 || end == rest.npos) continue;
+        const std::string text(rest.substr(skip, end - skip));
+        if (text.find_first_of("'\"{}\\") == text.npos && !text.empty()) return ours + text + "' %}\n";
     }
+    return "";
+}
 
-    // Fails if a conversation has what templates may write and our own formats do not.
-    void refuse_what_our_formats_lack(const Conversation& conversation) const {
-        const auto refuse = [&](const nlohmann::ordered_json& object, const char* name,
-                                const std::string& where) {
-            if (has_field(object, name) && object[name] != false)
-                fail(
-                    "%s\"%s\" is not written by %s: leave the field out, or give a model with a chat "
-                    "template",
-                    where.c_str(), name, description_.c_str());
-        };
-        for (const char* name : {"tools", "documents"}) refuse(conversation.variables, name, "");
-        for (size_t i = 0; i < conversation.messages.size(); i++)
-            for (const char* name : {"tool_calls", "reasoning_content", "thinking", "reasoning"})
-                refuse(conversation.messages[i].object, name, format("message %zu: ", i + 1));
-    }
-
-    // A message as transformers gives it to templates: without fields that are null, and with the thoughts
-    // under each of their usual names.
-    static jinja::Value as_transformers(const nlohmann::ordered_json& message) {
-        jinja::Entries entries;
-        jinja::Value thoughts;
-        for (const char* name : {"reasoning_content", "thinking", "reasoning"})
-            if (const auto found = message.find(name);
-                thoughts.is_undefined() && found != message.end() && !found->is_null())
-                thoughts = jinja::Value::from_json(*found);
-        if (!thoughts.is_undefined()) entries.push_back({jinja::Value::string("thinking"), thoughts});
-        for (const auto& [name, value] : message.items()) {
-            if (value.is_null()) continue;
-            jinja::Value made = jinja::Value::from_json(value);
-            if (name == "thinking")
-                jinja::put(entries, name, made);
-            else  // no other is there already
-                entries.push_back({jinja::Value::string(name), std::move(made)});
-        }
-        if (!thoughts.is_undefined()) jinja::put(entries, "reasoning_content", thoughts);
-        return jinja::Value::dict(std::move(entries));
-    }
-
-    const jinja::Template& template_for(const Conversation& conversation) const {
-        return with_tools_ && conversation.variables.contains("tools") ? *with_tools_ : *chat_;
-    }
-
-    // The messages whose answers are learnt: the assistant's, or with --loss-on last only the last of them.
-    std::vector<size_t> answers(const Conversation& conversation) const {
-        std::vector<size_t> all;
-        for (size_t i = 0; i < conversation.messages.size(); i++)
-            if (conversation.messages[i].role() == "assistant") all.push_back(i);
-        if (options_.loss_on == "last" && !all.empty()) all = {all.back()};
-        std::erase_if(all, [&](size_t i) { return !conversation.messages[i].counts; });
-        return all;
-    }
-
-    // What the template encloses in {% generation %}. If some answers are not learnt, each must be enclosed
-    // once, so that it is known which these are.
-    std::vector<std::pair<jinja::Span, Learnt>> generated(const Conversation& conversation,
-                                                          const jinja::Rendered& whole) const {
-        std::vector<size_t> all;
-        for (size_t i = 0; i < conversation.messages.size(); i++)
-            if (conversation.messages[i].role() == "assistant") all.push_back(i);
-        const std::vector<size_t> learnt = answers(conversation);
-        if (learnt.size() < all.size() && whole.generated.size() != all.size())
+// Fails if a conversation has what templates may write and our own formats do not.
+static void refuse_what_our_formats_lack(const Conversation& conversation, const std::string& description) {
+    const auto refuse = [&](const nlohmann::ordered_json& object, const char* name,
+                            const std::string& where) {
+        if (has_field(object, name) && object[name] != false)
             fail(
-                "the chat template encloses %zu texts in {%% generation %%} for %zu answers, so which "
-                "of them not to learn cannot be told",
-                whole.generated.size(), all.size());
-        std::vector<std::pair<jinja::Span, Learnt>> spans;
-        for (size_t k = 0; k < whole.generated.size(); k++) {
-            const bool is_learnt = learnt.size() == all.size() || std::ranges::binary_search(learnt, all[k]);
-            const bool counts = learnt.size() == all.size() || conversation.messages[all[k]].counts;
-            if (is_learnt || !counts)
-                spans.emplace_back(whole.generated[k], is_learnt ? Learnt::Always : Learnt::Never);
-        }
-        return spans;
+                "%s\"%s\" is not written by %s: leave the field out, or give a model with a chat "
+                "template",
+                where.c_str(), name, description.c_str());
+    };
+    for (const char* name : {"tools", "documents"}) refuse(conversation.variables, name, "");
+    for (size_t i = 0; i < conversation.messages.size(); i++)
+        for (const char* name : {"tool_calls", "reasoning_content", "thinking", "reasoning"})
+            refuse(conversation.messages[i].object, name, format("message %zu: ", i + 1));
+}
+
+// A message as transformers gives it to templates: without fields that are null, and with the thoughts
+// under each of their usual names.
+static jinja::Value as_transformers(const nlohmann::ordered_json& message) {
+    jinja::Entries entries;
+    jinja::Value thoughts;
+    for (const char* name : {"reasoning_content", "thinking", "reasoning"})
+        if (const auto found = message.find(name);
+            thoughts.is_undefined() && found != message.end() && !found->is_null())
+            thoughts = jinja::Value::from_json(*found);
+    if (!thoughts.is_undefined()) entries.push_back({jinja::Value::string("thinking"), thoughts});
+    for (const auto& [name, value] : message.items()) {
+        if (value.is_null()) continue;
+        jinja::Value made = jinja::Value::from_json(value);
+        if (name == "thinking")
+            jinja::put(entries, name, made);
+        else  // no other is there already
+            entries.push_back({jinja::Value::string(name), std::move(made)});
     }
+    if (!thoughts.is_undefined()) jinja::put(entries, "reasoning_content", thoughts);
+    return jinja::Value::dict(std::move(entries));
+}
 
-    // What is found by writing parts of the conversation. Each part takes as long as what comes before it, so
-    // in a long conversation nothing is looked for where no token is kept.
-    std::vector<std::pair<jinja::Span, Learnt>> found(const Conversation& conversation, const Prepared& chat,
-                                                      const std::string& whole, const Kept& kept) const {
-        constexpr size_t kLong = 32;
-        const size_t end = chat.messages.size() < kLong ? whole.size() : kept(whole);
-        const MessageFinder::Write write = [&](const jinja::Values& some, bool asks) {
-            return chat.write(some, asks).text;
-        };
-        const MessageFinder::Mark mark = [&](std::string_view text) -> size_t {
-            const std::vector<int> tokens = tokenizer_.encode(text.substr(0, jinja::byte_of(text, 64)));
-            if (tokens.empty() || !tokenizer_.is_special(tokens[0])) return 0;
-            const std::string spelling = tokenizer_.decode(tokens[0]);
-            return text.starts_with(spelling) ? spelling.size() : 0;
-        };
-        const MessageFinder finder(chat.messages, whole, write, mark);
-        std::vector<std::pair<jinja::Span, Learnt>> spans;
-        for (const size_t i : answers(conversation)) {
-            spans.emplace_back(finder.answer(i), Learnt::Always);
-            if (spans.back().first.begin >= end) break;
-        }
-        for (size_t i = 0; i < conversation.messages.size() && options_.loss_on == "all"; i++) {
-            if (conversation.messages[i].counts) continue;
-            spans.emplace_back(finder.turn(i), Learnt::Never);
-            if (spans.back().first.begin >= end) break;
-        }
-        guesses_ = guesses_ || finder.guesses();
-        return spans;
+static std::vector<Piece> pieces_of(const std::string& text,
+                                    std::vector<std::pair<jinja::Span, Learnt>> spans) {
+    std::ranges::sort(spans, {}, [](const auto& span) { return span.first.begin; });
+    std::vector<Piece> pieces;
+    size_t done = 0;
+    const auto add = [&](size_t end, Learnt learnt) {
+        if (end > done) pieces.push_back({text.substr(done, end - done), learnt});
+        done = std::max(done, end);
+    };
+    for (const auto& [span, learnt] : spans) {
+        add(span.begin, Learnt::WithPrompts);
+        add(span.end, learnt);
     }
-
-    static std::vector<Piece> pieces_of(const std::string& text,
-                                        std::vector<std::pair<jinja::Span, Learnt>> spans) {
-        std::ranges::sort(spans, {}, [](const auto& span) { return span.first.begin; });
-        std::vector<Piece> pieces;
-        size_t done = 0;
-        const auto add = [&](size_t end, Learnt learnt) {
-            if (end > done) pieces.push_back({text.substr(done, end - done), learnt});
-            done = std::max(done, end);
-        };
-        for (const auto& [span, learnt] : spans) {
-            add(span.begin, Learnt::WithPrompts);
-            add(span.end, learnt);
-        }
-        add(text.size(), Learnt::WithPrompts);
-        return pieces;
-    }
-
-    // ---- our own formats
-
-    // Replaces "{bos}" and "{eos}" by the tokenizer's special tokens.
-    std::string spelling(const std::string& mark) const {
-        if (mark != "{bos}" && mark != "{eos}") return mark;
-        const int token = mark == "{bos}" ? tokenizer_.begin_of_text() : tokenizer_.end_of_text();
-        return token >= 0 ? tokenizer_.decode(token) : "";
-    }
-
-    // Names the format's first special token that the tokenizer lacks; empty if it has all.
-    std::string first_missing(const ChatFormat& format) const {
-        for (const char* mark : format.marks) {
-            const std::string text = spelling(mark);
-            if (text.empty()) return "token that begins or ends a text";
-            if (tokenizer_.encode(text).size() != 1) return "token \"" + printable(text) + "\"";
-        }
-        return "";
-    }
-
-    const ChatFormat& find_format(const std::string& name, const std::string& model) const {
-        std::string missing;
-        for (const ChatFormat& format : chat_formats()) {
-            if (format.name != name) continue;
-            missing = first_missing(format);
-            if (missing.empty()) return format;
-        }
-        fail("--chat-format %s: the tokenizer of %s has no %s", name.c_str(), model.c_str(), missing.c_str());
-    }
-
-    // The format of a folder without a template, by the tokenizer's special tokens.
-    std::string recognize(const std::string& model) const {
-        const auto knows = [&](const char* mark) {
-            const std::vector<int> tokens = tokenizer_.encode(mark);
-            return tokens.size() == 1 && tokenizer_.is_special(tokens[0]);
-        };
-        if (knows("<|im_start|>") && knows("<|im_end|>")) return "chatml";
-        if (knows("<|start_header_id|>") && knows("<|eot_id|>")) return "llama3";
-        if (knows("[INST]") && knows("[/INST]")) return "mistral";
-        fail("%s has no chat template, and no marks of a chat format that is known: give --chat-format",
-             model.c_str());
-    }
-
-    // For --chat-format chatml: the system message that the folder's own template adds to conversations
-    // without one, if it is written there as plain text. It is kept as a variable at the beginning of the
-    // format.
-    std::string usual_system(const ChatFormat& format) const {
-        constexpr std::string_view kBegin = "<|im_start|>system", kEnd = "<|im_end|>";
-        if (std::string_view(format.name) != "chatml") return "";
-        const std::string own = templates_.source(false), ours = "{%- set usual_system = '";
-        if (own.starts_with(ours))
-            return own.substr(0, own.find('\n') + 1);  // a save has this format already
-        for (size_t at = 0; (at = own.find(kBegin, at)) != own.npos;) {
-            at += kBegin.size();
-            const std::string_view rest = std::string_view(own).substr(at);
-            const size_t skip = rest.starts_with("\\n") ? 2 : rest.starts_with("\n") ? 1 : 0;
-            const size_t end = rest.find(kEnd);
-            if (skip == 0 || end == rest.npos) continue;
-            const std::string text(rest.substr(skip, end - skip));
-            if (text.find_first_of("'\"{}\\") == text.npos && !text.empty()) return ours + text + "' %}\n";
-        }
-        return "";
-    }
-
-    const ChatOptions options_;
-    ChatTemplates templates_;
-    const std::tm date_;
-    const Tokenizer& tokenizer_;
-    std::string description_, own_source_;
-    std::optional<jinja::Template> chat_, with_tools_;
-    mutable bool guesses_ = false;
-    mutable std::set<std::string> tried_;  // the fields that were tried for unwritten()
-    mutable std::vector<std::string> unwritten_;
-};
+    add(text.size(), Learnt::WithPrompts);
+    return pieces;
+}
 
 Chat::Chat(ChatOptions options, ChatTemplates templates, const std::string& model, const Tokenizer& tokenizer)
-    : writer_(
-          std::make_shared<const ChatWriter>(std::move(options), std::move(templates), model, tokenizer)) {}
-bool Chat::guesses() const { return writer_->guesses(); }
-const std::vector<std::string>& Chat::unwritten() const { return writer_->unwritten(); }
-const std::string& Chat::description() const { return writer_->description(); }
-const std::string& Chat::own_source() const { return writer_->own_source(); }
-int Chat::end_of_answer(bool behind) const { return writer_->end_of_answer(behind); }
-std::string Chat::prompt(const Conversation& conversation) const { return writer_->prompt(conversation); }
-std::vector<Piece> Chat::render(const Conversation& conversation, const ChatWriter::Kept& kept) const {
-    return writer_->render(conversation, kept);
+    : options_(std::move(options)),
+      templates_(std::move(templates)),
+      date_(chat_date(options_.date)),
+      tokenizer_(tokenizer) {
+    if (options_.format == "auto" && !templates_.sources.empty()) {
+        const auto read = [&](bool has_tools) {
+            return naming(templates_.place, [&] { return jinja::Template(templates_.source(has_tools)); });
+        };
+        if (templates_.source(false).empty())
+            fail("%s has several chat templates and none with the name \"default\"",
+                 templates_.place.c_str());
+        description_ = "the chat template of " + templates_.place;
+        chat_ = read(false);
+        if (templates_.sources.contains("tool_use")) with_tools_ = read(true);
+        return;
+    }
+    const ChatFormat& format = find_format(
+        options_.format == "auto" ? recognize(model, tokenizer) : options_.format, model, tokenizer);
+    description_ = std::string("the chat format ") + format.name;
+    own_source_ = usual_system(format, templates_.source(false)) + format.source;
+    chat_.emplace(own_source_);
+    templates_.special_tokens = {{"bos_token", spelling("{bos}", tokenizer)},
+                                 {"eos_token", spelling("{eos}", tokenizer)}};
+}
+
+struct Chat::Prepared {
+    Prepared(const Chat& chat, const Conversation& conversation)
+        : date(chat.date_), used(chat.template_for(conversation)) {
+        for (const auto& [name, text] : chat.templates_.special_tokens)
+            variables.emplace_back(name, jinja::Value::string(text));
+        if (!chat.own_source_.empty()) refuse_what_our_formats_lack(conversation, chat.description_);
+        for (const Message& message : conversation.messages) {
+            bytes += 64 + message.text().size();
+            messages.push_back(as_transformers(message.object));
+        }
+        bytes = std::max(bytes, conversation.bytes);
+        for (const char* name : {"tools", "documents"})
+            if (!conversation.variables.contains(name)) variables.emplace_back(name, jinja::Value::none());
+        for (const auto& [name, value] : conversation.variables.items())
+            variables.emplace_back(name, jinja::Value::from_json(value));
+        variables.emplace_back("add_generation_prompt", jinja::Value());
+        variables.emplace_back("messages", jinja::Value());
+    }
+
+    jinja::Rendered write(const jinja::Values& some, bool asks) const {
+        // The most steps for one conversation, in all the ways that it is written: about a minute's.
+        const uint64_t most = 50 * jinja::Work::kMostSteps + 256 * bytes;
+        if (steps > most)
+            fail(
+                "the chat template takes more than %lu million steps to show where the answers of %zu "
+                "messages are: divide the conversation, or put {%% generation %%} around answers in the "
+                "template",
+                most / 1'000'000, messages.size());
+        jinja::Variables all = variables;
+        all[all.size() - 2].second = jinja::Value::boolean(asks);
+        all[all.size() - 1].second = jinja::Value::list(some);
+        return used.render(all, bytes, date, &steps);
+    }
+
+    const std::tm& date;
+    const jinja::Template& used;
+    jinja::Variables variables;
+    jinja::Values messages;
+    size_t bytes = 0;
+    mutable uint64_t steps = 0;  // that the template took so far
+};
+
+int Chat::end_of_answer(bool behind) const {
+    const std::vector<Message> sample = {said("user", "a"), said("assistant", "b")};
+    try {
+        std::string answer, rest;
+        for (const Piece& piece : render({sample, {}, 0}, std::mem_fn(&std::string::size)))
+            (piece.learnt == Learnt::Always ? answer : rest) = piece.text;
+        const std::vector<int> tokens = tokenizer_.encode(behind ? jinja::strip(rest) : answer);
+        const int token = tokens.empty() ? -1 : behind ? tokens.front() : tokens.back();
+        return token >= 0 && tokenizer_.is_special(token) ? token : -1;
+    } catch (const UserError&) {
+        return -1;
+    }
+}
+
+std::string Chat::prompt(const Conversation& conversation) const {
+    const Prepared chat(*this, conversation);
+    return chat.write(chat.messages, true).text;
+}
+
+std::vector<Piece> Chat::render(const Conversation& conversation, const Kept& kept) const {
+    const Prepared chat(*this, conversation);
+    const jinja::Rendered whole = chat.write(chat.messages, false);
+    note_unwritten(conversation, whole.text);
+    return pieces_of(whole.text, chat.used.has_generation() ? generated(conversation, whole)
+                                                            : found(conversation, chat, whole.text, kept));
+}
+
+void Chat::note_unwritten(const Conversation& conversation, const std::string& text) const {
+    constexpr size_t kLong = 1 << 20;
+    if (conversation.bytes > kLong) return;
+    for (const char* const name :
+         {"tools", "documents", "tool_calls", "reasoning_content", "thinking", "reasoning"}) {
+        const bool is_there = has_field(conversation.variables, name) ||
+                              std::ranges::any_of(conversation.messages, [&](const Message& message) {
+                                  return has_field(message.object, name);
+                              });
+        if (!is_there || !tried_.insert(name).second) continue;
+        Conversation without = conversation;
+        without.variables.erase(name);
+        for (Message& message : without.messages) message.object.erase(name);
+        try {
+            const Prepared chat(*this, without);
+            if (chat.write(chat.messages, false).text == text) unwritten_.push_back(name);
+        } catch (const UserError&) {  // the template needs the field
+        }
+    }
+}
+
+std::vector<size_t> Chat::answers(const Conversation& conversation) const {
+    std::vector<size_t> all;
+    for (size_t i = 0; i < conversation.messages.size(); i++)
+        if (conversation.messages[i].role() == "assistant") all.push_back(i);
+    if (options_.loss_on == "last" && !all.empty()) all = {all.back()};
+    std::erase_if(all, [&](size_t i) { return !conversation.messages[i].counts; });
+    return all;
+}
+
+Chat::Spans Chat::generated(const Conversation& conversation, const jinja::Rendered& whole) const {
+    std::vector<size_t> all;
+    for (size_t i = 0; i < conversation.messages.size(); i++)
+        if (conversation.messages[i].role() == "assistant") all.push_back(i);
+    const std::vector<size_t> learnt = answers(conversation);
+    if (learnt.size() < all.size() && whole.generated.size() != all.size())
+        fail(
+            "the chat template encloses %zu texts in {%% generation %%} for %zu answers, so which "
+            "of them not to learn cannot be told",
+            whole.generated.size(), all.size());
+    Spans spans;
+    for (size_t k = 0; k < whole.generated.size(); k++) {
+        const bool is_learnt = learnt.size() == all.size() || std::ranges::binary_search(learnt, all[k]);
+        const bool counts = learnt.size() == all.size() || conversation.messages[all[k]].counts;
+        if (is_learnt || !counts)
+            spans.emplace_back(whole.generated[k], is_learnt ? Learnt::Always : Learnt::Never);
+    }
+    return spans;
+}
+
+Chat::Spans Chat::found(const Conversation& conversation, const Prepared& chat, const std::string& whole,
+                        const Kept& kept) const {
+    constexpr size_t kLong = 32;
+    const size_t end = chat.messages.size() < kLong ? whole.size() : kept(whole);
+    const MessageFinder::Write write = [&](const jinja::Values& some, bool asks) {
+        return chat.write(some, asks).text;
+    };
+    const MessageFinder::Mark mark = [&](std::string_view text) -> size_t {
+        const std::vector<int> tokens = tokenizer_.encode(text.substr(0, jinja::byte_of(text, 64)));
+        if (tokens.empty() || !tokenizer_.is_special(tokens[0])) return 0;
+        const std::string spelling = tokenizer_.decode(tokens[0]);
+        return text.starts_with(spelling) ? spelling.size() : 0;
+    };
+    const MessageFinder finder(chat.messages, whole, write, mark);
+    Spans spans;
+    for (const size_t i : answers(conversation)) {
+        spans.emplace_back(finder.answer(i), Learnt::Always);
+        if (spans.back().first.begin >= end) break;
+    }
+    for (size_t i = 0; i < conversation.messages.size() && options_.loss_on == "all"; i++) {
+        if (conversation.messages[i].counts) continue;
+        spans.emplace_back(finder.turn(i), Learnt::Never);
+        if (spans.back().first.begin >= end) break;
+    }
+    guesses_ = guesses_ || finder.guesses();
+    return spans;
 }

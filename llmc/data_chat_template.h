@@ -6,7 +6,8 @@
 #include <ctime>
 #include <functional>
 #include <map>
-#include <memory>
+#include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,6 +15,7 @@
 #include <nlohmann/json_fwd.hpp>
 
 #include "llmc/data_json_lines.h"
+#include "llmc/jinja.h"
 #include "llmc/tokenizer.h"
 
 // The chat templates of a model.
@@ -60,13 +62,13 @@ class Chat {
 
     // True if the template asks for an answer in another way than it writes one, so that where an answer
     // begins had to be guessed so far.
-    bool guesses() const;
+    bool guesses() const { return guesses_; }
     // Fields of conversations of which the template writes nothing, so that nothing of them is learnt.
-    const std::vector<std::string>& unwritten() const;
+    const std::vector<std::string>& unwritten() const { return unwritten_; }
     // Says what writes chats: "the chat template of FILE" or "the chat format NAME".
-    const std::string& description() const;
+    const std::string& description() const { return description_; }
     // The template of one of our formats, which a saved model needs; empty if the folder's own is used.
-    const std::string& own_source() const;
+    const std::string& own_source() const { return own_source_; }
 
     // The token that ends an assistant's answer; -1 if none does in a short conversation. `behind`: the
     // special token that the template writes behind what is learnt of an answer.
@@ -76,9 +78,36 @@ class Chat {
     // Writes a conversation as text, in pieces that say what has a loss. kept(text) is how many bytes of the
     // text matter; answers after them may be missing. Fails if the template refuses it, or if what to learn
     // cannot be told, or only with too many steps of the template.
-    std::vector<Piece> render(const Conversation& conversation,
-                              const std::function<size_t(const std::string& text)>& kept) const;
+    using Kept = std::function<size_t(const std::string& text)>;
+    std::vector<Piece> render(const Conversation& conversation, const Kept& kept) const;
 
   private:
-    std::shared_ptr<const class ChatWriter> writer_;
+    struct Prepared;  // a conversation as the template sees it
+    using Spans = std::vector<std::pair<jinja::Span, Learnt>>;
+
+    const jinja::Template& template_for(const Conversation& conversation) const {
+        return with_tools_ && conversation.variables.contains("tools") ? *with_tools_ : *chat_;
+    }
+    // Adds a field to unwritten() if the template writes the same text without it. Each field is tried once,
+    // with the first conversation that has it. Long ones are passed over, because a copy takes memory.
+    void note_unwritten(const Conversation& conversation, const std::string& text) const;
+    // The messages whose answers are learnt: the assistant's, or with --loss-on last only the last of them.
+    std::vector<size_t> answers(const Conversation& conversation) const;
+    // What the template encloses in {% generation %}. If some answers are not learnt, each must be enclosed
+    // once, so that it is known which these are.
+    Spans generated(const Conversation& conversation, const jinja::Rendered& whole) const;
+    // What is found by writing parts of the conversation. Each part takes as long as what comes before it, so
+    // in a long conversation nothing is looked for where no token is kept.
+    Spans found(const Conversation& conversation, const Prepared& chat, const std::string& whole,
+                const Kept& kept) const;
+
+    ChatOptions options_;
+    ChatTemplates templates_;
+    std::tm date_;
+    const Tokenizer& tokenizer_;
+    std::string description_, own_source_;
+    std::optional<jinja::Template> chat_, with_tools_;
+    mutable bool guesses_ = false;
+    mutable std::set<std::string> tried_;  // the fields that were tried for unwritten()
+    mutable std::vector<std::string> unwritten_;
 };

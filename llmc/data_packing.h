@@ -72,31 +72,27 @@ class PackedExamples {
                    ForEach&& for_each)
         : entries_(holds), sequences_(holds) {
         BestFit fit(seq_len, shortest);
-        RecordSorter<Placed> sorter(holds);
-        uint64_t count = 0;
         double rows = 0, squares = 0;
         for_each([&](const Example& e) {
             const double n = e.count - 1;
             rows += n;
             squares += n * n;
-            sorter.add({apart ? count : fit.place(e.count - 1), e});
-            count++;
+            entries_.append({apart ? entries_.count() : fit.place(e.count - 1), e});
         });
+        entries_.finish_sorted();
         Sequence last{};
         uint64_t number = 0;
-        sorter.for_each_sorted([&](const Placed& placed) {
+        entries_.for_each(0, entries_.count(), [&](const Placed& placed) {
             if (placed.sequence != number) {
                 sequences_.append(last);
                 number = placed.sequence;
                 last.with_loss = 0;
             }
-            entries_.append(placed.example);
             last.end++;
             last.with_loss += placed.example.with_loss;
             with_loss_ += placed.example.with_loss;
         });
         sequences_.append(last);
-        entries_.finish();
         sequences_.finish();
         packing_bytes_ = fit.held_bytes();
         const double space = static_cast<double>(sequences_.count()) * seq_len;
@@ -108,8 +104,9 @@ class PackedExamples {
     // The examples of a sequence, in the order of the data.
     std::vector<Example> of_sequence(uint64_t number) const {
         const uint64_t begin = number > 0 ? sequences_[number - 1].end : 0;
-        std::vector<Example> all(sequences_[number].end - begin);
-        entries_.read(begin, all);
+        std::vector<Example> all;
+        entries_.for_each(begin, sequences_[number].end - begin,
+                          [&](const Placed& placed) { all.push_back(placed.example); });
         return all;
     }
     // How many tokens have a loss, in one sequence and in all.
@@ -140,7 +137,7 @@ class PackedExamples {
         uint64_t end, with_loss;  // the index in entries_ at which the sequence ends
     };
 
-    RecordFile<Example> entries_;  // the examples of one sequence after the other
+    RecordFile<Placed> entries_;  // the examples of one sequence after the other
     RecordFile<Sequence> sequences_;
     uint64_t with_loss_ = 0;
     double padding_ = 0, attended_ = 0;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,7 +14,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <queue>
 #include <span>
 #include <string>
 #include <type_traits>
@@ -62,6 +62,18 @@ class TemporaryFile {
     void finish() {
         if (!writes_.flush() || !writes_.sync()) fail_to("write");
     }
+    // Does the same after change(data) has changed the `bytes` bytes that were appended, in place.
+    template <class Change>
+    void finish_changed(size_t bytes, Change&& change) {
+        if (!writes_.flush()) fail_to("write");
+        if (bytes > 0) {
+            void* const data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file_.fd(), 0);
+            if (data == MAP_FAILED) fail_to("read");
+            change(data);
+            munmap(data, bytes);
+        }
+        if (!writes_.sync()) fail_to("write");
+    }
     // Bytes [first, first + bytes) as a file of their own, which messages call `path`.
     std::unique_ptr<const FileReader> part(const std::string& path, uint64_t first, size_t bytes) const {
         const int fd = fcntl(file_.fd(), F_DUPFD_CLOEXEC, 0);
@@ -95,7 +107,7 @@ class TemporaryFile {
 // ---- records in such a file
 //
 // Keeps records of one size in a temporary file, for lists that grow with the data and would take memory that
-// the plan does not count; and sorts such lists, also when they do not fit into memory.
+// the plan does not count.
 
 template <class Record>
 class RecordFile {
@@ -109,8 +121,15 @@ class RecordFile {
         file_.append(&record, sizeof record);
         count_++;
     }
-    // Call this after the last append() and before the first read.
+    // Call one of these after the last append() and before the first read. The second sorts the records by
+    // `<`; while it does, the system keeps in memory as much of the file as there is room for.
     void finish() { file_.finish(); }
+    void finish_sorted() {
+        file_.finish_changed(count_ * sizeof(Record), [&](void* data) {
+            Record* const records = static_cast<Record*>(data);
+            std::sort(records, records + count_);
+        });
+    }
 
     uint64_t count() const { return count_; }
     void read(uint64_t first, std::span<Record> out) const {
@@ -139,82 +158,4 @@ class RecordFile {
 
     TemporaryFile file_;
     uint64_t count_ = 0;
-};
-
-// Sorts records by `<`. Sorts as many as fit into a buffer at a time, writes these runs to a file and merges
-// them.
-template <class Record>
-class RecordSorter {
-  public:
-    explicit RecordSorter(const std::string& holds) : runs_(holds) {}
-
-    void add(const Record& record) {
-        if (buffer_.size() == kBuffer) end_run();
-        buffer_.push_back(record);
-    }
-
-    // Calls use(record) for each record, the smallest first.
-    template <class Use>
-    void for_each_sorted(Use&& use) {
-        if (starts_.empty()) {  // no run was written: all records are in the buffer
-            std::sort(buffer_.begin(), buffer_.end());
-            for (const Record& record : buffer_) use(record);
-            return;
-        }
-        end_run();
-        std::vector<Record>().swap(buffer_);  // frees its memory too
-        runs_.finish();
-        merge(use);
-    }
-
-  private:
-    static constexpr size_t kBuffer = 32 << 10;
-
-    // A sorted run, which is read some records at a time.
-    struct Run {
-        uint64_t next, end;
-        std::vector<Record> some;
-        size_t at = 0;
-    };
-
-    void end_run() {
-        std::sort(buffer_.begin(), buffer_.end());
-        starts_.push_back(runs_.count());
-        for (const Record& record : buffer_) runs_.append(record);
-        buffer_.clear();
-    }
-
-    template <class Use>
-    void merge(Use&& use) const {
-        const size_t at_a_time = std::clamp<size_t>(kBuffer / starts_.size(), 8, 1024);
-        std::vector<Run> runs;
-        for (size_t i = 0; i < starts_.size(); i++)
-            runs.push_back({starts_[i], i + 1 < starts_.size() ? starts_[i + 1] : runs_.count(), {}});
-        const auto later = [&](size_t a, size_t b) {
-            return runs[b].some[runs[b].at] < runs[a].some[runs[a].at];
-        };
-        std::priority_queue<size_t, std::vector<size_t>, decltype(later)> next(later);
-        const auto enter = [&](size_t number) {
-            Run& run = runs[number];
-            if (run.at == run.some.size()) {
-                run.some.resize(std::min<uint64_t>(at_a_time, run.end - run.next));
-                runs_.read(run.next, run.some);
-                run.next += run.some.size();
-                run.at = 0;
-            }
-            if (!run.some.empty()) next.push(number);
-        };
-        for (size_t number = 0; number < runs.size(); number++) enter(number);
-        while (!next.empty()) {
-            const size_t number = next.top();
-            next.pop();
-            use(std::as_const(runs[number].some[runs[number].at]));
-            runs[number].at++;
-            enter(number);
-        }
-    }
-
-    RecordFile<Record> runs_;
-    std::vector<uint64_t> starts_;  // where each run starts in the file
-    std::vector<Record> buffer_;
 };

@@ -156,22 +156,22 @@ class Evaluator {
         Scope* const outer_;
     };
 
-    void assign(const Target& target, const Value& value) {
-        if (target.parts.empty() && target.attribute.empty()) {
+    void assign(const Expression& target, const Value& value) {
+        if (target.kind == ExpressionKind::Name) {
             work_.spend();
-            return assign(*scope_, target.name, value);
+            return assign(*scope_, target.text, value);
         }
-        if (target.parts.empty()) {
-            const Value space = look_up(target.name);
+        if (target.kind == ExpressionKind::Attribute) {
+            const Value space = look_up(target.parts[0]->text);
             if (!space.is(Kind::Namespace)) fail("cannot assign attribute on non-namespace object");
-            return set_attribute(*space.as<NamespaceObject>().space, target.attribute, value);
+            return set_attribute(*space.as<NamespaceObject>().space, target.text, value);
         }
         const Values values = items_of(work_, value);
         if (values.size() != target.parts.size())
             fail("%s values to unpack (expected %zu, got %zu)",
                  values.size() < target.parts.size() ? "not enough" : "too many", target.parts.size(),
                  values.size());
-        for (size_t i = 0; i < values.size(); i++) assign(target.parts[i], values[i]);
+        for (size_t i = 0; i < values.size(); i++) assign(*target.parts[i], values[i]);
     }
     static void set_attribute(Namespace& space, const std::string& name, const Value& value) {
         if (name.starts_with('_')) fail("a namespace cannot have the attribute \"%s\"", name.c_str());
@@ -191,9 +191,6 @@ class Evaluator {
         line_ = s.line;
         work_.spend();
         switch (s.kind) {
-            case StatementKind::Text:
-                write(s.text);
-                break;
             case StatementKind::Print:
                 print(evaluate(*s.expression));
                 break;
@@ -204,12 +201,12 @@ class Evaluator {
             case StatementKind::For:
                 return loop(s);
             case StatementKind::Set:
-                assign(s.target, evaluate(*s.expression));
+                assign(*s.target, evaluate(*s.expression));
                 break;
             case StatementKind::SetBlock: {
                 Value text;
                 if (const Flow flow = capture(s.body, text); flow != Flow::On) return flow;
-                assign(s.target, filtered(s.expression.get(), text));
+                assign(*s.target, filtered(s.expression.get(), text));
                 break;
             }
             case StatementKind::Macro:
@@ -260,7 +257,7 @@ class Evaluator {
             Values chosen;
             for (const Value& one : items) {
                 const Inside inside(*this, scope_);
-                assign(s.target, one);
+                assign(*s.target, one);
                 if (evaluate(*s.condition).truth()) chosen.push_back(one);
             }
             items = std::move(chosen);
@@ -275,7 +272,7 @@ class Evaluator {
         for (; at < count; at++) {
             const Inside inside(*this, scope_);
             assign(*scope_, "loop", variable);
-            assign(s.target, state->items[at]);
+            assign(*s.target, state->items[at]);
             const Flow flow = execute(s.body);
             completes = completes || flow == Flow::On;
             if (flow == Flow::Break) break;
@@ -507,23 +504,13 @@ struct ReadStatements {
     Statements all;
 };
 
-static bool mentions_generation(const Statements& statements) {
-    for (const auto& s : statements) {
-        if (s->kind == StatementKind::Generation || mentions_generation(s->body) ||
-            mentions_generation(s->otherwise))
-            return true;
-        for (const auto& branch : s->branches)
-            if (mentions_generation(branch.second)) return true;
-    }
-    return false;
-}
-
 Template::Template(std::string_view source) {
     constexpr size_t kLongest = 1 << 20;
     if (valid_utf8(source) < source.size()) fail("the chat template is not UTF-8");
     if (source.size() > kLongest) fail("the chat template has more than %zu KiB", kLongest >> 10);
-    statements_ = std::make_shared<const ReadStatements>(ReadStatements{Parser(source).parse()});
-    has_generation_ = mentions_generation(statements_->all);
+    Parser parser(source);
+    statements_ = std::make_shared<const ReadStatements>(ReadStatements{parser.parse()});
+    has_generation_ = parser.has_generation();
 }
 
 Rendered Template::render(const Variables& variables, size_t input_bytes, const std::tm& date,

@@ -337,17 +337,10 @@ struct Expression {
     std::vector<std::string> operators;
 };
 
-// What is assigned to: a name, an attribute of a namespace, or several of them.
-struct Target {
-    std::string name, attribute;
-    std::vector<Target> parts;  // if there are several
-};
-
 struct Statement;
 using Statements = std::vector<std::unique_ptr<Statement>>;
 
 enum class StatementKind {
-    Text,
     Print,
     If,          // branches
     For,         // target in expression if condition: body, else otherwise
@@ -364,7 +357,7 @@ struct Statement {
     int line;
     std::string text;
     ExpressionPtr expression, condition;
-    Target target;
+    ExpressionPtr target;  // a name, an attribute of a namespace, or a tuple of such
     Statements body, otherwise;
     std::vector<std::pair<ExpressionPtr, Statements>> branches;  // an else has no condition
     std::vector<Argument> parameters;                            // with their defaults, or null
@@ -379,10 +372,8 @@ class Parser {
   public:
     explicit Parser(std::string_view source) : tokens_(Lexer(source).tokens()) {}
 
-    Statements parse() {
-        Statements body = parse_body({});
-        return body;
-    }
+    Statements parse() { return parse_body({}); }
+    bool has_generation() const { return has_generation_; }
 
   private:
     // ---- tokens
@@ -486,8 +477,8 @@ class Parser {
                 return body;
             }
             if (now().kind == TokenKind::Data) {
-                auto text = make_statement(StatementKind::Text);
-                text->text = next().text;
+                auto text = make_statement(StatementKind::Print);
+                text->expression = constant(now().line, Value::string(next().text));
                 body.push_back(std::move(text));
             } else if (now().kind == TokenKind::BeginPrint) {
                 auto print = make_statement(StatementKind::Print);
@@ -598,6 +589,7 @@ class Parser {
     // transformers makes a function of {% generation %}, so a loop around it cannot be left from inside.
     std::unique_ptr<Statement> parse_generation() {
         auto s = make_statement(StatementKind::Generation);
+        has_generation_ = true;
         next();
         const int outer = std::exchange(loops_, 0);
         s->body = parse_rest({"endgeneration"});
@@ -606,32 +598,32 @@ class Parser {
         return s;
     }
 
-    Target parse_target(bool with_attributes) {
+    ExpressionPtr parse_target(bool with_attributes) {
         const Deeper deeper(*this);
-        Target all;
+        ExpressionPtr all = make(ExpressionKind::Tuple, now().line);
         bool several = false;
         while (now().kind == TokenKind::Name || is_operator("(")) {
-            if (is_name("in") && !all.parts.empty()) break;
+            if (is_name("in") && !all->parts.empty()) break;
             if (take_operator("(")) {
-                all.parts.push_back(parse_target(false));
+                add_part(*all, parse_target(false));
                 expect_operator(")");
             } else {
-                Target one;
                 const int line = now().line;
-                one.name = expect_name();
+                ExpressionPtr one = make(ExpressionKind::Name, line, expect_name());
                 static const std::set<std::string> constants = {"true", "false", "none",
                                                                 "True", "False", "None"};
-                if (constants.contains(one.name)) fail_at(line, "can't assign to '" + one.name + "'");
-                if (with_attributes && take_operator(".")) one.attribute = expect_name();
-                all.parts.push_back(std::move(one));
+                if (constants.contains(one->text)) fail_at(line, "can't assign to '" + one->text + "'");
+                if (with_attributes && take_operator(".")) {
+                    one = make_of(ExpressionKind::Attribute, line, std::move(one));
+                    one->text = expect_name();
+                }
+                add_part(*all, std::move(one));
             }
             if (!take_operator(",")) break;
             several = true;
         }
-        if (all.parts.empty()) refuse();
-        if (several) return all;
-        Target only = std::move(all.parts[0]);
-        return only;
+        if (all->parts.empty()) refuse();
+        return several ? std::move(all) : std::move(all->parts[0]);
     }
 
     // ---- expressions, from those that bind least to those that bind most
@@ -917,6 +909,7 @@ class Parser {
 
     const std::vector<Token> tokens_;
     size_t at_ = 0;
+    bool has_generation_ = false;
     int depth_ = 0, loops_ = 0;
     int conditions_ = 0;  // inside of an if, unknown filters and tests are refused when they are used
 };

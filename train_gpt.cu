@@ -943,7 +943,7 @@ int run(int argc, char** argv, RankEngine* engine, FILE* errors) {
         calibrate<floatX>(asked, engine);
         return 0;
     }
-    Resolved<Trial> resolved(asked, engine, std::move(command.resumed));
+    Resolved resolved(asked, engine, std::move(command.resumed));
     const RunConfig& run = resolved.run;
     if (run.show_example > 0) {
         if (run.rank.is_first()) print_example(run, resolved.inputs);

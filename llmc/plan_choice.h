@@ -1,6 +1,6 @@
 // plan_choice.h - answers what options leave open before a run starts: --memory, --batch auto, --chunk-rows
-// auto, --zero auto, --seq-len auto, prompts at a time and --epochs. It asks trials (step.h): steps that are
-// rehearsed and never started.
+// auto, --zero auto, --seq-len auto, prompts at a time and --epochs; and what --plan --gpu may choose for a
+// GPU that need not be in this machine. It asks trials (step.h): steps that are rehearsed and never started.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,6 @@
 #include <optional>
 #include <string>
 #include <tuple>
-#include <type_traits>
 #include <utility>
 
 #include "llmc/dataset.h"
@@ -18,19 +17,14 @@
 #include "llmc/plan.h"
 #include "llmc/plan_fit.h"
 #include "llmc/plan_free_memory.h"
-#include "llmc/plan_gpu.h"
 #include "llmc/plan_report.h"
 #include "llmc/plan_settings.h"
-#include "llmc/rates_file.h"
 #include "llmc/run_inputs_check.h"
+#include "llmc/step.h"
 
 // ---- settings
 //
 // Chooses the settings that options leave open: --memory, --batch auto, and the auto of --chunk-rows.
-//
-// A Trial is made from options and inputs, which must outlive it. apply() gives it a setting, and rehearse(),
-// rehearse_training() and rehearse_validation() say what a run with this setting takes. Trial::Element is the
-// type of its weights.
 
 // The memory that a run may take: --memory or, without it, most of what is free. Fails if there is no device
 // to ask.
@@ -42,29 +36,20 @@ inline FreeMemory memory_for(const RunConfig& o) {
     return free;
 }
 
-// The questions that the choosers ask of a trial. A run without training chooses its chunks of rows by a
-// validation.
-template <class Trial>
-Rehearsals rehearsals_of(Trial& trial, const RunConfig& o, const RunInputs& inputs, int64_t most_sequences) {
-    using T = typename Trial::Element;
-    return {
-        .layers = static_cast<size_t>(inputs.config.layers),
-        .heads = inputs.config.heads,
-        .devices = o.devices,
-        .seq_len = inputs.uses_batches() ? o.seq_len : 0,
-        .most_sequences = most_sequences,
-        .rates = rates_of<T>(o),
-        .report = [&](const MemorySetting& s) { return trial.apply(s), trial.rehearse(); },
-        .outline = [&](const MemorySetting& s) { return trial.apply(s), trial.rehearse(Offsets::None); },
-        .training =
-            [&](const MemorySetting& s) { return trial.apply(s), trial.rehearse_training(0, Offsets::None); },
-        .chunk_seconds =
-            [&, rates = rates_of<T>(o, kChunkThreads)](const MemorySetting& s) {
-                trial.apply(s);
-                return seconds_without_update(o.steps > 0 ? trial.rehearse_training(0, Offsets::None)
-                                                          : trial.rehearse_validation(Offsets::None),
-                                              rates);
-            }};
+// True if the plan should choose settings for the whole memory of the GPU of --gpu: without --memory, and
+// unless an option asks for something that --memory would choose.
+inline bool fills_planned_gpu(const RunConfig& o) {
+    const bool places_some_inputs = o.offloaded_inputs > 0;
+    return o.planned_gpu && o.memory.empty() && o.open.recompute && o.steps > 0 && o.batch > 0 &&
+           o.bench.empty() && !places_some_inputs;
+}
+
+// The options with the GPU's memory as --memory; `with_host`: and with unlimited memory of its host.
+inline RunConfig filling_planned_gpu(RunConfig o, bool with_host) {
+    o.fills_gpu = true;
+    o.memory = format("%zuMiB", usable_memory_of(*o.planned_gpu).bytes >> 20);
+    if (with_host) o.host_memory = kAnyHostMemory;
+    return o;
 }
 
 // Calls choose(way) for each way in which several devices may share what is trained without changing other
@@ -88,8 +73,7 @@ auto largest_of_ways(const RunConfig& given, Choose&& choose, Size&& size) {
 // What several devices share if neither --zero nor --memory says it: the first of ways_to_share_alone() that
 // fits what is free, because it sends the least. Returns the given options if none fits, and for the plan of
 // a GPU that may not be here.
-template <class Trial>
-RunConfig with_way_that_fits(const RunConfig& given, RunInputs& inputs) {
+inline RunConfig with_way_that_fits(const RunConfig& given, RunInputs& inputs) {
     const std::vector<RunConfig> ways = ways_to_share_alone(given);
     if (ways.size() == 1 || (given.plan && !kHostIsDevice)) return given;
     for (size_t i = 0; i < ways.size(); i++) {
@@ -104,57 +88,31 @@ RunConfig with_way_that_fits(const RunConfig& given, RunInputs& inputs) {
 }
 
 // The options with all open settings chosen for the memory that they name, or for what is free.
-template <class Trial>
-RunConfig with_setting_for_memory(const RunConfig& given, RunInputs& inputs, Choices& choices) {
-    using T = typename Trial::Element;
+inline RunConfig with_setting_for_memory(const RunConfig& given, RunInputs& inputs, Choices& choices) {
     if (kHostIsDevice) measure_free_memory();
     const bool has_budget = !given.memory.empty();
     if (!has_budget && given.batch > 0 && given.head_rows >= 0 && given.mlp_rows >= 0 &&
         given.attention_rows >= 0)
-        return with_way_that_fits<Trial>(given, inputs);
-    int64_t most = kMostTokens / given.seq_len;
-    std::optional<uint64_t> epoch;
-    if (inputs.data) {
-        epoch = inputs.sequences_per_epoch;
-        most = std::min(most, static_cast<int64_t>(*epoch));
-    }
+        return with_way_that_fits(given, inputs);
     RunConfig chosen = given;
     if (has_budget && given.batch > 0) {
-        const auto configurations = [&](bool with_files) {
-            return placements_to_try(given, movable<T>(given, inputs, with_files));
-        };
-        const auto fit = [&](const RunConfig& configuration, const BesideDevice& space, const Fit* best) {
-            Trial trial(configuration, inputs);
-            return fit_settings(configuration, std::is_same_v<T, bf16>,
-                                rehearsals_of(trial, given, inputs, most), space, best);
-        };
-        const auto refine = [&](Fit& best) {
-            Trial trial(best.configuration, inputs);
-            const Rehearsals rehearsals = rehearsals_of(trial, given, inputs, most);
-            refine_neighbours(best.solution, [&](Choice& c) { best.refine(c, rehearsals); });
-        };
-        chosen = given.with(fit_memory(given, configurations, fit, refine, choices));
+        chosen = given.with(fit_memory(given, inputs, choices));
+    } else if (given.batch > 0) {
+        chosen = with_way_that_fits(given.with(Rehearsals(given, inputs).with_rows(given)), inputs);
     } else {
-        const auto choose_rows = [&] {
-            Trial trial(given, inputs);
-            return rehearsals_of(trial, given, inputs, most).with_rows(given);
-        };
-        // A step has as many sequences of each micro-batch.
-        if (epoch) *epoch /= static_cast<uint64_t>(given.grad_accum);
+        std::optional<uint64_t> epoch;  // a step has as many sequences of each micro-batch
+        if (inputs.data) epoch = inputs.sequences_per_epoch / static_cast<uint64_t>(given.grad_accum);
         const auto choose_batch = [&](const RunConfig& way) {
-            Trial trial(way, inputs);
+            Rehearsals rehearsals(way, inputs);
             std::string why;
-            const MemorySetting s = fit_batch(way, memory_for(way), batch_cap(way.seq_len, epoch),
-                                              rehearsals_of(trial, way, inputs, most), why);
+            const MemorySetting s =
+                fit_batch(way, memory_for(way), batch_cap(way.seq_len, epoch), rehearsals, why);
             return std::pair(s, why);
         };
         MemorySetting s;
-        if (given.batch > 0)
-            s = choose_rows();
-        else
-            std::tie(s, choices.batch) =
-                largest_of_ways(given, choose_batch, [](const auto& answer) { return answer.first.batch; });
-        chosen = with_way_that_fits<Trial>(given.with(s), inputs);
+        std::tie(s, choices.batch) =
+            largest_of_ways(given, choose_batch, [](const auto& answer) { return answer.first.batch; });
+        chosen = with_way_that_fits(given.with(s), inputs);
     }
     remember_choice(given, chosen);
     return chosen;
@@ -162,24 +120,22 @@ RunConfig with_setting_for_memory(const RunConfig& given, RunInputs& inputs, Cho
 
 // The options with all open settings chosen; how they were chosen goes to `choices`. For a GPU that --gpu
 // names, first with everything on it; if that does not fit, also with its host's memory.
-template <class Trial>
-RunConfig with_chosen_setting(const RunConfig& given, RunInputs& inputs, Choices& choices) {
+inline RunConfig with_chosen_setting(const RunConfig& given, RunInputs& inputs, Choices& choices) {
     if (choices.for_length) return *choices.for_length;
     if (fills_planned_gpu(given)) {
         const bool host_has_its_own = !given.planned_gpu->integrated;
         try {
-            return with_setting_for_memory<Trial>(filling_planned_gpu(given, false), inputs, choices);
+            return with_setting_for_memory(filling_planned_gpu(given, false), inputs, choices);
         } catch (const UserError&) {
             if (!host_has_its_own) throw;
-            return with_setting_for_memory<Trial>(filling_planned_gpu(given, true), inputs, choices);
+            return with_setting_for_memory(filling_planned_gpu(given, true), inputs, choices);
         }
     }
-    return with_setting_for_memory<Trial>(given, inputs, choices);
+    return with_setting_for_memory(given, inputs, choices);
 }
 
 // Halves the number of prompts that are answered at a time, if --batch does not say it, until the run fits.
-template <class Trial>
-RunConfig answering_as_many_as_fit(RunConfig run, RunInputs& inputs) {
+inline RunConfig answering_as_many_as_fit(RunConfig run, RunInputs& inputs) {
     if (run.prompts.empty() || !run.open.batch || run.plan) return run;
     check_device(run);
     Trial trial(run, inputs);
@@ -219,15 +175,7 @@ int fit_length(int most, Fits&& fits) {
     const auto tokens = [&](int64_t steps) {
         return static_cast<int>(std::min<int64_t>(most, steps * kLengthStep));
     };
-    const int64_t all = (most + kLengthStep - 1) / kLengthStep;
-    int64_t fitting = 1, failing = 2;
-    while (failing <= all && fits(tokens(failing))) fitting = failing, failing *= 2;
-    failing = std::min(failing, all + 1);
-    while (failing - fitting > 1) {
-        const int64_t middle = fitting + (failing - fitting) / 2;
-        (fits(tokens(middle)) ? fitting : failing) = middle;
-    }
-    return tokens(fitting);
+    return tokens(largest_that_fits(ceil_div(most, kLengthStep), [&](int64_t n) { return fits(tokens(n)); }));
 }
 
 // The longest sequences that fit, if those of `most` tokens do not; `fewest` if none do. fits(options,
@@ -329,8 +277,7 @@ inline LengthLimit length_limit(const Asked& asked, const RunConfig& o, RunConfi
 
 // The options with the longest sequences that fit, for --seq-len auto; the reason for the length goes to
 // `choices`.
-template <class Trial>
-RunConfig with_longest_length(const Asked& asked, const RunConfig& given, Choices& choices) {
+inline RunConfig with_longest_length(const Asked& asked, const RunConfig& given, Choices& choices) {
     RunConfig chosen = given;
     chosen.chose_length = true;
     if (given.open.batch) chosen.batch = 1;
@@ -349,8 +296,7 @@ RunConfig with_longest_length(const Asked& asked, const RunConfig& given, Choice
     const auto planned = [&](RunConfig o, int tokens, Choices& of) {
         o.seq_len = tokens;
         RunInputs inputs(asked, std::move(o), std::nullopt);
-        const auto options =
-            std::make_shared<const RunConfig>(with_chosen_setting<Trial>(inputs.run(), inputs, of));
+        const auto options = std::make_shared<const RunConfig>(with_chosen_setting(inputs.run(), inputs, of));
         Trial trial(*options, inputs);
         const MemoryReport& r = trial.rehearse();
         const size_t more = given.loss_by_position.empty() ? 0 : static_cast<size_t>(tokens) * sizeof(float);
@@ -404,13 +350,12 @@ RunConfig with_longest_length(const Asked& asked, const RunConfig& given, Choice
 }
 
 // What is the longest without offloading more than the options ask for, and how long a step then takes.
-template <class Trial>
-std::string longest_without_offloading(const Asked& asked, RunConfig o) {
+inline std::string longest_without_offloading(const Asked& asked, RunConfig o) {
     if (fills_planned_gpu(o)) o = filling_planned_gpu(std::move(o), false);
     o.open.placements.clear();
     Choices choices;
     try {
-        with_longest_length<Trial>(asked, o, choices);
+        with_longest_length(asked, o, choices);
     } catch (const UserError&) {
         return format("not even %d tokens fit without offloading", kLengthStep);
     }
@@ -419,12 +364,11 @@ std::string longest_without_offloading(const Asked& asked, RunConfig o) {
 
 // Chooses the length of --seq-len auto; without that, returns the given options. With several devices it also
 // chooses --zero, so that the longest sequences fit, unless --memory does.
-template <class Trial>
-RunConfig with_chosen_length(const Asked& given, Choices& choices) {
+inline RunConfig with_chosen_length(const Asked& given, Choices& choices) {
     if (!given.auto_length) return given;
     const auto choose = [&](const RunConfig& way) {
         Choices of_way = choices;
-        RunConfig chosen = with_longest_length<Trial>(given, way, of_way);
+        RunConfig chosen = with_longest_length(given, way, of_way);
         if (way.zero != given.zero) chosen.settings["--zero"] = {way.zero};
         return std::pair(std::move(chosen), std::move(of_way));
     };
@@ -434,7 +378,6 @@ RunConfig with_chosen_length(const Asked& given, Choices& choices) {
             : largest_of_ways(given, choose, [](const auto& answer) { return answer.first.seq_len; });
     choices = of_chosen;
     if (given.plan && !given.json && choices.length_needs_offloading)
-        choices.length =
-            longest_without_offloading<Trial>(given, given) + "\n  with offloading " + choices.length;
+        choices.length = longest_without_offloading(given, given) + "\n  with offloading " + choices.length;
     return chosen;
 }

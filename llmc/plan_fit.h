@@ -1,59 +1,73 @@
 // plan_fit.h - chooses options that make training fit into memory: --memory by the solver, --batch auto by
-// trying.
+// trying; and says what is needed if nothing fits.
 #pragma once
 
 #include <climits>
 #include <cmath>
-#include <functional>
-#include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "llmc/run_config.h"
 #include "llmc/plan_free_memory.h"
-#include "llmc/plan_gpu.h"
 #include "llmc/plan_report.h"
 #include "llmc/plan_settings.h"
 #include "llmc/plan_solver.h"
+#include "llmc/rates_device.h"
 #include "llmc/recompute.h"
+#include "llmc/step.h"
 #include "llmc/text.h"
 
-// Dry runs by which the choosers learn what a setting takes.
-struct Rehearsals {
-    size_t layers;
-    int heads;               // of queries
-    int devices;             // that share the micro-batches of a step
-    int64_t seq_len;         // of batches; 0 if there are none
-    int64_t most_sequences;  // that a micro-batch may have
-    Rates rates;
-    std::function<MemoryReport(const MemorySetting&)> report;   // of everything that the run may do
-    std::function<MemoryReport(const MemorySetting&)> outline;  // the same, without addresses
-    std::function<Plan(const MemorySetting&)> training;         // only one micro-batch, without addresses
-    std::function<double(const MemorySetting&)> chunk_seconds;  // of one, for chunks of rows
+// Dry runs of a configuration with one setting after another.
+class Rehearsals {
+  public:
+    // The inputs must outlive it.
+    Rehearsals(const RunConfig& o, RunInputs& inputs)
+        : run(o),
+          config(inputs.config),
+          most_sequences(
+              std::min<int64_t>(kMostTokens / o.seq_len,
+                                inputs.data ? static_cast<int64_t>(inputs.sequences_per_epoch) : INT64_MAX)),
+          rates(rates_of<floatX>(o)),
+          seq_len_(inputs.uses_batches() ? o.seq_len : 0),
+          chunk_rates_(rates_of<floatX>(o, kChunkThreads)),
+          trial_(o, inputs) {}
 
-    // The setting with its automatic values chosen.
-    MemorySetting with_rows(const MemorySetting& s) const {
-        return with_chosen_rows(s, seq_len, heads, chunk_seconds);
+    const RunConfig run;
+    const ModelConfig& config;
+    const int64_t most_sequences;  // that a micro-batch may have
+    const Rates rates;
+
+    // Of everything that the run may do; and the same without addresses.
+    MemoryReport report(const MemorySetting& s) { return trial_.apply(s), trial_.rehearse(); }
+    MemoryReport outline(const MemorySetting& s) { return trial_.apply(s), trial_.rehearse(Offsets::None); }
+    // Only one micro-batch, without addresses.
+    Plan training(const MemorySetting& s) {
+        return trial_.apply(s), trial_.rehearse_training(0, Offsets::None);
     }
-};
+    // The setting with its automatic numbers of rows chosen; without training, by a validation.
+    MemorySetting with_rows(const MemorySetting& setting) {
+        return with_chosen_rows(setting, seq_len_, config.heads, [&](const MemorySetting& s) {
+            trial_.apply(s);
+            return seconds_without_update(run.steps > 0 ? trial_.rehearse_training(0, Offsets::None)
+                                                        : trial_.rehearse_validation(Offsets::None),
+                                          chunk_rates_);
+        });
+    }
 
-// What was chosen for a run, as its report prints it: by --memory, followed by its neighbours; by --batch
-// auto; by --seq-len auto.
-struct Choices {
-    std::vector<MemoryChoice> memory;
-    std::string batch, length;
-    bool length_needs_offloading = false;         // more than the options ask for
-    std::optional<RunConfig> smallest;            // if nothing fits --memory: the options that take the least
-    std::shared_ptr<const RunConfig> for_length;  // what --seq-len auto has chosen for the length already
+  private:
+    const int64_t seq_len_;  // of batches; 0 if there are none
+    const Rates chunk_rates_;
+    Trial trial_;
 };
 
 // The formats of the optimizer's state to try: the given ones first, then smaller ones if they are allowed,
 // lossless ones before lossy ones.
-inline std::vector<MemorySetting> formats_to_try(const RunConfig& o, bool narrow_weights) {
+inline std::vector<MemorySetting> formats_to_try(const RunConfig& o) {
     MemorySetting s = o;
     std::vector<MemorySetting> all = {s};
-    if (narrow_weights && o.open.master) s.master = "split";
+    if (std::is_same_v<floatX, bf16> && o.open.master) s.master = "split";
     if (!s.same_state(all.back())) all.push_back(s);
     if (o.open.adam_m) s.adam_m = "8bit";
     if (o.open.adam_v) s.adam_v = "8bit";
@@ -64,8 +78,8 @@ inline std::vector<MemorySetting> formats_to_try(const RunConfig& o, bool narrow
 // All settings to try, for every micro-batch that divides the step's sequences: the MLP on all rows at once,
 // in the smallest chunks that cost little, and in a quarter of these; then attention in chunks, if sequences
 // are long. Each of these is tried with every number of head rows, from large to small.
-inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const RunConfig& o,
-                                                  const Rehearsals& rehearsals) {
+inline std::vector<MemorySetting> settings_to_try(MemorySetting s, Rehearsals& rehearsals) {
+    const RunConfig& o = rehearsals.run;
     const int64_t sequences = int64_t{o.batch} * o.grad_accum;
     std::vector<int64_t> batches;
     for (int64_t d = 1; d * d <= sequences; d++) {
@@ -92,7 +106,8 @@ inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const RunConf
                             {given.mlp_rows, given.attention_rows},
                             {given.mlp_rows / 4, given.attention_rows}};
         if (o.open.attention_rows)
-            for (int64_t rows = 4 * fewest_attention_rows(rehearsals.heads); rows > kFewestAttentionRows;) {
+            for (int64_t rows = 4 * fewest_attention_rows(rehearsals.config.heads);
+                 rows > kFewestAttentionRows;) {
                 rows = std::max(rows / 4, kFewestAttentionRows);
                 if (o.seq_len > 2 * rows) rows_of_both.push_back({rows_of_both.back().first, rows});
             }
@@ -109,21 +124,55 @@ inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const RunConf
     return all;
 }
 
+constexpr size_t kTooMuchOffloaded = SIZE_MAX;  // of a setting that does not fit outside the device
+
+// One configuration of placements (`configuration`), the settings that were tried with it, and the fastest
+// setting that fits.
+struct Fit {
+    RunConfig configuration;
+    BesideDevice space;  // that it may take outside the device
+    std::vector<MemorySetting> settings = {};
+    double update_seconds = 0;  // counted for every setting, see profiles_of()
+    Solution solution = {};  // its seconds come from rehearsals: sums do not know the waits of mixed levels
+    // If nothing fits, for solution.least: its largest buffer, and what it has outside the device.
+    std::pair<std::string, size_t> largest = {};
+    BesideDevice beside = {};
+    // True if settings were not tried, because two rehearsals showed that none fits or none is faster than
+    // what is known; then solution.least has only its bytes, a few too many.
+    bool is_estimate = false;
+
+    MemorySetting setting(const Choice& c) const {
+        MemorySetting s = settings[c.profile];
+        s.recompute = levels_text(c.levels, recompute_names());
+        s.updates = configuration.updates;
+        return s;
+    }
+    double step_seconds(const MemoryReport& r) const { return r.seconds - r.update_seconds + update_seconds; }
+    // Sets what the choice takes by a rehearsal of its own, whose report it returns.
+    MemoryReport refine(Choice& c, Rehearsals& rehearsals) const {
+        MemoryReport r = rehearsals.report(setting(c));
+        c.exact = r.beside().fits(space) ? r.total() : kTooMuchOffloaded;
+        c.seconds = step_seconds(r);
+        return r;
+    }
+    // True if this should be chosen over `other`, which was tried before: then it must be 1% faster.
+    bool is_better_than(const Fit& other) const {
+        const Solution &a = solution, &b = other.solution;
+        if (!b.chosen) return a.chosen || a.least.exact < b.least.exact;
+        return a.chosen && a.chosen->seconds < 0.99 * b.chosen->seconds;
+    }
+};
+
 // The memory and time of each setting, from rehearsals with all layers at one recompute level. Settings that
 // differ only in the rows of the head share their blocks' numbers, because the head changes only what happens
-// between the blocks. `by_block`: one rehearsal covers all micro-batches. A separate update is counted with
-// the time of the first setting's update: a smaller state should be chosen for the memory that it saves and
-// not for a faster update, which a CPU does not have. A level's workspace beyond that of the smallest level
-// is added to its blocks' peaks. This is an estimate; the chosen configuration is rehearsed.
-struct Profiles {
+// between the blocks. With --by-block, one rehearsal covers all micro-batches. A separate update is counted
+// with the time of the first setting's update: a smaller state should be chosen for the memory that it saves
+// and not for a faster update, which a CPU does not have. A level's workspace beyond that of the smallest
+// level is added to its blocks' peaks. This is an estimate; the chosen configuration is rehearsed.
+inline std::vector<Profile> profiles_of(Fit& fit, Rehearsals& rehearsals) {
+    const auto layers = static_cast<size_t>(rehearsals.config.layers);
+    std::vector<MemorySetting> settings = fit.settings;
     std::vector<Profile> all;
-    double update_seconds = 0;
-};
-inline Profiles profiles_of(std::vector<MemorySetting> settings, bool by_block,
-                            const Rehearsals& rehearsals) {
-    const size_t layers = rehearsals.layers;
-    Profiles made;
-    auto& [all, update_seconds] = made;
     size_t least_workspace = 0;  // of all levels
     for (size_t i = 0; i < settings.size(); i++) {
         MemorySetting& s = settings[i];
@@ -153,59 +202,20 @@ inline Profiles profiles_of(std::vector<MemorySetting> settings, bool by_block,
                         part.inside.peak += static_cast<int64_t>(arena_align(workspaces[level]) -
                                                                  arena_align(least_workspace));
         }
-        p.runs = by_block ? 1 : s.grad_accum / rehearsals.devices;
+        p.runs = fit.configuration.by_block ? 1 : s.grad_accum / fit.configuration.devices;
         p.fixed_bytes = report.in_steps() - report.activations() -
                         (arena_align(report.train->workspace) - arena_align(least_workspace));
         p.arena_floor = report.activations_of_others();
-        if (all.empty()) update_seconds = report.update_seconds;
+        if (all.empty()) fit.update_seconds = report.update_seconds;
         // Accumulating into gradients takes longer than writing them. That difference, and the time that a
         // separate update waits, are the same at every level.
         const double added = report.seconds - seconds_waited(report.phases) - report.update_seconds -
                              p.runs * seconds_of(report.train->work, rehearsals.rates);
-        p.fixed_seconds = update_seconds + added + seconds_waited(report.phases, "update");
+        p.fixed_seconds = fit.update_seconds + added + seconds_waited(report.phases, "update");
         all.push_back(std::move(p));
     }
-    return made;
+    return all;
 }
-
-constexpr size_t kTooMuchOffloaded = SIZE_MAX;  // of a setting that does not fit outside the device
-
-// One configuration of placements (`configuration`), the settings that were tried with it, and the fastest
-// setting that fits.
-struct Fit {
-    RunConfig configuration;
-    BesideDevice space;  // that it may take outside the device
-    std::vector<MemorySetting> settings;
-    double update_seconds = 0;  // counted for every setting, see Profiles
-    Solution solution;  // its seconds come from rehearsals: sums do not know the waits of mixed levels
-    // If nothing fits, for solution.least: its largest buffer, and what it has outside the device.
-    std::pair<std::string, size_t> largest;
-    BesideDevice beside = {};
-    // True if settings were not tried, because two rehearsals showed that none fits or none is faster than
-    // what is known; then solution.least has only its bytes, a few too many.
-    bool is_estimate = false;
-
-    MemorySetting setting(const Choice& c) const {
-        MemorySetting s = settings[c.profile];
-        s.recompute = levels_text(c.levels, recompute_names());
-        s.updates = configuration.updates;
-        return s;
-    }
-    double step_seconds(const MemoryReport& r) const { return r.seconds - r.update_seconds + update_seconds; }
-    // Sets what the choice takes by a rehearsal of its own, whose report it returns.
-    MemoryReport refine(Choice& c, const Rehearsals& rehearsals) const {
-        MemoryReport r = rehearsals.report(setting(c));
-        c.exact = r.beside().fits(space) ? r.total() : kTooMuchOffloaded;
-        c.seconds = step_seconds(r);
-        return r;
-    }
-    // True if this should be chosen over `other`, which was tried before: then it must be 1% faster.
-    bool is_better_than(const Fit& other) const {
-        const Solution &a = solution, &b = other.solution;
-        if (!b.chosen) return a.chosen || a.least.exact < b.least.exact;
-        return a.chosen && a.chosen->seconds < 0.99 * b.chosen->seconds;
-    }
-};
 
 // Mixed levels hardly ever save more of a plan than this, against all blocks at the last level.
 constexpr double kMostSaved = 1.05;
@@ -215,7 +225,7 @@ constexpr double kMostSaved = 1.05;
 // even with all blocks at the first level. It is also ruled out if its smallest setting, with all blocks at
 // the last level, does not fit outside the device, or takes more of the device than mixed levels would save.
 inline std::optional<size_t> least_if_ruled_out(std::vector<MemorySetting> settings, size_t budget,
-                                                const Fit& best, const Rehearsals& rehearsals,
+                                                const Fit& best, Rehearsals& rehearsals,
                                                 const BesideDevice& space) {
     const auto outline = [&](MemorySetting& s, int level) {
         s.recompute = kRecomputeLevels[level].name;
@@ -237,33 +247,28 @@ inline std::optional<size_t> least_if_ruled_out(std::vector<MemorySetting> setti
     return std::nullopt;
 }
 
-// Finds the best of the settings of configuration `o` with at most `most` micro-batches on a device, with no
-// more than `space` outside the device. Smaller formats of the state are chosen only if they are 1% faster
-// than larger ones. If the configuration cannot be better than `best`, what is returned is an estimate of the
+// Finds the best of a configuration's settings with at most `most` micro-batches on a device, with no more
+// than `space` outside the device. Smaller formats of the state are chosen only if they are 1% faster than
+// larger ones. If the configuration cannot be better than `best`, what is returned is an estimate of the
 // least memory that it takes. If no setting is possible, the Fit has none.
-inline Fit fit_settings_of(const RunConfig& o, int most, bool narrow_weights, const Rehearsals& rehearsals,
-                           const BesideDevice& space, const Fit* best) {
+inline Fit fit_settings_of(Rehearsals& rehearsals, int most, const BesideDevice& space, const Fit* best) {
+    const RunConfig& o = rehearsals.run;
     const size_t budget = budget_of(o.memory, o.rank).bytes;
-    Fit fit;
-    fit.configuration = o;
-    fit.space = space;
-    std::vector<MemorySetting>& settings = fit.settings;
+    Fit fit{.configuration = o, .space = space};
     std::vector<size_t> ends;  // where each format's settings end
-    for (const MemorySetting& format : formats_to_try(o, narrow_weights)) {
-        for (const MemorySetting& s : settings_to_try(format, o, rehearsals))
-            if (s.grad_accum / rehearsals.devices <= most) settings.push_back(s);
-        ends.push_back(settings.size());
+    for (const MemorySetting& format : formats_to_try(o)) {
+        for (const MemorySetting& s : settings_to_try(format, rehearsals))
+            if (s.grad_accum / o.devices <= most) fit.settings.push_back(s);
+        ends.push_back(fit.settings.size());
     }
-    if (settings.empty()) return fit;
+    if (fit.settings.empty()) return fit;
     if (best)
-        if (const auto least = least_if_ruled_out(settings, budget, *best, rehearsals, space)) {
+        if (const auto least = least_if_ruled_out(fit.settings, budget, *best, rehearsals, space)) {
             fit.solution.least.exact = *least;
             fit.is_estimate = true;
             return fit;
         }
-    const Profiles made = profiles_of(settings, o.by_block, rehearsals);
-    const std::vector<Profile>& profiles = made.all;
-    fit.update_seconds = made.update_seconds;
+    const std::vector<Profile> profiles = profiles_of(fit, rehearsals);
     const auto refine = [&](Choice& c) { fit.refine(c, rehearsals); };
     Solution& solution = fit.solution;
     for (size_t end : ends) {
@@ -292,16 +297,14 @@ inline Fit fit_settings_of(const RunConfig& o, int most, bool narrow_weights, co
     return fit;
 }
 
-// Finds the best setting of configuration `o`, as fit_settings_of() does. With --by-block all micro-batches
+// Finds the best setting of a configuration, as fit_settings_of() does. With --by-block all micro-batches
 // are in memory together, so that smaller ones save little, and a rehearsal takes longer the more there are.
 // So more than 8 of them are tried only if nothing else fits. Fails if no micro-batch is possible.
-inline Fit fit_settings(const RunConfig& o, bool narrow_weights, const Rehearsals& rehearsals,
-                        const BesideDevice& space, const Fit* best) {
+inline Fit fit_settings(const RunConfig& o, RunInputs& inputs, const BesideDevice& space, const Fit* best) {
+    Rehearsals rehearsals(o, inputs);
     constexpr int kFewMicroBatches = 8;
-    const auto fit_with = [&](int most) {
-        return fit_settings_of(o, most, narrow_weights, rehearsals, space, best);
-    };
-    if (o.by_block && int64_t{o.batch} * o.grad_accum / rehearsals.devices > kFewMicroBatches) {
+    const auto fit_with = [&](int most) { return fit_settings_of(rehearsals, most, space, best); };
+    if (o.by_block && int64_t{o.batch} * o.grad_accum / o.devices > kFewMicroBatches) {
         Fit few = fit_with(kFewMicroBatches);
         const bool is_enough = few.solution.chosen || (best && best->solution.chosen);
         if (is_enough && !few.settings.empty()) return few;
@@ -320,6 +323,40 @@ inline std::string in_words(const std::string& name) {
     std::string words = name;
     std::replace(words.begin(), words.end(), '_', ' ');
     return words;
+}
+
+// What would take less memory than these options, as far as they leave it open; `smallest` are the ones that
+// take the least of those that were tried. Devices share the optimizer's state, and a frozen model's weights,
+// only where they are on the devices.
+inline std::string what_takes_less(const RunConfig& o, const RunConfig& smallest) {
+    std::vector<std::string> all;
+    const bool share_more =
+        smallest.state == "device" && (smallest.weights == "device" || !o.trains_adapter());
+    if (!o.trains_adapter() && !parse_new_model(o.model)) all.push_back("--train lora");
+    if (o.trains_adapter() && o.base.empty() && !RunInputs::is_gguf(o.model)) all.push_back("--base nf4");
+    if (o.batch * o.own_micro_batches() > 1) all.push_back("a smaller --batch");
+    if (!o.auto_length) all.push_back("a shorter --seq-len");
+    if (share_more && o.zero != "0") all.push_back("more --devices");
+    all.push_back("a smaller --model");
+    std::string text = all[0];
+    for (size_t i = 1; i < all.size(); i++) text += (i + 1 < all.size() ? ", " : " or ") + all[i];
+    return text;
+}
+
+// Fails because a run that takes `least` bytes of a GPU and `pinned` of its host, with `options`, does not
+// fit the one of --gpu. What --memory may choose was all tried; `smallest` is the configuration with the
+// least.
+[[noreturn]] inline void fail_to_fit_gpu(const RunConfig& given, const RunConfig& smallest, size_t least,
+                                         size_t pinned, const std::string& options) {
+    const std::string others = gpus_with_room(least - std::min(least, context_bytes_of(given)), pinned);
+    const bool several = given.devices > 1;
+    const KnownGpu& gpu = *given.planned_gpu;
+    fail(
+        "this does not fit %s %s: of %s %.1f GiB a run may use %.1f, and this one needs at least %.1f (%s). "
+        "Less is needed with %s.%s",
+        several ? format("%d GPUs", given.devices) : "the GPU", gpu.name, several ? "each one's" : "its",
+        gpu.memory, gibibytes(usable_memory_of(gpu).bytes), gibibytes(least), options,
+        what_takes_less(given, smallest), others.empty() ? "" : (" " + others + "."));
 }
 
 // Fails because what is offloaded takes more than there is for it outside the device.
@@ -372,60 +409,58 @@ inline std::string in_words(const std::string& name) {
 
 // --memory: returns the setting whose plan fits and is the fastest by estimate; `choices` gets this choice
 // and then its neighbours. Configurations that stream are tried if nothing fits without streaming, and with
-// host= also if they might be faster. configurations() begins with the ways to share what was given;
-// fit(configuration, space, best) tries its settings, and refine(fit) refines the neighbours of what it has
-// chosen. With a GPU, trained state goes to files only if the host's memory is too small. Streaming without
-// prefetching is tried only if nothing else fits, and longer prefetch distances are used if they are faster.
-// What several devices share is tried before anything is streamed.
-template <class Configurations, class FitConfiguration, class Refine>
-MemorySetting fit_memory(const RunConfig& given, Configurations&& configurations, FitConfiguration&& fit,
-                         Refine&& refine, Choices& choices) {
+// host= also if they might be faster. With a GPU, trained state goes to files only if the host's memory is
+// too small. Streaming without prefetching is tried only if nothing else fits, and longer prefetch distances
+// are used if they are faster. What several devices share is tried before anything is streamed.
+inline MemorySetting fit_memory(const RunConfig& given, RunInputs& inputs, Choices& choices) {
     const bool offered = !given.host_memory.empty();
-    const BesideDevice given_space = offered ? memory_beside_device(given) : BesideDevice();
     const std::vector<RunConfig> as_given = ways_to_share(given);
-    Fit best = fit(as_given[0], given_space, nullptr);
+    const BesideDevice given_space = offered ? memory_beside_device(given) : BesideDevice();
+    Fit best = fit_settings(as_given[0], inputs, given_space, nullptr);
     const double fastest = best.solution.fastest.seconds;
-    std::vector<std::pair<Fit, BesideDevice>> estimates;  // and the space of each
-    for (size_t i = 1; i < as_given.size(); i++) {
-        Fit more = fit(as_given[i], given_space, &best);
-        if (more.is_estimate) estimates.emplace_back(more, given_space);
-        if (more.is_better_than(best)) best = std::move(more);
-    }
+    std::vector<Fit> estimates;
     bool short_of_memory = false;
-    const auto try_all = [&](const std::vector<RunConfig>& all, bool only_files) {
-        const BesideDevice space = memory_beside_device(given);
+    const auto try_all = [&](std::span<const RunConfig> all, const BesideDevice& space) {
         for (const RunConfig& configuration : all) {
-            if (only_files && !has_files(configuration)) continue;  // tried before
-            Fit more = fit(configuration, space, &best);
-            if (more.solution.least.exact == kTooMuchOffloaded) short_of_memory = true;
-            if (more.is_estimate) estimates.emplace_back(more, space);
+            Fit more = fit_settings(configuration, inputs, space, &best);
+            short_of_memory |= more.solution.least.exact == kTooMuchOffloaded;
+            if (more.is_estimate) estimates.push_back(more);
             if (more.is_better_than(best)) best = std::move(more);
         }
     };
-    const auto other_configurations = [&](bool with_files) {
+    try_all(std::span(as_given).subspan(1), given_space);
+    short_of_memory = false;  // more memory would not help: all of that was asked for
+    const BesideDevice space = memory_beside_device(given);
+    const auto configurations = [&](bool with_files) {
+        return placements_to_try(given, movable<floatX>(given, inputs, with_files));
+    };
+    const auto try_others = [&](bool with_files, bool only_files) {
         std::vector<RunConfig> all = configurations(with_files);
         all.erase(all.begin(), all.begin() + static_cast<ptrdiff_t>(as_given.size()));
-        return all;
+        if (only_files) std::erase_if(all, [](const RunConfig& o) { return !has_files(o); });  // tried before
+        try_all(all, space);
     };
     if (!best.solution.chosen || (offered && best.solution.chosen->seconds > 1.01 * fastest))
-        try_all(other_configurations(kHostIsDevice), false);
-    if (!best.solution.chosen && offered && !has_any_host_memory(given))
-        try_all(other_configurations(true), !kHostIsDevice);
+        try_others(kHostIsDevice, false);
+    if (!best.solution.chosen && offered && !has_any_host_memory(given)) try_others(true, !kHostIsDevice);
     if (given.open.prefetch) {
         if (!best.solution.chosen)
-            try_all(without_prefetching(configurations(kHostIsDevice || offered)), false);
+            try_all(without_prefetching(configurations(kHostIsDevice || offered)), space);
         else if (streams_blocks_of(best.configuration))
-            try_all(with_more_buffers(best.configuration), false);
+            try_all(with_more_buffers(best.configuration), space);
     }
     // The least memory that is reported must be exact.
     const auto may_be_least = static_cast<double>(best.solution.least.exact) * kMostSaved;
-    for (const auto& [estimate, space] : estimates)
+    for (const Fit& estimate : estimates)
         if (const size_t least = estimate.solution.least.exact;
             !best.solution.chosen && least != kTooMuchOffloaded && static_cast<double>(least) <= may_be_least)
-            if (Fit exact = fit(estimate.configuration, space, nullptr);
+            if (Fit exact = fit_settings(estimate.configuration, inputs, estimate.space, nullptr);
                 best.is_estimate || exact.is_better_than(best))
                 best = std::move(exact);
-    if (best.solution.chosen) refine(best);
+    if (best.solution.chosen) {
+        Rehearsals rehearsals(best.configuration, inputs);
+        refine_neighbours(best.solution, [&](Choice& c) { best.refine(c, rehearsals); });
+    }
     if (!host_can_update(best.configuration)) best.configuration.updates = "device";
     auto described = [&](const Choice& c) {
         const MemorySetting s = best.setting(c);
@@ -436,17 +471,8 @@ MemorySetting fit_memory(const RunConfig& given, Configurations&& configurations
         if (s.master != given.master) add("master", s.master);
         if (s.adam_m != given.adam_m) add("m", s.adam_m);
         if (s.adam_v != given.adam_v) add("v", s.adam_v);
-        return MemoryChoice{s.recompute,
-                            state,
-                            placements_text(best.configuration, given),
-                            s.head_rows,
-                            s.mlp_rows,
-                            s.attention_rows,
-                            s.batch,
-                            s.grad_accum,
-                            c.exact,
-                            c.seconds,
-                            std::max(0.0, c.seconds / fastest - 1)};
+        return MemoryChoice{s,       state,     placements_text(best.configuration, given),
+                            c.exact, c.seconds, std::max(0.0, c.seconds / fastest - 1)};
     };
     const Solution& solution = best.solution;
     if (!solution.chosen) {
@@ -460,10 +486,23 @@ MemorySetting fit_memory(const RunConfig& given, Configurations&& configurations
     return best.setting(*solution.chosen);
 }
 
+// The largest number from 1 to `most` for which fits() is true, if it is for 1: by doubling, then by halves.
+template <class Fits>
+int64_t largest_that_fits(int64_t most, Fits&& fits) {
+    int64_t fitting = 1, failing = 2;
+    while (failing <= most && fits(failing)) fitting = failing, failing *= 2;
+    failing = std::min(failing, most + 1);
+    while (failing - fitting > 1) {
+        const int64_t middle = fitting + (failing - fitting) / 2;
+        (fits(middle) ? fitting : failing) = middle;
+    }
+    return fitting;
+}
+
 // --batch auto: the largest micro-batch up to `cap` whose plan fits into `space`, with all other options
 // unchanged. `said` gets the choice and the reason for it. Fails if not even one sequence fits.
 inline MemorySetting fit_batch(MemorySetting s, const FreeMemory& space, const BatchCap& cap,
-                               const Rehearsals& rehearsals, std::string& said) {
+                               Rehearsals& rehearsals, std::string& said) {
     const int64_t most = std::min(cap.sequences, rehearsals.most_sequences);
     auto setting = [&](int64_t batch) {
         MemorySetting tried = s;
@@ -474,13 +513,7 @@ inline MemorySetting fit_batch(MemorySetting s, const FreeMemory& space, const B
     if (const size_t least = total(1); least > space.bytes)
         fail("--batch auto: a batch of 1 takes %.1f MiB and there are %.1f (%s)", mebibytes(least),
              mebibytes(space.bytes), space.limit);
-    int64_t fits = 1, fails = 2;
-    while (fails <= most && total(fails) <= space.bytes) fits = fails, fails *= 2;
-    fails = std::min(fails, most + 1);
-    while (fails - fits > 1) {
-        const int64_t middle = fits + (fails - fits) / 2;
-        (total(middle) <= space.bytes ? fits : fails) = middle;
-    }
+    const int64_t fits = largest_that_fits(most, [&](int64_t batch) { return total(batch) <= space.bytes; });
     said = format("%ld sequences, ", fits);
     said += fits == most ? cap.why
                          : format("the most that fit %.1f MiB (%s)", mebibytes(space.bytes), space.limit);

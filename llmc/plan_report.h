@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <memory>
 #include <numeric>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,17 +20,24 @@
 #include "llmc/run_config.h"
 #include "llmc/step_plan.h"
 
-// A configuration that --memory chose or could have chosen.
-struct MemoryChoice {
-    std::string recompute, formats;  // by layer; the state's formats as options, unless given
-    std::string placements;          // placements as options, unless given
-    int64_t head_rows, mlp_rows, attention_rows;
-    int batch, grad_accum;
-    size_t bytes;    // in all
-    double seconds;  // of a step, by estimate
-    double slower;   // than the fastest configuration there is: 0.1 is 10%
+// A setting that --memory chose or could have chosen, with what it changes of the given options, as options.
+struct MemoryChoice : MemorySetting {
+    std::string formats, placements;  // of the state; of what is offloaded and shared
+    size_t bytes;                     // in all
+    double seconds;                   // of a step, by estimate
+    double slower;                    // than the fastest configuration there is: 0.1 is 10%
 
     std::string text() const;
+};
+
+// What was chosen for a run, as its report prints it: by --memory, followed by its neighbours; by --batch
+// auto; by --seq-len auto.
+struct Choices {
+    std::vector<MemoryChoice> memory;
+    std::string batch, length;
+    bool length_needs_offloading = false;         // more than the options ask for
+    std::optional<RunConfig> smallest;            // if nothing fits --memory: the options that take the least
+    std::shared_ptr<const RunConfig> for_length;  // what --seq-len auto has chosen for the length already
 };
 
 // Memory that a run takes, or may take, beside the device's: pinned host memory, and files of its own.

@@ -26,23 +26,20 @@
 //   the steps    of --epochs: packing needs the length, and an epoch's steps need the batch
 //
 // With several ranks, the first one decides the length and the setting, and the others take its answer.
-template <class Trial>
 class Resolved {
   public:
     // `save` is that of --resume, held until it is loaded. `asked` must outlive this.
     Resolved(const Asked& asked, RankEngine* engine, std::optional<HeldSave> save)
-        : inputs(
-              asked,
-              chosen_by_first_rank(engine, asked, [&] { return with_chosen_length<Trial>(asked, choices); }),
-              std::move(save)),
+        : inputs(asked,
+                 chosen_by_first_rank(engine, asked, [&] { return with_chosen_length(asked, choices); }),
+                 std::move(save)),
           run(inputs.run()) {
-        check_attention<typename Trial::Element>(run, inputs.config);
+        check_attention<floatX>(run, inputs.config);
         if (run.rank.is_first()) remark_inputs(run, inputs);
         if (run.show_example > 0) return;
         malloc_trim(0);  // returns what reading and tokenizing have freed to the system
-        run = chosen_by_first_rank(engine, run,
-                                   [&] { return with_chosen_setting<Trial>(run, inputs, choices); });
-        run = answering_as_many_as_fit<Trial>(run, inputs);
+        run = chosen_by_first_rank(engine, run, [&] { return with_chosen_setting(run, inputs, choices); });
+        run = answering_as_many_as_fit(run, inputs);
         run = with_steps_of_epochs(run, inputs);
         if (!run.planned_gpu) malloc_trim(0);  // and what the search has freed
     }

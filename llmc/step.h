@@ -123,8 +123,6 @@ void rehearse_services(const RunConfig& run, const RunInputs& in, Step& step);
 // What the search for a setting asks (plan_choice.h): the steps of a run, with one setting after another.
 class Trial {
   public:
-    using Element = floatX;  // of the weights
-
     // The inputs must outlive it.
     Trial(const RunConfig& run, RunInputs& in)
         : run_(run), in_(in), rates_(rates_of<floatX>(run)), model_(run_, in) {}

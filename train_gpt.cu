@@ -44,7 +44,7 @@ void Trainer::run() {
     prepare();
     if (!run_.save_base.empty() && !file_exists(run_.save_base)) {  // a resumed run has saved it already
         model_.save_base(run_.save_base, stream_);
-        print(run_.notes(), "saved the base in %s\n", run_.save_base.c_str());
+        print(run_.notes(), "saved the base in %s\n", run_.save_base);
     }
     stop_on_signals(saves_.wanted());
     print_start(run_, in_, first_step_, saves_.wanted());
@@ -556,7 +556,7 @@ bool Trainer::agree_to_stop() {
 // Says where the run is, for the line about an error or a lost rank.
 void Trainer::say_where() {
     if (exchange_.is_alone()) return;
-    const std::string where = format("in step %ld; the last save: %s", done_ + 1, saves_.last().c_str());
+    const std::string where = format("in step %ld; the last save: %s", done_ + 1, saves_.last());
     exchange_.set_where(where);
     if (run_.rank.is_first()) tell_starter_where(where);
 }

@@ -12,11 +12,11 @@ std::optional<AdapterBase> read_adapter_base(const std::string& folder) {
     const nlohmann::json json = read_json(path);
     AdapterBase base;
     const auto text = [&](const nlohmann::json& value) {
-        if (!value.is_string()) fail("%s: formats are texts", path.c_str());
+        if (!value.is_string()) fail("%s: formats are texts", path);
         return value.get<std::string>();
     };
     const bool good = json.is_object() && json.contains("linear_layers") && json["linear_layers"].is_object();
-    if (!good) fail("%s: \"linear_layers\" must be an object", path.c_str());
+    if (!good) fail("%s: \"linear_layers\" must be an object", path);
     for (const auto& [layers, format] : json["linear_layers"].items())
         base.linear_layers[layers] = text(format);
     if (json.contains("head")) base.head = text(json["head"]);
@@ -44,9 +44,8 @@ std::string find_adapter_model(const std::string& folder) {
     fail(
         "--model %s is an adapter, and the model that it is of, '%s'%s, is no folder here%s: give that as "
         "--model and this as --adapter",
-        folder.c_str(), printable(name).c_str(),
-        revision.empty() ? "" : format(" of revision '%s'", printable(revision).c_str()).c_str(),
-        is_hub_name(name) ? format(", and not in %s", hub_cache().c_str()).c_str() : "");
+        folder, printable(name), revision.empty() ? "" : format(" of revision '%s'", printable(revision)),
+        is_hub_name(name) ? format(", and not in %s", hub_cache()) : "");
 }
 
 bool is_quantized_model(const std::string& model) {
@@ -134,8 +133,8 @@ AdapterConfig new_prompt(const ModelConfig& c, int tokens, const std::string& te
 void check_rank(const LinearModule& m, int64_t rank, const std::string& where) {
     const int64_t most = std::max(m.inputs, m.outputs);
     if (rank < 1 || rank > most)
-        fail("%s: rank %ld at %s, whose matrix is %ld x %ld: 1 to %ld", where.c_str(), rank, m.name.c_str(),
-             m.outputs, m.inputs, most);
+        fail("%s: rank %ld at %s, whose matrix is %ld x %ld: 1 to %ld", where, rank, m.name, m.outputs,
+             m.inputs, most);
 }
 
 AdapterConfig new_lora(const ModelConfig& c, const LoraOptions& o, const std::string& base) {
@@ -151,7 +150,7 @@ AdapterConfig new_lora(const ModelConfig& c, const LoraOptions& o, const std::st
         check_rank(m, o.rank, "--lora-rank " + std::to_string(o.rank));
         m.rank = o.rank;
         m.scale = o.alpha / o.rank;
-        if (std::find(names.begin(), names.end(), m.name) == names.end()) names.push_back(m.name);
+        if (std::ranges::find(names, m.name) == names.end()) names.push_back(m.name);
         whole_names.push_back(whole_name);
         adapter.modules.push_back(std::move(m));
     }

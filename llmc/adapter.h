@@ -125,7 +125,7 @@ bool is_among(const ModelConfig& c, const LinearModule& m, const std::string& ta
 // Fails because the name in an option means no layer.
 [[noreturn]] inline void fail_no_layer(const char* option, const std::string& target, const ModelConfig& c) {
     fail("%s %s is no linear layer of this %s; \"all\", \"attention\", \"mlp\" or names as %s", option,
-         printable(target).c_str(), c.family->name, linear_modules(c)[0].name.c_str());
+         printable(target), c.family->name, linear_modules(c)[0].name);
 }
 
 // A new soft prompt of `tokens` tokens. Their initial values are the embeddings of `text`, if it is not

@@ -26,7 +26,7 @@ class NamePattern {
     // "(*ACCEPT)", recursion such as "(?R)", and further escapes.
     NamePattern(const std::string& pattern, const std::string& file, const char* setting,
                 const char* before = "", const char* after = "")
-        : where_(format("%s: '%s' has \"%s\"", file.c_str(), setting, printable(pattern).c_str())) {
+        : where_(format("%s: '%s' has \"%s\"", file, setting, printable(pattern))) {
         for (size_t i = 0; i + 1 < pattern.size(); i++) {
             const char c = pattern[i], next = pattern[i + 1];
             const bool bad_group =
@@ -50,7 +50,7 @@ class NamePattern {
         const int result = pcre2_match(code_.get(), reinterpret_cast<PCRE2_SPTR>(name.data()), name.size(), 0,
                                        0, match.get(), nullptr);
         if (result < 0 && result != PCRE2_ERROR_NOMATCH)
-            fail("%s, which takes too long to match with %s", where_.c_str(), name.c_str());
+            fail("%s, which takes too long to match with %s", where_, name);
         return result != PCRE2_ERROR_NOMATCH;
     }
 
@@ -61,9 +61,7 @@ class NamePattern {
     struct FreeMatch {
         void operator()(pcre2_match_data* data) const { pcre2_match_data_free(data); }
     };
-    [[noreturn]] void refuse() const {
-        fail("%s, which is no regular expression of Python's", where_.c_str());
-    }
+    [[noreturn]] void refuse() const { fail("%s, which is no regular expression of Python's", where_); }
 
     std::string where_;
     std::unique_ptr<pcre2_code, FreeCode> code_;
@@ -87,7 +85,7 @@ class TargetModules {
   public:
     explicit TargetModules(const ConfigReader& r)
         : targets_(r, "target_modules"), excluded_(r, "exclude_modules") {
-        if (!r.has("target_modules")) fail("%s: 'target_modules' is missing", r.file().c_str());
+        if (!r.has("target_modules")) fail("%s: 'target_modules' is missing", r.file());
         all_linear_ = is_text(r, "target_modules") && lower(targets_.names[0]) == "all-linear";
         read_layers(r);
     }
@@ -131,10 +129,10 @@ class TargetModules {
         const std::vector<std::string> lists = setting_names(r, "layers_pattern");
         for (const char* setting : {"layers_to_transform", "layers_pattern"})
             if (r.has(setting) && targets_.pattern)
-                fail("%s: '%s' is for a list of 'target_modules', and these are one expression",
-                     r.file().c_str(), setting);
+                fail("%s: '%s' is for a list of 'target_modules', and these are one expression", r.file(),
+                     setting);
         if (!lists.empty() && !lists[0].empty() && !has_layers)
-            fail("%s: 'layers_pattern' needs 'layers_to_transform'", r.file().c_str());
+            fail("%s: 'layers_pattern' needs 'layers_to_transform'", r.file());
         if (!has_layers) return;
         const nlohmann::json& value = r.json()["layers_to_transform"];
         for (const nlohmann::json& layer : value.is_array() ? value : nlohmann::json::array({value})) {
@@ -192,8 +190,7 @@ static void remark_unknown(const ConfigReader& r, std::initializer_list<const ch
     for (const auto& item : r.json().items()) {
         const auto has_key = [&](const char* fields) { return has_word(fields, item.key()); };
         if (std::ranges::none_of(known, has_key))
-            print(stderr, "%s: '%s' is not known, and left out\n", r.file().c_str(),
-                  printable(item.key()).c_str());
+            print(stderr, "%s: '%s' is not known, and left out\n", r.file(), printable(item.key()));
     }
 }
 
@@ -257,7 +254,7 @@ static void check_other_targets(const TargetModules& targets, const ConfigReader
             fail(
                 "%s: 'target_modules' has %s, which is no linear layer of a block: only those have a LoRA "
                 "here",
-                r.file().c_str(), module.c_str());
+                r.file(), module);
     };
     const auto check_table = [&](const Table& table, const std::string& block, int layer) {
         for (const Row& row : table)
@@ -282,11 +279,9 @@ static bool has_lora(const TargetModules& targets, const ConfigReader& r, const 
     const bool there = file.find(a) || file.find(b);
     const char* const left_out_by = targets.left_out_by(name, layer, true);
     if (there && left_out_by)
-        fail("%s: '%s' leaves out %s, but %s has tensors for it", r.file().c_str(), left_out_by, name.c_str(),
-             file.path().c_str());
+        fail("%s: '%s' leaves out %s, but %s has tensors for it", r.file(), left_out_by, name, file.path());
     if (!there && !left_out_by)
-        fail("%s: 'target_modules' has %s, but %s has no tensors for it", r.file().c_str(), name.c_str(),
-             file.path().c_str());
+        fail("%s: 'target_modules' has %s, but %s has no tensors for it", r.file(), name, file.path());
     return there;
 }
 
@@ -311,8 +306,8 @@ static std::vector<LinearModule> read_lora_modules(const SafetensorsFile& file,
         const std::string b_name = kPeftPrefix + module + ".lora_B.weight";
         const SafetensorsEntry* const a = file.find(a_name);
         if (a && a->shape.size() == 2 && a->shape[0] != m.rank)
-            fail("%s: '%s' says rank %d for %s, and its lora_A in %s has %ld", r.file().c_str(),
-                 rank_key ? "rank_pattern" : "r", m.rank, module.c_str(), file.path().c_str(), a->shape[0]);
+            fail("%s: '%s' says rank %d for %s, and its lora_A in %s has %ld", r.file(),
+                 rank_key ? "rank_pattern" : "r", m.rank, module, file.path(), a->shape[0]);
         check_rank(m, m.rank, file.path());
         file.get(a_name, {m.rank, m.inputs});
         file.get(b_name, {m.outputs, m.rank});
@@ -324,28 +319,27 @@ static std::vector<LinearModule> read_lora_modules(const SafetensorsFile& file,
     }
     for (const SafetensorsEntry& entry : file.entries())
         if (!used.contains(entry.name))
-            fail("%s: tensor \"%s\" is of no LoRA at a linear layer of this %s", file.path().c_str(),
-                 printable(entry.name).c_str(), c.family->name);
+            fail("%s: tensor \"%s\" is of no LoRA at a linear layer of this %s", file.path(),
+                 printable(entry.name), c.family->name);
     if (modules.empty())
-        fail("%s: 'target_modules', %s, has no linear layer of this %s", r.file().c_str(),
-             printable(r.json()["target_modules"].dump()).c_str(), c.family->name);
+        fail("%s: 'target_modules', %s, has no linear layer of this %s", r.file(),
+             printable(r.json()["target_modules"].dump()), c.family->name);
     return modules;
 }
 
 AdapterConfig read_adapter(const std::string& folder, const ModelConfig& c) {
     const std::string path = folder + "/" + kAdapterConfigFile;
     if (!file_exists(folder))
-        fail("%s is no adapter: there is no such folder; --train lora begins a new one", folder.c_str());
-    if (!file_exists(path)) fail("%s is no adapter: it has no %s", folder.c_str(), kAdapterConfigFile);
+        fail("%s is no adapter: there is no such folder; --train lora begins a new one", folder);
+    if (!file_exists(path)) fail("%s is no adapter: it has no %s", folder, kAdapterConfigFile);
     const nlohmann::ordered_json config = read_ordered_json(path);
     const nlohmann::json json = config;
     const ConfigReader r(json, path);
     const std::string type = r.text("peft_type", "");
     if (type != "LORA" && type != "PROMPT_TUNING")
-        fail("%s: 'peft_type' is \"%s\"; LORA and PROMPT_TUNING are supported", path.c_str(),
-             printable(type).c_str());
+        fail("%s: 'peft_type' is \"%s\"; LORA and PROMPT_TUNING are supported", path, printable(type));
     const std::string weights = folder + "/" + kAdapterWeightsFile;
-    if (!file_exists(weights)) fail("%s has no %s", folder.c_str(), kAdapterWeightsFile);
+    if (!file_exists(weights)) fail("%s has no %s", folder, kAdapterWeightsFile);
     const SafetensorsFile file(weights);
     AdapterConfig adapter;
     adapter.json = config;
@@ -362,8 +356,7 @@ AdapterConfig read_adapter(const std::string& folder, const ModelConfig& c) {
         file.get("prompt_embeddings", {adapter.prompt_tokens, c.channels});
         for (const SafetensorsEntry& entry : file.entries())
             if (entry.name != "prompt_embeddings")
-                fail("%s: tensor \"%s\" is of no soft prompt", weights.c_str(),
-                     printable(entry.name).c_str());
+                fail("%s: tensor \"%s\" is of no soft prompt", weights, printable(entry.name));
     }
     return adapter;
 }

@@ -92,8 +92,7 @@ inline void place(Plan& plan) {
                         [&](const Take* t) { return std::pair(size(t) * life(t), size(t)); }};
     std::vector<size_t> best;
     for (const Key& key : keys) {
-        std::stable_sort(order.begin(), order.end(),
-                         [&](const Take* a, const Take* b) { return key(a) > key(b); });
+        std::ranges::stable_sort(order, [&](const Take* a, const Take* b) { return key(a) > key(b); });
         const size_t bytes = place_in_order(order);
         if (!best.empty() && bytes >= plan.bytes) continue;
         plan.bytes = bytes;
@@ -194,11 +193,11 @@ class Arena : simt::Source {
         }
         check_releases();
         if (static_cast<size_t>(index) >= plan_->takes.size())
-            bug("arena: the step takes '%s' (%s), which its rehearsal did not", name, shape.text().c_str());
+            bug("arena: the step takes '%s' (%s), which its rehearsal did not", name, shape.text());
         const Take& t = plan_->takes[static_cast<size_t>(index)];
         if (t.name != name || t.bytes != bytes)
-            bug("arena: the step takes '%s' (%s) where its rehearsal took '%s' (%s)", name,
-                shape.text().c_str(), t.name.c_str(), t.shape.text().c_str());
+            bug("arena: the step takes '%s' (%s) where its rehearsal took '%s' (%s)", name, shape.text(),
+                t.name, t.shape.text());
         if (t.born != clock_++) bug("arena: '%s' is taken at another moment than in its rehearsal", name);
         live_[static_cast<size_t>(index)] = true;
         open_memory(address(t), t.bytes);
@@ -292,16 +291,16 @@ class Arena : simt::Source {
         step();
         check_releases();
         for (size_t i = 0; i < live_.size(); i++)
-            if (live_[i]) bug("arena: '%s' outlives the step", plan.takes[i].name.c_str());
+            if (live_[i]) bug("arena: '%s' outlives the step", plan.takes[i].name);
         if (static_cast<size_t>(next_) != plan.takes.size())
             bug("arena: the step ends before it takes '%s', which its rehearsal did",
-                plan.takes[static_cast<size_t>(next_)].name.c_str());
+                plan.takes[static_cast<size_t>(next_)].name);
     }
     char* address(const Take& t) const { return memory_.data() + workspace_bytes_ + t.offset; }
     void check_releases() const {
         if (released_wrongly_ >= 0)
             bug("arena: '%s' is let go at another moment than in its rehearsal",
-                plan_->takes[static_cast<size_t>(released_wrongly_)].name.c_str());
+                plan_->takes[static_cast<size_t>(released_wrongly_)].name);
     }
 
     DeviceBuffer memory_;

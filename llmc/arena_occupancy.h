@@ -35,7 +35,7 @@ class Occupancy {
             for (const Stay& s : passing_[node - leaves_])
                 if (s.from < to && from < s.to) taken_.push_back(s.range);
         });
-        std::sort(taken_.begin(), taken_.end(), [](Range a, Range b) { return a.begin < b.begin; });
+        std::ranges::sort(taken_, [](Range a, Range b) { return a.begin < b.begin; });
         size_t end = 0, best = 0, smallest = SIZE_MAX;
         for (const Range& r : taken_) {
             if (r.begin >= end + bytes && r.begin - end < smallest) smallest = r.begin - end, best = end;

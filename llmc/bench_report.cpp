@@ -11,7 +11,7 @@ using nlohmann::ordered_json;
 
 Statistics statistics(std::vector<double> values) {
     assert(!values.empty());
-    std::sort(values.begin(), values.end());
+    std::ranges::sort(values);
     const size_t n = values.size();
     double sum = 0, squares = 0;
     for (double v : values) sum += v;
@@ -142,8 +142,8 @@ std::vector<OperationLine> BenchReport::operations() const {
         sorted.push_back(line);
     }
     assert(times.size() == lines.size());
-    std::stable_sort(sorted.begin(), sorted.end(),
-                     [](const OperationLine& a, const OperationLine& b) { return a.seconds > b.seconds; });
+    std::ranges::stable_sort(
+        sorted, [](const OperationLine& a, const OperationLine& b) { return a.seconds > b.seconds; });
     return sorted;
 }
 

@@ -107,7 +107,7 @@ struct BenchReport {
     double moved(size_t route) const;
     // Whether anything is placed outside the device.
     bool moves() const {
-        return std::any_of(steps.begin(), steps.end(), [](auto& s) { return s.waits.size() > 0; });
+        return std::ranges::any_of(steps, [](auto& s) { return s.waits.size() > 0; });
     }
 };
 

@@ -83,8 +83,7 @@ class ChatSession {
             system_ = rest;
             begin_again();
         } else {
-            if (command != "/help")
-                print(stderr, "%s: there is no such command\n", printable(command).c_str());
+            if (command != "/help") print(stderr, "%s: there is no such command\n", printable(command));
             fputs(kChatHelp, stderr);
         }
         return false;

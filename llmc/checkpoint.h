@@ -86,8 +86,8 @@ Buffers training_buffers(const State<T>& state) {
     Buffers buffers;
     for (const StateBuffer& b : state.buffers())
         if (b.prefix && b.part != StatePart::Weights) buffers.push_back(&b);
-    std::stable_sort(buffers.begin(), buffers.end(),
-                     [](const StateBuffer* a, const StateBuffer* b) { return a->width > b->width; });
+    std::ranges::stable_sort(buffers,
+                             [](const StateBuffer* a, const StateBuffer* b) { return a->width > b->width; });
     return buffers;
 }
 
@@ -121,10 +121,10 @@ inline ModelConfig read_model_config(const std::string& folder, const char* opti
     const std::string file = folder + "/config.json";
     if (is_adapter_folder(folder))
         fail("%s %s is an adapter: give it as --adapter, and the model that it is of as --model", option,
-             folder.c_str());
+             folder);
     if (!file_exists(folder) && folder.find('/') == folder.npos) refuse_unsupported(option, folder);
     if (!file_exists(file))
-        fail("%s %s is not a folder with config.json%s", option, folder.c_str(),
+        fail("%s %s is not a folder with config.json%s", option, folder,
              file_exists(folder)        ? ""
              : find_known_model(folder) ? "; the shape of this model is known, but only --plan needs no more"
                                         : "; models are not downloaded: give the folder of one; --model list "
@@ -162,9 +162,9 @@ inline void check_finite(const std::vector<float>& values, int64_t first, const 
     for (const float value : values)
         bad |= (std::bit_cast<uint32_t>(value) & 0x7f800000u) == 0x7f800000u ? 1 : 0;
     if (!bad) return;
-    const auto at = std::find_if(values.begin(), values.end(), [](float x) { return !std::isfinite(x); });
-    fail("%s: tensor \"%s\" has %g as value %ld, and a weight must be a finite number", folder.c_str(),
-         printable(tensor).c_str(), double{*at}, first + (at - values.begin()));
+    const auto at = std::ranges::find_if(values, [](float x) { return !std::isfinite(x); });
+    fail("%s: tensor \"%s\" has %g as value %ld, and a weight must be a finite number", folder,
+         printable(tensor), double{*at}, first + (at - values.begin()));
 }
 
 // Calls use(first, values) for one chunk after another of a tensor, as floats. Fails naming the folder if the
@@ -177,7 +177,7 @@ void read_chunks(const SafetensorsEntry& entry, int64_t elements, const std::str
         try {
             read_as_float(entry, values.data(), static_cast<size_t>(first), values.size());
         } catch (const UserError& e) {
-            fail("%s: %s", folder.c_str(), e.what());
+            fail("%s: %s", folder, e.what());
         }
         check_finite(values, first, entry.name, folder);
         use(first, values);
@@ -229,7 +229,7 @@ inline void check_tied_head(const SafetensorsFolder& files, const Parameter::Par
             read_as_float(same, other.data(), static_cast<size_t>(first), other.size());
             if (other != values)
                 fail("%s: lm_head.weight is not %s, to which 'tie_word_embeddings' ties it: is that false?",
-                     folder.c_str(), embedding.name.c_str());
+                     folder, embedding.name);
         });
 }
 
@@ -280,9 +280,9 @@ void load_weights(State<T>& state, const std::string& folder, LoadMore&& load_mo
     for (const auto& [name, entry] : files.entries())
         if (!used.contains(entry) && !is_harmless(name)) others.push_back(name);
     if (!others.empty())
-        print(stderr, "%s: \"%s\"%s: not of a %s of this config.json, and left out\n", folder.c_str(),
-              printable(others[0]).c_str(),
-              others.size() > 1 ? format(" and %zu more tensors", others.size() - 1).c_str() : "",
+        print(stderr, "%s: \"%s\"%s: not of a %s of this config.json, and left out\n", folder,
+              printable(others[0]),
+              others.size() > 1 ? format(" and %zu more tensors", others.size() - 1) : "",
               config.family->name);
 }
 
@@ -350,8 +350,8 @@ inline void read_tensors(const std::string& path, const Layout& layout, const Bu
         for (const SavedTensor& t : saved_tensors(*b, layout)) {
             const SafetensorsEntry& entry = file.get(t.name, t.shape);
             if (entry.dtype != wanted)
-                fail("%s: tensor \"%s\" has dtype %s where %s is needed", path.c_str(), entry.name.c_str(),
-                     entry.dtype.c_str(), wanted.c_str());
+                fail("%s: tensor \"%s\" has dtype %s where %s is needed", path, entry.name, entry.dtype,
+                     wanted);
             size_t start = 0;
             for_each_chunk(*b, t, [&](int64_t first, int64_t count, size_t bytes) {
                 host.resize(bytes);
@@ -367,7 +367,7 @@ inline void read_tensors(const std::string& path, const Layout& layout, const Bu
     }
     for (const SafetensorsEntry& entry : file.entries())
         if (!names.contains(entry.name))
-            fail("%s: tensor \"%s\" is not in this model", path.c_str(), printable(entry.name).c_str());
+            fail("%s: tensor \"%s\" is not in this model", path, printable(entry.name));
 }
 
 // The name of a type in the files of `transformers`.
@@ -490,11 +490,11 @@ template <class Write>
 std::string rescue(const std::string& wanted, const std::string& failed, const char* what, Write&& write) {
     std::string folder = wanted;
     for (int i = 2; file_exists(folder) || file_exists(unfinished_folder(folder)); i++)
-        folder = format("%s-%d", wanted.c_str(), i);
+        folder = format("%s-%d", wanted, i);
     try {
         write_folder(folder, write);
     } catch (const UserError& error) {
-        fail("%s; nor can %s be saved: %s", failed.c_str(), what, error.what());
+        fail("%s; nor can %s be saved: %s", failed, what, error.what());
     }
     return folder;
 }
@@ -526,17 +526,16 @@ void load_training_state(State<T>& state, const std::string& folder, const Adapt
     Progress saved = read_progress(save);
     if (saved.formats.empty()) saved.formats = StateOptions().text();
     if (saved.precision != dtype_name<T>())
-        fail("%s was saved by a %s build, this one is %s: make PRECISION=%s", save.c_str(),
-             saved.precision.c_str(), dtype_name<T>(), saved.precision.c_str());
+        fail("%s was saved by a %s build, this one is %s: make PRECISION=%s", save, saved.precision,
+             dtype_name<T>(), saved.precision);
     if (saved.formats != now)
-        fail("%s: its state was kept with %s, this run has %s; a resumed run keeps the save's formats",
-             save.c_str(), printable(saved.formats).c_str(), now.c_str());
+        fail("%s: its state was kept with %s, this run has %s; a resumed run keeps the save's formats", save,
+             printable(saved.formats), now);
     read_tensors(save + "/" + (adapter ? kAdapterWeightsFile : "model.safetensors"), state.layout,
                  weight_buffers(state));
     read_tensors(save + "/trainer_state.safetensors", state.layout, training_buffers(state));
     if (adapter) return;
     const std::string config = save + "/config.json";  // the number of heads is not visible in any shape
     if (const ModelConfig model = parse_config(read_json(config), config); !(model == state.layout.config()))
-        fail("%s has %d heads where this model has %d", config.c_str(), model.heads,
-             state.layout.config().heads);
+        fail("%s has %d heads where this model has %d", config, model.heads, state.layout.config().heads);
 }

@@ -48,11 +48,11 @@ static void add_templates_of(const nlohmann::json& file, const std::string& path
     for (const nlohmann::json& one : value.is_array() ? value : nlohmann::json::array()) {
         const nlohmann::json name = member(one, "name"), source = member(one, "template");
         if (!name.is_string() || !source.is_string())
-            fail("%s: \"chat_template\" has an entry without \"name\" and \"template\"", path.c_str());
+            fail("%s: \"chat_template\" has an entry without \"name\" and \"template\"", path);
         templates.sources[name.get<std::string>()] = source.get<std::string>();
     }
     if (templates.sources.empty())
-        fail("%s: \"chat_template\" is neither a text nor a list of texts with names", path.c_str());
+        fail("%s: \"chat_template\" is neither a text nor a list of texts with names", path);
 }
 
 // The special tokens that a folder's files name, and those that transformers has for the tokenizer's class.
@@ -88,7 +88,7 @@ ChatTemplates chat_templates_of(const std::string& folder, const Tokenizer& toke
                 templates.sources[entry->path().stem().string()] = read_text(entry->path().string());
                 if (templates.place.empty()) templates.place = more;
             }
-        if (error) fail("%s: the folder cannot be read: %s", more.c_str(), error.message().c_str());
+        if (error) fail("%s: the folder cannot be read: %s", more, error.message());
     }
     for (const char* name : {"tokenizer_config.json", "chat_template.json"})
         if (templates.sources.empty())
@@ -351,7 +351,7 @@ std::tm chat_date(const std::string& given) {
     const int day = date.tm_mday;
     timegm(&date);  // sets the day of the week and of the year; makes March 1 of February 30
     if (!end || *end || date.tm_mday != day)
-        fail("--chat-date %s is no date like 2025-01-31", printable(given).c_str());
+        fail("--chat-date %s is no date like 2025-01-31", printable(given));
     return date;
 }
 
@@ -380,7 +380,7 @@ static const ChatFormat& find_format(const std::string& name, const std::string&
         missing = first_missing(format, tokenizer);
         if (missing.empty()) return format;
     }
-    fail("--chat-format %s: the tokenizer of %s has no %s", name.c_str(), model.c_str(), missing.c_str());
+    fail("--chat-format %s: the tokenizer of %s has no %s", name, model, missing);
 }
 
 // The format of a folder without a template, by the tokenizer's special tokens.
@@ -392,8 +392,7 @@ static std::string recognize(const std::string& model, const Tokenizer& tokenize
     if (knows("<|im_start|>") && knows("<|im_end|>")) return "chatml";
     if (knows("<|start_header_id|>") && knows("<|eot_id|>")) return "llama3";
     if (knows("[INST]") && knows("[/INST]")) return "mistral";
-    fail("%s has no chat template, and no marks of a chat format that is known: give --chat-format",
-         model.c_str());
+    fail("%s has no chat template, and no marks of a chat format that is known: give --chat-format", model);
 }
 
 // For --chat-format chatml: the system message that the folder's own template adds to conversations
@@ -424,7 +423,7 @@ static void refuse_what_our_formats_lack(const Conversation& conversation, const
             fail(
                 "%s\"%s\" is not written by %s: leave the field out, or give a model with a chat "
                 "template",
-                where.c_str(), name, description.c_str());
+                where, name, description);
     };
     for (const char* name : {"tools", "documents"}) refuse(conversation.variables, name, "");
     for (size_t i = 0; i < conversation.messages.size(); i++)
@@ -481,8 +480,7 @@ Chat::Chat(ChatOptions options, ChatTemplates templates, const std::string& mode
             return naming(templates_.place, [&] { return jinja::Template(templates_.source(has_tools)); });
         };
         if (templates_.source(false).empty())
-            fail("%s has several chat templates and none with the name \"default\"",
-                 templates_.place.c_str());
+            fail("%s has several chat templates and none with the name \"default\"", templates_.place);
         description_ = "the chat template of " + templates_.place;
         chat_ = read(false);
         if (templates_.sources.contains("tool_use")) with_tools_ = read(true);

@@ -31,7 +31,7 @@ class GzipReader {
         if (file_) return;
         const int error = errno;
         if (fd >= 0) close(fd);
-        fail("%s: cannot open: %s", path_.c_str(), std::strerror(error));
+        fail("%s: cannot open: %s", path_, std::strerror(error));
     }
     ~GzipReader() { gzclose(file_); }
     GzipReader(const GzipReader&) = delete;
@@ -42,10 +42,10 @@ class GzipReader {
         const int count = gzread(file_, out, most);
         int error = Z_OK;
         std::string_view what = gzerror(file_, &error);
-        if (error == Z_ERRNO) fail("%s: cannot read: %s", path_.c_str(), std::strerror(errno));
+        if (error == Z_ERRNO) fail("%s: cannot read: %s", path_, std::strerror(errno));
         if (count < 0 || error != Z_OK) {
             what.remove_prefix(std::min(what.size(), what.find(": ") + 2));  // "<fd:3>: "
-            fail("%s is a damaged gzip file: %s", path_.c_str(), std::string(what).c_str());
+            fail("%s is a damaged gzip file: %s", path_, std::string(what));
         }
         return static_cast<size_t>(count);
     }
@@ -73,7 +73,7 @@ uint64_t unpack(const FileReader& file, TemporaryFile& to) {
         to.append(part.data(), count), bytes += count;
     to.finish();
     file.drop_pages();
-    if (file.stamp() != before) fail("%s was written to while it was read", file.path().c_str());
+    if (file.stamp() != before) fail("%s was written to while it was read", file.path());
     return bytes;
 }
 
@@ -135,9 +135,9 @@ static void refuse_tables(const std::string& path, const std::string& extension,
             fail(
                 "%s is %s, which is not read: write its rows as JSON lines, {\"text\": ...} or {\"prompt\": "
                 "..., \"completion\": ...}, into a file that ends in .jsonl",
-                path.c_str(), f.name);
+                path, f.name);
     for (const Format& f : archives)
-        if (is(f)) fail("%s is packed (%s): unpack it first", path.c_str(), f.name);
+        if (is(f)) fail("%s is packed (%s): unpack it first", path, f.name);
 }
 
 DataKind data_kind(const FileReader& file) {
@@ -164,7 +164,7 @@ DataKind data_kind(const FileReader& file) {
         fail(
             "%s is neither a JSON list of examples nor an example a line; a file that ends in .txt is read "
             "as text",
-            path.c_str());
+            path);
     }
     if (first == '{') {
         skip(kInLine);

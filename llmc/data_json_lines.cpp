@@ -22,8 +22,8 @@ std::string Message::text() const {
 // A string field that an object must have. Fails naming the line and the field.
 static std::string text_field(const OrderedJson& object, const char* name, const std::string& where) {
     const auto field = object.find(name);
-    if (field == object.end()) fail("%s has no \"%s\"", where.c_str(), name);
-    if (!field->is_string()) fail("%s: \"%s\" is not a text", where.c_str(), name);
+    if (field == object.end()) fail("%s has no \"%s\"", where, name);
+    if (!field->is_string()) fail("%s: \"%s\" is not a text", where, name);
     return field->get<std::string>();
 }
 
@@ -33,7 +33,7 @@ static void refuse_fields(const OrderedJson& object, std::initializer_list<const
                           const std::string& where) {
     for (const char* name : names)
         if (has_field(object, name))
-            fail("%s: \"%s\" is not supported: leave the field out, or the example", where.c_str(), name);
+            fail("%s: \"%s\" is not supported: leave the field out, or the example", where, name);
 }
 
 // False if a message's "weight" is 0, or its "train" (or "training" or "loss", as other tools have it) is
@@ -44,8 +44,8 @@ static bool message_counts(const OrderedJson& message, const std::string& where)
         const OrderedJson value = message.value(name, OrderedJson());
         const bool is_weight = name == "weight";
         if (!value.is_null() && !(is_weight ? value == 0 || value == 1 : value.is_boolean()))
-            fail("%s: \"%s\" is %s, where %s are supported", where.c_str(), name.c_str(),
-                 value.dump(-1, ' ', true).c_str(), is_weight ? "0 and 1" : "true and false");
+            fail("%s: \"%s\" is %s, where %s are supported", where, name, value.dump(-1, ' ', true),
+                 is_weight ? "0 and 1" : "true and false");
         counts = counts && value != 0 && value != false;
     }
     return counts;
@@ -60,11 +60,11 @@ static void check_content(const OrderedJson& message, const std::string& place) 
     if (content == message.end() || !content->is_array())
         return static_cast<void>(text_field(message, "content", place));
     for (const OrderedJson& part : *content) {
-        if (!part.is_object()) fail("%s: \"content\" has a part that is not a JSON object", place.c_str());
+        if (!part.is_object()) fail("%s: \"content\" has a part that is not a JSON object", place);
         const OrderedJson type = part.value("type", OrderedJson());
         if (type != "text")
-            fail("%s: \"content\" has a part of the type %s, where \"text\" is supported", place.c_str(),
-                 printable(type.dump(-1, ' ', true)).c_str());
+            fail("%s: \"content\" has a part of the type %s, where \"text\" is supported", place,
+                 printable(type.dump(-1, ' ', true)));
         text_field(part, "text", place);
     }
 }
@@ -82,13 +82,13 @@ static std::vector<Message> read_messages(OrderedJson list, const std::string& w
     constexpr const char* kRoles =
         "system developer user assistant tool tools function ipython observation environment context "
         "documents tool_response";
-    if (!list.is_array() || list.empty()) fail("%s: \"messages\" is not a list of messages", where.c_str());
+    if (!list.is_array() || list.empty()) fail("%s: \"messages\" is not a list of messages", where);
     std::vector<Message> messages;
     messages.reserve(list.size());
     bool answers = false;
     for (OrderedJson& item : list) {
-        const std::string place = format("%s: message %zu", where.c_str(), messages.size() + 1);
-        if (!item.is_object()) fail("%s is not a JSON object", place.c_str());
+        const std::string place = format("%s: message %zu", where, messages.size() + 1);
+        if (!item.is_object()) fail("%s is not a JSON object", place);
         refuse_fields(item, {"function_call"}, place);
         const std::string role = text_field(item, "role", place);
         check_content(item, place);
@@ -96,17 +96,16 @@ static std::vector<Message> read_messages(OrderedJson list, const std::string& w
             fail(
                 "%s: \"role\" is \"%s\", where \"system\", \"developer\", \"user\", \"assistant\" and "
                 "\"tool\" are known",
-                place.c_str(), printable(role).c_str());
+                place, printable(role));
         const bool assistant = role == "assistant";
         answers |= assistant;
         const bool counts = message_counts(item, place);
-        if (assistant && counts && !says_something(item))
-            fail("%s: the assistant says nothing", place.c_str());
+        if (assistant && counts && !says_something(item)) fail("%s: the assistant says nothing", place);
         messages.push_back({std::move(item), counts});
     }
-    if (answered && !answers) fail("%s: none of the messages is the assistant's", where.c_str());
+    if (answered && !answers) fail("%s: none of the messages is the assistant's", where);
     if (!answered && messages.back().role() == "assistant")
-        fail("%s: the last message is the assistant's, which is not continued", where.c_str());
+        fail("%s: the last message is the assistant's, which is not continued", where);
     return messages;
 }
 
@@ -116,10 +115,9 @@ static OrderedJson take_chat_variables(OrderedJson& object, const std::string& w
     refuse_fields(object, {"functions", "continue_final_message"}, where);
     OrderedJson variables = OrderedJson::object();
     const OrderedJson more = take(object, "chat_template_kwargs");
-    if (!more.empty() && !more.is_object())
-        fail("%s: \"chat_template_kwargs\" is not a JSON object", where.c_str());
+    if (!more.empty() && !more.is_object()) fail("%s: \"chat_template_kwargs\" is not a JSON object", where);
     if (more.size() > kMostVariables)
-        fail("%s: \"chat_template_kwargs\" has %zu fields, and may have %zu", where.c_str(), more.size(),
+        fail("%s: \"chat_template_kwargs\" has %zu fields, and may have %zu", where, more.size(),
              kMostVariables);
     variables.get_ref<OrderedJson::object_t&>().reserve(2 + more.size());
     for (const char* name : {"tools", "documents"}) {
@@ -127,12 +125,12 @@ static OrderedJson take_chat_variables(OrderedJson& object, const std::string& w
         if (list.empty()) continue;
         const auto is_object = [](const OrderedJson& one) { return one.is_object(); };
         if (!list.is_array() || !std::ranges::all_of(list, is_object))
-            fail("%s: \"%s\" is not a list of JSON objects", where.c_str(), name);
+            fail("%s: \"%s\" is not a list of JSON objects", where, name);
         variables[name] = std::move(list);
     }
     for (const auto& [name, value] : more.items()) {
         if (name == "messages" || name == "add_generation_prompt" || name == "continue_final_message")
-            fail("%s: \"chat_template_kwargs\" cannot set \"%s\"", where.c_str(), name.c_str());
+            fail("%s: \"chat_template_kwargs\" cannot set \"%s\"", where, name);
         variables[name] = value;
     }
     return variables;
@@ -141,7 +139,7 @@ static OrderedJson take_chat_variables(OrderedJson& object, const std::string& w
 JsonExample read_example(std::span<char> line, const std::string& where, std::set<std::string>* unread) {
     LineJson parsed(line, where);
     OrderedJson& object = parsed.json();
-    if (!object.is_object()) fail("%s is not a JSON object", where.c_str());
+    if (!object.is_object()) fail("%s is not a JSON object", where);
     JsonExample example;
     example.bytes = parsed.bytes();
     OrderedJson messages;
@@ -166,11 +164,11 @@ JsonExample read_example(std::span<char> line, const std::string& where, std::se
         for (const char* name : {"prompt", "completion"}) text_field(object, name, where);
         example.prompt = take_text(object, "prompt", where);
         example.completion = take_text(object, "completion", where);
-        if (example.completion.empty()) fail("%s: \"completion\" is empty", where.c_str());
+        if (example.completion.empty()) fail("%s: \"completion\" is empty", where);
     } else if (object.contains("text")) {
         example.is_text = true;
         example.completion = text_field(object, "text", where);
-        if (example.completion.empty()) fail("%s: \"text\" is empty", where.c_str());
+        if (example.completion.empty()) fail("%s: \"text\" is empty", where);
         if (parsed.was_taken(example.completion)) example.text_in_line = parsed.value(object["text"]);
     } else {
         fail_unknown_format(object, where);
@@ -186,8 +184,7 @@ JsonPrompt read_prompt(std::span<char> line, const std::string& where, bool is_c
     require_memory_for(parsed.bytes_as_chat(), where);
     OrderedJson& object = parsed.json();
     parsed.restore(object);
-    if (!object.is_object())
-        fail("%s is no JSON object, such as {\"prompt\": \"Who are you?\"}", where.c_str());
+    if (!object.is_object()) fail("%s is no JSON object, such as {\"prompt\": \"Who are you?\"}", where);
     JsonPrompt prompt;
     prompt.line = object;
     prompt.bytes = parsed.bytes() + 4 * line.size();
@@ -251,7 +248,7 @@ void for_each_line(const FileReader& file, const UseLine& use) {
     uint64_t used = 0;  // the bytes up to the end of the last line that was not blank
     std::string line;
     for (int c = 0; c != kEnd;) {
-        const std::string where = format("%s: line %lu", file.path().c_str(), in.line());
+        const std::string where = format("%s: line %lu", file.path(), in.line());
         line.clear();
         if (line.capacity() > 4 * kLong) line.shrink_to_fit();
         while ((c = in.next()) != kEnd && c != '\n') {
@@ -261,8 +258,7 @@ void for_each_line(const FileReader& file, const UseLine& use) {
                 for (int next = c; next != kEnd && next != '\n';) next = rest.next();
                 const size_t size = line.size() + 1 + (rest.count() - in.count());
                 if (size > kLargestText)
-                    fail("%s has %zu bytes, and a line may have %zu MiB", where.c_str(), size,
-                         kLargestText >> 20);
+                    fail("%s has %zu bytes, and a line may have %zu MiB", where, size, kLargestText >> 20);
                 require_memory_for(size, where);
                 line.reserve(size);
             }
@@ -281,7 +277,7 @@ void for_each_element(const FileReader& file, const UseLine& use) {
     const auto refuse = [&](int c, const char* expected) {
         if (c == kEnd) fail("%s: its JSON list has no end", path);
         fail("%s: line %lu: \"%s\" where %s is expected in a JSON list", path, in.line(),
-             printable(std::string(1, static_cast<char>(c))).c_str(), expected);
+             printable(std::string(1, static_cast<char>(c))), expected);
     };
     int c = in.next_in_json();
     while (in.count() <= kByteOrderMark.size() && static_cast<char>(c) == kByteOrderMark[in.count() - 1])
@@ -301,8 +297,7 @@ void for_each_element(const FileReader& file, const UseLine& use) {
             if (c == kEnd) refuse(c, "");
             if (element.size() == element.capacity()) require_memory_for(2 * element.size(), where);
             element += static_cast<char>(c);
-            if (element.size() > kLargestText)
-                fail("%s has more than %zu MiB", where.c_str(), kLargestText >> 20);
+            if (element.size() > kLargestText) fail("%s has more than %zu MiB", where, kLargestText >> 20);
             if (in_string) {
                 in_string = escaped || c != '"';
                 escaped = !escaped && c == '\\';

@@ -27,9 +27,8 @@ inline void require_memory_for(size_t bytes, const std::string& where) {
     if (bytes < 4 << 20) return;
     const FreeMemory free = host_memory_free();
     if (bytes > free.bytes)
-        fail("%s: reading it takes %.1f MiB, and %.1f are free (%s); divide it into shorter lines",
-             where.c_str(), static_cast<double>(bytes) / 1048576, static_cast<double>(free.bytes) / 1048576,
-             free.limit.c_str());
+        fail("%s: reading it takes %.1f MiB, and %.1f are free (%s); divide it into shorter lines", where,
+             static_cast<double>(bytes) / 1048576, static_cast<double>(free.bytes) / 1048576, free.limit);
 }
 
 // How many values a text in JSON has. A text that is no JSON has at most as many, as far as it is parsed.
@@ -96,7 +95,7 @@ class OrderedJsonMaker {
     }
     bool key(std::string& key) {
         if (!keys_.back().insert(key).second)
-            fail("%s: broken JSON: key \"%s\" appears twice", where_.c_str(), printable(key).c_str());
+            fail("%s: broken JSON: key \"%s\" appears twice", where_, printable(key));
         Json::object_t& object = open_.back()->get_ref<Json::object_t&>();
         if (object.size() == object.capacity()) grow(object);
         object.emplace_back(std::move(key), Json());
@@ -129,7 +128,7 @@ class OrderedJsonMaker {
         return add(std::move(value));
     }
     bool open(Json value) {
-        if (open_.size() == kDeepest) fail("%s nests more than %zu deep", where_.c_str(), kDeepest);
+        if (open_.size() == kDeepest) fail("%s nests more than %zu deep", where_, kDeepest);
         open_.push_back(&place(std::move(value)));
         return true;
     }
@@ -153,7 +152,7 @@ class LineJson {
     // UTF-8, and if parsing it takes more memory than is free.
     LineJson(std::span<char> line, const std::string& where) : line_(line), where_(where) {
         if (const size_t valid = valid_utf8({line.data(), line.size()}); valid < line.size())
-            fail("%s is not UTF-8 text: no character has the byte 0x%02x in column %zu", where.c_str(),
+            fail("%s is not UTF-8 text: no character has the byte 0x%02x in column %zu", where,
                  static_cast<unsigned char>(line[valid]), valid + 1);
         take_strings();
         counts_ = JsonCounts(rest_);
@@ -187,7 +186,7 @@ class LineJson {
     // Fails if the line has a number whose digits may be lost.
     void refuse_long_numbers() const {
         if (has_long_number_)
-            fail("%s has a number of 19 or more digits: in a chat, write it as a text", where_.c_str());
+            fail("%s has a number of 19 or more digits: in a chat, write it as a text", where_);
     }
     // The most memory that the object takes beside the line, and that a conversation or a prompt takes.
     size_t bytes() const { return counts_.parsed() + strings_.capacity() * kBytesOfTaken; }
@@ -199,7 +198,7 @@ class LineJson {
     static constexpr std::string_view kNul = "\\u0000";                     // a placeholder begins with this
 
     [[noreturn]] void refuse(size_t at, const char* what) const {
-        fail("%s: broken JSON: at column %zu: %s", where_.c_str(), at + 1, what);
+        fail("%s: broken JSON: at column %zu: %s", where_, at + 1, what);
     }
 
     // Copies the line to rest_ with placeholders for long strings and for strings that look like a

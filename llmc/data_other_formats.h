@@ -52,7 +52,7 @@ inline OrderedJson take(OrderedJson& object, const char* name) {
 inline std::string take_text(OrderedJson& object, const char* name, const std::string& where) {
     OrderedJson value = take(object, name);
     if (value.is_null()) return "";
-    if (!value.is_string()) fail("%s: \"%s\" is not a text", where.c_str(), name);
+    if (!value.is_string()) fail("%s: \"%s\" is not a text", where, name);
     return std::move(value.get_ref<std::string&>());
 }
 
@@ -70,8 +70,8 @@ inline OrderedJson of_sharegpt(OrderedJson message, const std::string& place) {
     const auto known =
         std::ranges::find_if(kShareGptRoles, [&](const auto& pair) { return has_word(pair.first, from); });
     if (known == std::end(kShareGptRoles))
-        fail("%s: \"from\" is \"%s\", where \"system\", \"human\", \"gpt\" and \"tool\" are known",
-             place.c_str(), printable(from).c_str());
+        fail("%s: \"from\" is \"%s\", where \"system\", \"human\", \"gpt\" and \"tool\" are known", place,
+             printable(from));
     if (message.contains("value")) message["content"] = take(message, "value");
     message["role"] = known->second;
     for (const char* name : {"from", "value"}) message.erase(name);
@@ -92,7 +92,7 @@ inline OrderedJson messages_of_pair(OrderedJson& object, const AskedAndAnswered&
             return turn.is_array() && turn.size() == 2 && turn[0].is_string() && turn[1].is_string();
         };
         if (!history.is_array() || !std::ranges::all_of(history, is_turn))
-            fail("%s: \"history\" is not a list of questions with their answers", where.c_str());
+            fail("%s: \"history\" is not a list of questions with their answers", where);
         for (const OrderedJson& turn : history) {
             messages.push_back(said("user", turn[0].get<std::string>()).object);
             messages.push_back(said("assistant", turn[1].get<std::string>()).object);
@@ -105,7 +105,7 @@ inline OrderedJson messages_of_pair(OrderedJson& object, const AskedAndAnswered&
     messages.push_back(said("user", asked).object);
     if (!pair.answered) return messages;
     const std::string answer = take_text(object, pair.answered, where);
-    if (answer.empty()) fail("%s: \"%s\" is empty", where.c_str(), pair.answered);
+    if (answer.empty()) fail("%s: \"%s\" is empty", where, pair.answered);
     messages.push_back(said("assistant", answer).object);
     return messages;
 }
@@ -128,7 +128,7 @@ inline OrderedJson take_messages(OrderedJson& object, const std::string& where, 
     const AskedAndAnswered prompt = {"prompt", nullptr}, *const pair = asks ? &prompt : pair_of(object);
     const char* const name = object.contains("messages") ? "messages" : "conversations";
     if (object.contains(name)) {
-        if (!is_list(name)) fail("%s: \"%s\" is not a list of messages", where.c_str(), name);
+        if (!is_list(name)) fail("%s: \"%s\" is not a list of messages", where, name);
         messages = take(object, name);
     } else if (is_list("prompt") && (asks || is_list("completion"))) {
         messages = take(object, "prompt");
@@ -141,12 +141,12 @@ inline OrderedJson take_messages(OrderedJson& object, const std::string& where, 
         return nullptr;
     }
     for (size_t i = 0; i < messages.size(); i++) {
-        messages[i] = of_sharegpt(std::move(messages[i]), format("%s: message %zu", where.c_str(), i + 1));
+        messages[i] = of_sharegpt(std::move(messages[i]), format("%s: message %zu", where, i + 1));
         if (i < not_learnt && has_role(messages[i], "assistant")) messages[i]["train"] = false;
     }
     if (const std::string system = take_text(object, "system", where); !system.empty()) {
         if (!messages.empty() && has_role(messages[0], "system"))
-            fail("%s has \"system\" and a message of the system's: leave one of them out", where.c_str());
+            fail("%s has \"system\" and a message of the system's: leave one of them out", where);
         messages.insert(messages.begin(), said("system", system).object);
     }
     return messages;
@@ -160,7 +160,7 @@ inline void refuse_bad_answer(const OrderedJson& object, const std::string& wher
             fail(
                 "%s: \"%s\" is %s: in KTO's data that marks a bad answer, and these are not trained on; "
                 "leave such examples out, or the field if it means something else",
-                where.c_str(), name, label->dump().c_str());
+                where, name, label->dump());
 }
 
 // Fails because an example has no fields that are read, and names those that it has.
@@ -169,11 +169,11 @@ inline void refuse_bad_answer(const OrderedJson& object, const std::string& wher
         fail(
             R"(%s is preference data ("chosen" and "rejected"), which is not trained on; to train on the )"
             R"(chosen answers alone, rename a list "chosen" to "messages", and a text "chosen" to "completion")",
-            where.c_str());
+            where);
     std::string names =
         joined(object.items(), ", ", [](const auto& field) { return "\"" + printable(field.key()) + "\""; });
     if (names.size() > 100) names = names.substr(0, 100) + "...";
     fail(R"(%s has %s, where one of these is read: "messages"; "conversations"; "prompt" and "completion"; )"
          R"("instruction" and "output"; "prompt" and "response"; "question" and "answer"; "text")",
-         where.c_str(), names.empty() ? "no fields" : names.c_str());
+         where, names.empty() ? "no fields" : names);
 }

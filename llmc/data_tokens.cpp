@@ -34,13 +34,12 @@ class TokenizingLines {
         due_ = now + (terminal_ ? 0.2 : kPatience);
         reports_ = true;
         if (terminal_) fputs("\r", stderr);
-        print(stderr, "tokenizing %s: %.1f%s MB%s", name_.c_str(), megabytes(done_), of_all_.c_str(),
-              terminal_ ? "" : "\n");
+        print(stderr, "tokenizing %s: %.1f%s MB%s", name_, megabytes(done_), of_all_, terminal_ ? "" : "\n");
     }
     void finish(uint64_t tokens) const {
         if (!reports_) return;
         if (terminal_) fputs("\r\033[K", stderr);
-        print(stderr, "tokenized %s: %.1f MB, %lu tokens, %.1f s\n", name_.c_str(), megabytes(done_), tokens,
+        print(stderr, "tokenized %s: %.1f MB, %lu tokens, %.1f s\n", name_, megabytes(done_), tokens,
               seconds());
     }
 
@@ -72,8 +71,8 @@ void read_utf8(const FileReader& file, const std::function<void(std::string_view
         const size_t valid = valid_utf8(buffer), rest = buffer.size() - valid;
         const bool may_go_on = at < file.size() && rest == unfinished_utf8(buffer);
         if (rest > 0 && !may_go_on)
-            fail("%s is not UTF-8 text: no character has the byte 0x%02x at position %lu",
-                 file.path().c_str(), static_cast<unsigned char>(buffer[valid]), at - rest);
+            fail("%s is not UTF-8 text: no character has the byte 0x%02x at position %lu", file.path(),
+                 static_cast<unsigned char>(buffer[valid]), at - rest);
         use(std::string_view(buffer).substr(0, valid));
         buffer.erase(0, valid);
     }
@@ -84,7 +83,7 @@ void check_bytes(const Dataset& text, int vocabulary) {
     fail(
         "%s: the model's folder has no tokenizer (tokenizer.json, vocab.json with merges.txt, or "
         "tokenizer.model); without one, text is read as bytes, a vocabulary of 256, and the model has %d",
-        text.stream_name(0).c_str(), vocabulary);
+        text.stream_name(0), vocabulary);
 }
 
 void tokenize_text(Dataset& text, const Tokenizer& tokenizer) {
@@ -154,8 +153,7 @@ static int vocabulary_of_shards(const Dataset& shards, const Family& family) {
     constexpr int kMost = 1 << 24;
     const int32_t largest = shards.largest_token();
     if (largest >= kMost)
-        fail("%s: token %d is beyond the largest vocabulary, %d", shards.stream_name(0).c_str(), largest,
-             kMost);
+        fail("%s: token %d is beyond the largest vocabulary, %d", shards.stream_name(0), largest, kMost);
     return std::max(family.tokens.vocabulary, largest + 1);
 }
 
@@ -192,7 +190,7 @@ void ExampleEncoder::encode(const JsonExample& example, const std::string& where
         end_text();
         if (length_ > 0) length_ += tokens_.size() - without_marks;
     }
-    if (tokens_.size() < 2) fail("%s has fewer than two tokens", where.c_str());
+    if (tokens_.size() < 2) fail("%s has fewer than two tokens", where);
     put(tokens_, true);
 }
 
@@ -201,7 +199,7 @@ const Chat& ExampleEncoder::chat(const std::string& where) {
         fail(
             "%s is a conversation, and a new model knows no chat format: give the folder of a trained "
             "model, --model DIR, or one with a chat template as --tokenizer",
-            where.c_str());
+            where);
     if (!chat_) chat_.emplace(options_.chat, options_.templates, options_.model, tokenizer_);
     return *chat_;
 }
@@ -233,7 +231,7 @@ void ExampleEncoder::encode_text(std::string_view text, const std::string& where
         if (last && end >= 0 && token_of(latest) != end) tokens_.push_back(end);
         for (int32_t& token : tokens_) token = token_of(token);
         count += tokens_.size();
-        if (last && count < 2) fail("%s has fewer than two tokens", where.c_str());
+        if (last && count < 2) fail("%s has fewer than two tokens", where);
         put(tokens_, last);
         tokens_.clear();
     };

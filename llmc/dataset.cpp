@@ -99,18 +99,17 @@ std::vector<std::string> expand_files(const std::vector<std::string>& patterns, 
                 matches.assign(found.gl_pathv, found.gl_pathv + found.gl_pathc);
             globfree(&found);
         }
-        if (matches.empty()) fail("%s: no file matches \"%s\"", option, pattern.c_str());
-        std::sort(matches.begin(), matches.end());
+        if (matches.empty()) fail("%s: no file matches \"%s\"", option, pattern);
+        std::ranges::sort(matches);
         for (const std::string& file : matches) {
-            const std::string from = file == pattern ? "" : format(" (from \"%s\")", pattern.c_str());
+            const std::string from = file == pattern ? "" : format(" (from \"%s\")", pattern);
             if (stat(file.c_str(), &info) != 0)
-                fail("%s: %s%s: %s", option, file.c_str(), from.c_str(), std::strerror(errno));
+                fail("%s: %s%s: %s", option, file, from, std::strerror(errno));
             if (S_ISDIR(info.st_mode))
-                fail("%s: %s%s is a directory; name the files in it, as in \"%s/*\"", option, file.c_str(),
-                     from.c_str(), file.c_str());
-            if (!S_ISREG(info.st_mode))
-                fail("%s: %s%s is not a regular file", option, file.c_str(), from.c_str());
-            if (info.st_size == 0) fail("%s: %s%s is empty", option, file.c_str(), from.c_str());
+                fail("%s: %s%s is a directory; name the files in it, as in \"%s/*\"", option, file, from,
+                     file);
+            if (!S_ISREG(info.st_mode)) fail("%s: %s%s is not a regular file", option, file, from);
+            if (info.st_size == 0) fail("%s: %s%s is empty", option, file, from);
         }
         files.insert(files.end(), matches.begin(), matches.end());
     }
@@ -131,14 +130,14 @@ std::string Dataset::longer_length(int seq_len, int most) const {
 
 bool Dataset::reads(const std::string& path) const {
     struct stat info;
-    return stat(path.c_str(), &info) == 0 && std::any_of(files_.begin(), files_.end(), [&](const File& file) {
+    return stat(path.c_str(), &info) == 0 && std::ranges::any_of(files_, [&](const File& file) {
                return file.stamp.device == info.st_dev && file.stamp.inode == info.st_ino;
            });
 }
 
 std::string Dataset::stream_name(size_t stream) const {
     if (!is_text() || files_.size() == 1) return files_[stream].path;
-    return format("%s and %zu more", files_[0].path.c_str(), files_.size() - 1);
+    return format("%s and %zu more", files_[0].path, files_.size() - 1);
 }
 
 std::vector<std::string> Dataset::paths() const {
@@ -249,11 +248,11 @@ void Dataset::tokenize_examples(
         files_[i].first_example = i > 0 ? ends[i - 1] : 0;
         files_[i].examples = ends[i] - files_[i].first_example;
     }
-    if (example_count() == 0) fail("%s: %s has no example", option_.c_str(), stream_name(0).c_str());
+    if (example_count() == 0) fail("%s: %s has no example", option_, stream_name(0));
     if (with_loss == 0)
-        fail("%s: %s: no token of %lu examples is to be learnt in sequences of %d%s", option_.c_str(),
-             stream_name(0).c_str(), example_count(), seq_len,
-             cut_ == 0 ? "" : (": what comes later is cut off" + longer_length(seq_len, most_len)).c_str());
+        fail("%s: %s: no token of %lu examples is to be learnt in sequences of %d%s", option_, stream_name(0),
+             example_count(), seq_len,
+             cut_ == 0 ? "" : (": what comes later is cut off" + longer_length(seq_len, most_len)));
 }
 
 const PackedExamples& Dataset::packed() const {
@@ -368,15 +367,15 @@ void Dataset::add(const std::string& path) {
     const bool lines = !format && data_kind(file) != DataKind::Text;
     const bool compressed = !format && is_gzip(file);
     if (compressed && name_extension(path) == "bin")
-        fail("%s is a compressed token shard: unpack it first", path.c_str());
+        fail("%s is a compressed token shard: unpack it first", path);
     if (lines && compressed) has_compressed_examples_ = true;
     if (files_.empty()) format_ = format, lines_ = lines;
     const auto kind = [](const ShardFormat* f, bool is_lines) {
         return f ? f->name : is_lines ? "file of examples in JSON" : "text";
     };
     if (format != format_ || lines != lines_)
-        fail("%s: %s is a %s and %s a %s; give files of one kind", option_.c_str(), files_[0].path.c_str(),
-             kind(format_, lines_), path.c_str(), kind(format, lines));
+        fail("%s: %s is a %s and %s a %s; give files of one kind", option_, files_[0].path,
+             kind(format_, lines_), path, kind(format, lines));
     limit_ = format ? format->limit : 256;
     File added = {path, stamp, 0, count};
     if (compressed && !lines) {
@@ -397,7 +396,7 @@ const FileReader& Dataset::open_unchanged(const File& file) const {
     }
     if (file.is_unpacked) return *open_;
     if (open_->stamp() != file.stamp)
-        fail("%s was written to or replaced since the run began, and had %lu bytes then", file.path.c_str(),
+        fail("%s was written to or replaced since the run began, and had %lu bytes then", file.path,
              file.stamp.bytes);
     return *open_;
 }
@@ -437,7 +436,7 @@ void Dataset::check(const File& file, uint64_t first, uint64_t count, const int3
     const auto outside = [&](int32_t token) { return static_cast<uint32_t>(token) >= limit_; };
     const int32_t* bad = std::find_if(tokens, tokens + count, outside);
     const auto position = file.begin + first + static_cast<uint64_t>(bad - tokens);
-    fail("%s: token %u at position %lu is not below the vocabulary size %u", file.path.c_str(),
+    fail("%s: token %u at position %lu is not below the vocabulary size %u", file.path,
          static_cast<uint32_t>(*bad), position, limit_);
 }
 
@@ -454,7 +453,7 @@ SequenceLoader::SequenceLoader(const Dataset& data, int seq_len, uint64_t seed, 
             fail(
                 "%s: %s has %lu tokens, and sequences of %d need %d; use longer files or shorter "
                 "sequences",
-                data.option().c_str(), data.stream_name(stream).c_str(), tokens, seq_len, seq_len + 1);
+                data.option(), data.stream_name(stream), tokens, seq_len, seq_len + 1);
         sequences_per_epoch_ += windows(stream);
     }
 }
@@ -494,8 +493,8 @@ void SequenceLoader::fill_batch(uint64_t first_sequence, uint64_t count, std::sp
                                 std::span<int32_t> ends) {
     const size_t end = static_cast<size_t>(count * seq_len_);
     assert(inputs.size() == targets.size() && end <= inputs.size() && positions.size() == ends.size());
-    std::fill(inputs.begin(), inputs.end(), 0);
-    std::fill(targets.begin(), targets.end(), -1);
+    std::ranges::fill(inputs, 0);
+    std::ranges::fill(targets, -1);
     for (size_t row = 0; row < ends.size(); row++) {
         positions[row] = 0;
         ends[row] = static_cast<int32_t>(row % seq_len_ + 1);

@@ -42,14 +42,14 @@ inline void* device_allocate(size_t bytes, const char* what) {
         size_t free_bytes = 0, total = 0;
         cudaMemGetInfo(&free_bytes, &total);
         fail("out of device memory: %s takes %s, and %s of %s are free; --memory chooses what fits", what,
-             size_text(bytes).c_str(), size_text(free_bytes).c_str(), size_text(total).c_str());
+             size_text(bytes), size_text(free_bytes), size_text(total));
     }
     CUDA_CHECK(status);
     CUDA_CHECK(cudaMemset(p, 0, bytes));
 #else
     p = mmap(nullptr, bytes ? bytes : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED)
-        fail("out of memory: %s takes %s; --memory chooses what fits", what, size_text(bytes).c_str());
+        fail("out of memory: %s takes %s; --memory chooses what fits", what, size_text(bytes));
     madvise(p, bytes, MADV_HUGEPAGE);
 #endif
     device_bytes_allocated += bytes;
@@ -240,7 +240,7 @@ class PinnedBuffer {
             fail(
                 "%s of host memory cannot be pinned beside %s that are: have less wait there, or raise "
                 "what limits it (the host's free memory, ulimit -l)",
-                size_text(bytes_).c_str(), size_text(pinned_bytes_allocated).c_str());
+                size_text(bytes_), size_text(pinned_bytes_allocated));
         CUDA_CHECK(status);
         pinned_bytes_allocated += bytes_;
     }

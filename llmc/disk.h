@@ -55,7 +55,7 @@ class DiskQueue {
         } catch (const std::system_error& error) {
             end();
             fail("the threads that serve the disk cannot start: %s (ulimit -u, ulimit -v)",
-                 error.code().message().c_str());
+                 error.code().message());
         }
     }
     DiskQueue(const DiskQueue&) = delete;
@@ -169,7 +169,7 @@ class DirectFile {
     // Reports that a read failed, with the error's number, or 0 if bytes were missing.
     [[noreturn]] void fail_at(int error) const {
         if (error == 0) fail_changed();
-        fail("%s: cannot read: %s", path_.c_str(), std::strerror(error));
+        fail("%s: cannot read: %s", path_, std::strerror(error));
     }
     // Fails if the file was written to since it was opened.
     void check_unchanged() const {
@@ -181,13 +181,13 @@ class DirectFile {
         const int fd = open(path_.c_str(), O_RDONLY | O_DIRECT | O_CLOEXEC);
         if (fd < 0 && errno == EINVAL)
             fail("%s: its file system cannot be read past the page cache (O_DIRECT): copy it to one that can",
-                 path_.c_str());
-        if (fd < 0) fail("%s: cannot open: %s", path_.c_str(), std::strerror(errno));
+                 path_);
+        if (fd < 0) fail("%s: cannot open: %s", path_, std::strerror(errno));
         return fd;
     }
     FileStamp stamp() const { return stamp_of(fd_.fd(), path_); }
     [[noreturn]] void fail_changed() const {
-        fail("%s was changed since it was opened, and is still read from", path_.c_str());
+        fail("%s was changed since it was opened, and is still read from", path_);
     }
 
     std::string path_;
@@ -263,7 +263,7 @@ class DiskReads {
     };
 
     void add(std::vector<DirectPiece> pieces) {
-        std::sort(pieces.begin(), pieces.end(), [](const DirectPiece& a, const DirectPiece& b) {
+        std::ranges::sort(pieces, [](const DirectPiece& a, const DirectPiece& b) {
             return std::pair(a.file, a.offset) < std::pair(b.file, b.offset);
         });
         for (const DirectPiece& p : pieces)

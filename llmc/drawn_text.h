@@ -164,7 +164,7 @@ class DrawnText {
             if (std::isfinite(logit)) continue;
             explain_();
             const std::string step = o_.steps > 0 ? format("step %ld: ", number_) : std::string();
-            fail("%sa logit of the sample is %g", step.c_str(), double{logit});
+            fail("%sa logit of the sample is %g", step, double{logit});
         }
     }
 

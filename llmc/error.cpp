@@ -66,7 +66,7 @@ int report_error(FILE* to, const std::string& who, const std::string& where) {
     } catch (const UserError& e) {
         std::string line = e.what();
         if (!dynamic_cast<const StepError*>(&e)) line += where;
-        std::replace(line.begin(), line.end(), '\n', ' ');  // names of files may contain newlines
+        std::ranges::replace(line, '\n', ' ');  // names of files may contain newlines
         print(to, "%s: %s\n", who, line);
         return 2;
     } catch (const std::bad_alloc&) {

@@ -51,7 +51,7 @@ ModelConfig new_config(const NewModel& model, int vocabulary, int positions) {
 void check_config(const ModelConfig& c, const std::string& where) {
     auto positive = [&](const char* name, int value, int most) {
         if (value < 1 || value > most)
-            fail("%s: the model has %d %s, but must have 1 to %d", where.c_str(), value, name, most);
+            fail("%s: the model has %d %s, but must have 1 to %d", where, value, name, most);
     };
     positive("tokens (vocab_size)", c.vocabulary, kMostVocabulary);
     positive("positions", c.positions, kMostPositions);
@@ -65,7 +65,7 @@ void check_config(const ModelConfig& c, const std::string& where) {
         positive("channels in the MLP", l.mlp_width, kMostMlpWidth);
         positive("channels in all heads", static_cast<int>(l.query_width()), kMostMlpWidth);
         if (l.heads % l.kv_heads != 0)
-            fail("%s: %d heads are not a multiple of %d key/value heads", where.c_str(), l.heads, l.kv_heads);
+            fail("%s: %d heads are not a multiple of %d key/value heads", where, l.heads, l.kv_heads);
     }
 }
 
@@ -73,13 +73,11 @@ void check_config(const ModelConfig& c, const std::string& where) {
 static void check_quantization(const ConfigReader& r) {
     const std::string method = r.text("quant_method", "unnamed");
     if (method != "bitsandbytes")
-        fail("%s is of method \"%s\"; bitsandbytes' NF4 is supported", r.file().c_str(),
-             printable(method).c_str());
+        fail("%s is of method \"%s\"; bitsandbytes' NF4 is supported", r.file(), printable(method));
     if (!r.truth("load_in_4bit", false)) r.must_be("load_in_8bit", {false});
     const std::string type = r.text("bnb_4bit_quant_type", "fp4");
     if (type != "nf4")
-        fail("%s: 'bnb_4bit_quant_type' is \"%s\"; nf4 is supported", r.file().c_str(),
-             printable(type).c_str());
+        fail("%s: 'bnb_4bit_quant_type' is \"%s\"; nf4 is supported", r.file(), printable(type));
 }
 
 ModelConfig parse_config(const nlohmann::json& json, const std::string& file) {
@@ -87,9 +85,7 @@ ModelConfig parse_config(const nlohmann::json& json, const std::string& file) {
     const std::string type = r.text("model_type", "gpt2");
     ModelConfig c;
     c.family = type == kUneven.name ? &kUneven : find_family(type);
-    if (!c.family)
-        fail("%s: 'model_type' is \"%s\"; there are %s", file.c_str(), printable(type).c_str(),
-             family_names().c_str());
+    if (!c.family) fail("%s: 'model_type' is \"%s\"; there are %s", file, printable(type), family_names());
     c.has_nf4 = r.has("quantization_config");
     if (c.has_nf4) check_quantization(r.object("quantization_config"));
     // Refuses mixtures of experts under a dense model's name: `transformers` would ignore the experts'

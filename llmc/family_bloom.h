@@ -17,7 +17,7 @@ inline void read(const ConfigReader& r, ModelConfig& c) {
     c.channels = r.size(r.either("n_embed", "hidden_size"), 64, kMostChannels);
     c.heads = c.kv_heads = r.size(r.either("n_head", "num_attention_heads"), 8, kMostChannels);
     if (c.channels % c.heads != 0)
-        fail("%s: hidden_size %d is not a multiple of n_head %d", r.file().c_str(), c.channels, c.heads);
+        fail("%s: hidden_size %d is not a multiple of n_head %d", r.file(), c.channels, c.heads);
     c.head_size = c.channels / c.heads;
     c.mlp_width = 4 * c.channels;
     r.must_be("n_inner", {c.mlp_width});
@@ -80,19 +80,19 @@ inline Table head(const ModelConfig& c) {
 }  // namespace bloom
 
 constexpr Family kBloom = {.name = "bloom",
-                                  .architecture = "BloomForCausalLM",
-                                  .tokens = bloom::kTokens,
-                                  .prefix = "transformer.",
-                                  .norm = NormKind::Layer,
-                                  .position = PositionKind::Alibi,
-                                  .mlp = MlpKind::Gelu,
-                                  .by_outputs = true,
-                                  .heads_together = true,
-                                  .read = bloom::read,
-                                  .write = bloom::write,
-                                  .begin = bloom::begin,
-                                  .embeddings = bloom::embeddings,
-                                  .block = bloom::block,
-                                  .head = bloom::head,
-                                  .blocks = "h",
-                                  .drops = true};
+                           .architecture = "BloomForCausalLM",
+                           .tokens = bloom::kTokens,
+                           .prefix = "transformer.",
+                           .norm = NormKind::Layer,
+                           .position = PositionKind::Alibi,
+                           .mlp = MlpKind::Gelu,
+                           .by_outputs = true,
+                           .heads_together = true,
+                           .read = bloom::read,
+                           .write = bloom::write,
+                           .begin = bloom::begin,
+                           .embeddings = bloom::embeddings,
+                           .block = bloom::block,
+                           .head = bloom::head,
+                           .blocks = "h",
+                           .drops = true};

@@ -17,7 +17,7 @@ inline void read(const ConfigReader& r, ModelConfig& c) {
     c.channels = r.size("n_embd", kMostChannels);
     c.positions = r.size(r.either("n_positions", "n_ctx"), kMostPositions);
     if (c.channels % c.heads != 0)
-        fail("%s: n_embd %d is not a multiple of n_head %d", r.file().c_str(), c.channels, c.heads);
+        fail("%s: n_embd %d is not a multiple of n_head %d", r.file(), c.channels, c.heads);
     c.head_size = c.channels / c.heads;
     c.mlp_width = 4 * c.channels;
     r.must_be("n_inner", {c.mlp_width});
@@ -79,21 +79,21 @@ inline Table head(const ModelConfig& c) {
 }  // namespace gpt2
 
 constexpr Family kGpt2 = {.name = "gpt2",
-                                 .architecture = "GPT2LMHeadModel",
-                                 .tokens = {50257, 50256, 50256},
-                                 .prefix = "transformer.",
-                                 .norm = NormKind::Layer,
-                                 .position = PositionKind::Learned,
-                                 .mlp = MlpKind::Gelu,
-                                 .by_outputs = false,
-                                 .read = gpt2::read,
-                                 .write = gpt2::write,
-                                 .begin = gpt2::begin,
-                                 .embeddings = gpt2::embeddings,
-                                 .block = gpt2::block,
-                                 .head = gpt2::head,
-                                 .blocks = "h",
-                                 .drops = true};
+                          .architecture = "GPT2LMHeadModel",
+                          .tokens = {50257, 50256, 50256},
+                          .prefix = "transformer.",
+                          .norm = NormKind::Layer,
+                          .position = PositionKind::Learned,
+                          .mlp = MlpKind::Gelu,
+                          .by_outputs = false,
+                          .read = gpt2::read,
+                          .write = gpt2::write,
+                          .begin = gpt2::begin,
+                          .embeddings = gpt2::embeddings,
+                          .block = gpt2::block,
+                          .head = gpt2::head,
+                          .blocks = "h",
+                          .drops = true};
 
 // The configuration of a GPT-2 with these sizes.
 inline ModelConfig gpt2_config(int vocabulary, int positions, int layers, int heads, int channels) {

@@ -36,8 +36,8 @@ inline void read_llama3(const ConfigReader& r, const ConfigReader& p, int positi
     rope.high_freq_factor = p.number("high_freq_factor", 0, kHuge);
     rope.original_max_position_embeddings = read_original_positions(r, p, positions);
     if (rope.high_freq_factor <= rope.low_freq_factor)
-        fail("%s: 'high_freq_factor' %g must be above 'low_freq_factor' %g", p.file().c_str(),
-             rope.high_freq_factor, rope.low_freq_factor);
+        fail("%s: 'high_freq_factor' %g must be above 'low_freq_factor' %g", p.file(), rope.high_freq_factor,
+             rope.low_freq_factor);
 }
 
 // A factor that is null means the model's positions divided by those of its training.
@@ -57,8 +57,7 @@ inline void read_yarn(const ConfigReader& r, const ConfigReader& p, int position
     rope.mscale_all_dim = number("mscale_all_dim", 0);
     rope.truncate = p.truth("truncate", true);
     if (rope.beta_fast < rope.beta_slow)
-        fail("%s: 'beta_fast' %g must not be below 'beta_slow' %g", p.file().c_str(), rope.beta_fast,
-             rope.beta_slow);
+        fail("%s: 'beta_fast' %g must not be below 'beta_slow' %g", p.file(), rope.beta_fast, rope.beta_slow);
 }
 
 // Reads the scaling of rotary positions for heads of `head_size` channels, in the form of `transformers` 4
@@ -76,7 +75,7 @@ inline RopeScaling read_rope(const ConfigReader& r, double theta, int positions,
     const auto known = std::find(std::begin(kRopeNames), std::end(kRopeNames), type);
     if (known == std::end(kRopeNames))
         fail("%s: the rotary scaling \"%s\" is not supported; default, linear, llama3, yarn and dynamic are",
-             p.file().c_str(), printable(type).c_str());
+             p.file(), printable(type));
     rope.type = static_cast<RopeType>(known - std::begin(kRopeNames));
     if (rope.type == RopeType::kLinear) rope.factor = p.number("factor", 0, kHuge);
     if (rope.type == RopeType::kLlama3) read_llama3(r, p, positions, rope);
@@ -84,8 +83,7 @@ inline RopeScaling read_rope(const ConfigReader& r, double theta, int positions,
     if (rope.type == RopeType::kDynamic) {
         rope.factor = p.number("factor", 0, kHuge);
         rope.original_max_position_embeddings = positions;
-        if (head_size <= 2)
-            fail("%s: \"dynamic\" cannot scale heads of %d channels", p.file().c_str(), head_size);
+        if (head_size <= 2) fail("%s: \"dynamic\" cannot scale heads of %d channels", p.file(), head_size);
     }
     return rope;
 }
@@ -124,10 +122,9 @@ inline void read_with(const ConfigReader& r, ModelConfig& c, const Defaults& d) 
     const int share = c.channels % c.heads == 0 ? c.channels / c.heads : 0;
     c.head_size = r.size("head_dim", d.head_size > 0 ? d.head_size : share, kMostHeadSize);
     if (c.head_size == 0)
-        fail("%s: hidden_size %d is not a multiple of num_attention_heads %d", r.file().c_str(), c.channels,
-             c.heads);
+        fail("%s: hidden_size %d is not a multiple of num_attention_heads %d", r.file(), c.channels, c.heads);
     if (c.head_size % 2 != 0)
-        fail("%s: heads of %d channels cannot be rotated in pairs", r.file().c_str(), c.head_size);
+        fail("%s: heads of %d channels cannot be rotated in pairs", r.file(), c.head_size);
     c.mlp_width = r.size("intermediate_size", d.mlp_width, kMostMlpWidth);
     c.norm_epsilon = r.number("rms_norm_eps", 1e-6, 0, 1);
     c.tied = r.truth("tie_word_embeddings", false);
@@ -203,20 +200,20 @@ inline Table head(const ModelConfig& c) {
 }  // namespace llama
 
 constexpr Family kLlama = {.name = "llama",
-                                  .architecture = "LlamaForCausalLM",
-                                  .tokens = llama::kTokens,
-                                  .prefix = "model.",
-                                  .norm = NormKind::Rms,
-                                  .position = PositionKind::Rotary,
-                                  .mlp = MlpKind::SwiGlu,
-                                  .by_outputs = true,
-                                  .read = llama::read,
-                                  .write = llama::write,
-                                  .begin = llama::begin,
-                                  .embeddings = llama::embeddings,
-                                  .block = llama::block,
-                                  .head = llama::head,
-                                  .blocks = "layers"};
+                           .architecture = "LlamaForCausalLM",
+                           .tokens = llama::kTokens,
+                           .prefix = "model.",
+                           .norm = NormKind::Rms,
+                           .position = PositionKind::Rotary,
+                           .mlp = MlpKind::SwiGlu,
+                           .by_outputs = true,
+                           .read = llama::read,
+                           .write = llama::write,
+                           .begin = llama::begin,
+                           .embeddings = llama::embeddings,
+                           .block = llama::block,
+                           .head = llama::head,
+                           .blocks = "layers"};
 
 // ---- Mistral (Jiang et al., arXiv:2310.06825)
 
@@ -236,15 +233,15 @@ int window_of_layers(const ConfigReader& r, const ModelConfig& c, int window, Sl
         }
         const nlohmann::json& type = types[static_cast<size_t>(l)];
         if (type != "full_attention" && type != "sliding_attention")
-            fail("%s: 'layer_types' has %s; full_attention and sliding_attention are supported",
-                 r.file().c_str(), printable(type.dump()).c_str());
+            fail("%s: 'layer_types' has %s; full_attention and sliding_attention are supported", r.file(),
+                 printable(type.dump()));
         sliding += type == "sliding_attention";
     }
     if (sliding != 0 && sliding != c.layers)
-        fail("%s: %d of %d layers have a sliding window; only all or none is supported", r.file().c_str(),
-             sliding, c.layers);
+        fail("%s: %d of %d layers have a sliding window; only all or none is supported", r.file(), sliding,
+             c.layers);
     if (sliding > 0 && window == 0)
-        fail("%s: 'layer_types' has sliding_attention, and no 'sliding_window' is set", r.file().c_str());
+        fail("%s: 'layer_types' has sliding_attention, and no 'sliding_window' is set", r.file());
     return sliding > 0 ? window : 0;
 }
 
@@ -256,7 +253,7 @@ inline void read(const ConfigReader& r, ModelConfig& c) {
     c.window = window_of_layers(r, c, window, [](int) { return true; });
     // `transformers` ignores layer_types here.
     if (c.window != window)
-        fail("%s: 'layer_types' is full_attention, and 'sliding_window' %d", r.file().c_str(), window);
+        fail("%s: 'layer_types' is full_attention, and 'sliding_window' %d", r.file(), window);
 }
 
 inline void write(const ModelConfig& c, nlohmann::json& json) {

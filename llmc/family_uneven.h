@@ -17,7 +17,7 @@ inline void read(const ConfigReader& r, ModelConfig& c) {
         if (c.uneven.back().head_size % 2 != 0) l.refuse("head_size", "even");
     }
     if (c.uneven.size() != static_cast<size_t>(c.layers))
-        fail("%s: 'layer_sizes' must be a list of %d layers", r.file().c_str(), c.layers);
+        fail("%s: 'layer_sizes' must be a list of %d layers", r.file(), c.layers);
 }
 
 inline void write(const ModelConfig& c, nlohmann::json& json) {

@@ -36,8 +36,8 @@ int open_output(const std::string& path, int more) {
         const int error = errno;
         struct stat info;
         if (error == ENXIO && stat(path.c_str(), &info) == 0 && S_ISFIFO(info.st_mode))
-            fail("%s is a FIFO that no process reads", path.c_str());
-        fail("%s: cannot open: %s", path.c_str(), std::strerror(error));
+            fail("%s is a FIFO that no process reads", path);
+        fail("%s: cannot open: %s", path, std::strerror(error));
     }
     fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) & ~O_NONBLOCK);
     return fd;
@@ -70,7 +70,7 @@ bool write_all(int fd, const char* data, size_t bytes) {
 // The file's status now; fails naming the file.
 static struct stat status_of(int fd, const std::string& path) {
     struct stat info;
-    if (fstat(fd, &info) != 0) fail("%s: cannot stat: %s", path.c_str(), std::strerror(errno));
+    if (fstat(fd, &info) != 0) fail("%s: cannot stat: %s", path, std::strerror(errno));
     return info;
 }
 
@@ -89,10 +89,10 @@ FileReader::FileReader(const std::string& path, Pages pages)  // O_NONBLOCK: a F
     : FileReader(path, open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC), pages) {}
 
 FileReader::FileReader(const std::string& path, int fd, Pages pages) : path_(path), file_(fd), pages_(pages) {
-    if (fd < 0) fail("%s: cannot open: %s", path.c_str(), std::strerror(errno));
+    if (fd < 0) fail("%s: cannot open: %s", path, std::strerror(errno));
     const struct stat info = status_of(file_.fd(), path_);
-    if (S_ISDIR(info.st_mode)) fail("%s is a directory where a file is needed", path.c_str());
-    if (!S_ISREG(info.st_mode)) fail("%s is not a regular file", path.c_str());
+    if (S_ISDIR(info.st_mode)) fail("%s is a directory where a file is needed", path);
+    if (!S_ISREG(info.st_mode)) fail("%s is not a regular file", path);
     size_ = static_cast<size_t>(info.st_size);
 }
 
@@ -113,9 +113,9 @@ void FileReader::read(uint64_t first, size_t bytes, void* out) const {
 
 void FileReader::read_kept(uint64_t first, size_t bytes, void* out) const {
     const ssize_t got = read_at(file_.fd(), first, bytes, out);
-    if (got < 0) fail("%s: cannot read: %s", path_.c_str(), std::strerror(errno));
+    if (got < 0) fail("%s: cannot read: %s", path_, std::strerror(errno));
     if (static_cast<size_t>(got) < bytes)
-        fail("%s ends at byte %lu and had %zu when it was opened: it was changed meanwhile", path_.c_str(),
+        fail("%s ends at byte %lu and had %zu when it was opened: it was changed meanwhile", path_,
              first + static_cast<size_t>(got), size_);
 }
 
@@ -127,8 +127,7 @@ std::optional<size_t> free_disk_bytes(const std::string& folder) {
 
 void refuse_lfs_pointer(const std::string& path, std::string_view start) {
     if (start.starts_with("version https://git-lfs.github.com/spec/v1"))
-        fail("%s is a Git LFS pointer and not the file itself: run `git lfs pull` in its folder",
-             path.c_str());
+        fail("%s is a Git LFS pointer and not the file itself: run `git lfs pull` in its folder", path);
 }
 
 void refuse_lfs_pointer(const FileReader& file) {
@@ -140,8 +139,7 @@ void refuse_lfs_pointer(const FileReader& file) {
 std::string read_text(const std::string& path) {
     const FileReader file(path);
     if (file.size() > kLargestText)
-        fail("%s has %zu bytes, and such a file may have %zu MiB", path.c_str(), file.size(),
-             kLargestText >> 20);
+        fail("%s has %zu bytes, and such a file may have %zu MiB", path, file.size(), kLargestText >> 20);
     std::string text(file.size(), '\0');
     file.read(0, text.size(), text.data());
     refuse_lfs_pointer(path, text);
@@ -155,7 +153,7 @@ void fail_broken_json(const std::string& file, const std::exception& error) {
     std::string line(what.substr(0, 300));
     std::replace_if(
         line.begin(), line.end(), [](unsigned char c) { return c < 0x20 || c == 0x7f; }, ' ');
-    fail("%s: broken JSON: %s", file.c_str(), line.c_str());
+    fail("%s: broken JSON: %s", file, line);
 }
 
 // `keep` gets each parsed part before its key is noted.
@@ -165,14 +163,14 @@ static Json parse(std::string_view text, const std::string& file, const Keep& ke
     std::vector<std::set<std::string>> keys;  // the keys so far of each open object
     const auto note_keys = [&](int depth, json::parse_event_t event, Json& parsed) {
         // The library copies and writes values recursively.
-        if (depth > 200) fail("%s: broken JSON: it nests more than 200 deep", file.c_str());
+        if (depth > 200) fail("%s: broken JSON: it nests more than 200 deep", file);
         if (event == json::parse_event_t::object_start) keys.emplace_back();
         if (event == json::parse_event_t::object_end) keys.pop_back();
         if (!keep(event, parsed)) return false;
         if (event == json::parse_event_t::key) {
             const auto& key = parsed.template get_ref<const std::string&>();
             if (!keys.back().insert(key).second)
-                fail("%s: broken JSON: key \"%s\" appears twice", file.c_str(), printable(key).c_str());
+                fail("%s: broken JSON: key \"%s\" appears twice", file, printable(key));
         }
         return true;
     };
@@ -264,14 +262,13 @@ void FileWriter::finish() {
     if (!file_.close_now()) fail_to("close");
 }
 void FileWriter::fail_to(const char* action) const {
-    fail("%s: cannot %s: %s", path_.c_str(), action, write_error(errno).c_str());
+    fail("%s: cannot %s: %s", path_, action, write_error(errno));
 }
 
 void sync_directory(const std::string& path) {
     const OpenFile folder(path, O_RDONLY | O_DIRECTORY);
     // EINVAL: the file system does not support this.
-    if (fsync(folder.fd()) != 0 && errno != EINVAL)
-        fail("%s: cannot sync: %s", path.c_str(), std::strerror(errno));
+    if (fsync(folder.fd()) != 0 && errno != EINVAL) fail("%s: cannot sync: %s", path, std::strerror(errno));
 }
 
 std::string folder_above(const std::string& path) {
@@ -281,7 +278,7 @@ std::string folder_above(const std::string& path) {
 
 void replace_file(const std::string& finished, const std::string& path) {
     if (std::rename(finished.c_str(), path.c_str()) != 0)
-        fail("%s: cannot rename to %s: %s", finished.c_str(), path.c_str(), std::strerror(errno));
+        fail("%s: cannot rename to %s: %s", finished, path, std::strerror(errno));
     sync_directory(folder_above(path));
 }
 

@@ -39,7 +39,7 @@ int open_output(const std::string& path, int more);
 class OpenFile {
   public:
     OpenFile(const std::string& path, int flags) : fd_(open(path.c_str(), flags | O_CLOEXEC, 0666)) {
-        if (fd_ < 0) fail("%s: cannot open: %s", path.c_str(), std::strerror(errno));
+        if (fd_ < 0) fail("%s: cannot open: %s", path, std::strerror(errno));
     }
     // Takes over a descriptor that is already open.
     explicit OpenFile(int fd) : fd_(fd) {}

@@ -131,8 +131,8 @@ static void add_cgroup_limits(std::vector<MemoryLimit>& all, const std::string& 
         if (const auto most = number_of_file(at + "/" + name); most && *most < kNoCgroupLimit) {
             const uint64_t free = *most - std::min(*most, kept);
             const uint64_t for_kernel = std::min(free, free / kPagesOfATable + kKernelBytes);
-            all.push_back({*most, free, free - for_kernel + own.anonymous + own_files,
-                           format("%s/%s", folder.c_str(), name)});
+            all.push_back(
+                {*most, free, free - for_kernel + own.anonymous + own_files, format("%s/%s", folder, name)});
         }
 }
 
@@ -232,5 +232,5 @@ void require_memory_for(size_t bytes, const char* what) {
     const std::string said = limit.rlim_cur == RLIM_INFINITY
                                  ? "and the system refuses"
                                  : format("beyond ulimit -v %lu", limit.rlim_cur >> 10);
-    fail("out of memory: %s takes up to %s more, %s", what, size_text(bytes).c_str(), said.c_str());
+    fail("out of memory: %s takes up to %s more, %s", what, size_text(bytes), said);
 }

@@ -228,8 +228,8 @@ class HeaderReader {
             tensor.offset += start;
             ordered.push_back(&tensor);
         }
-        std::sort(ordered.begin(), ordered.end(),
-                  [](const GgufTensor* a, const GgufTensor* b) { return a->offset < b->offset; });
+        std::ranges::sort(ordered,
+                          [](const GgufTensor* a, const GgufTensor* b) { return a->offset < b->offset; });
         for (size_t i = 1; i < ordered.size(); i++)
             if (ordered[i - 1]->offset + ordered[i - 1]->bytes > ordered[i]->offset)
                 refuse_tensor(ordered[i]->name, "its data overlap those of \"%s\"",

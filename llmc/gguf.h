@@ -92,9 +92,7 @@ class GgufKeys {
     void add(const std::string& key, const std::vector<float>& numbers);
     void append(const GgufKeys& others);
 
-    bool has(const std::string& key) const {
-        return std::find(names_.begin(), names_.end(), key) != names_.end();
-    }
+    bool has(const std::string& key) const { return std::ranges::find(names_, key) != names_.end(); }
     uint64_t count() const { return names_.size(); }
     const std::string& bytes() const { return bytes_; }
 

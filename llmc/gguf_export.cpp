@@ -70,9 +70,8 @@ static std::string size_label(int64_t parameters) {
 static std::string title_of(const std::string& folder) {
     std::string title, word;
     const auto end_word = [&] {
-        const bool lower =
-            std::any_of(word.begin(), word.end(), [](unsigned char c) { return std::islower(c); }) &&
-            std::none_of(word.begin(), word.end(), [](unsigned char c) { return std::isupper(c); });
+        const bool lower = std::ranges::any_of(word, [](unsigned char c) { return std::islower(c); }) &&
+                           std::ranges::none_of(word, [](unsigned char c) { return std::isupper(c); });
         const bool is_version =
             word.size() > 1 && word[0] == 'v' && word.find_first_not_of("0123456789.", 1) == word.npos;
         const bool is_number = !word.empty() && std::isdigit(static_cast<unsigned char>(word[0]));
@@ -115,7 +114,7 @@ static NameParts parts_of_name(const std::string& name, int64_t parameters) {
             kind = Type;
         } else if (i > 0 &&
                    matches(part, "(A|\\d+x)?\\d+([._]\\d+)?[KMBT]\\d?|small|mini|medium|large|x?xl")) {
-            std::replace(part.begin(), part.end(), '_', '.');
+            std::ranges::replace(part, '_', '.');
             const auto digit = [&part = part](size_t from_end) {
                 return part.size() >= from_end &&
                        std::isdigit(static_cast<unsigned char>(part[part.size() - from_end]));
@@ -140,8 +139,8 @@ static NameParts parts_of_name(const std::string& name, int64_t parameters) {
     const auto has_digit = [](const std::string& text) {
         return text.find_first_of("0123456789") != text.npos;
     };
-    const bool numbered = std::any_of(parts.begin(), parts.end(),
-                                      [&](const auto& p) { return p.second == Size && has_digit(p.first); });
+    const bool numbered =
+        std::ranges::any_of(parts, [&](const auto& p) { return p.second == Size && has_digit(p.first); });
     // The base name is at the start. It includes versions, except at the end of the whole name.
     size_t base = 0;
     for (auto& [part, kind] : parts)
@@ -172,13 +171,13 @@ static NameParts parts_of_name(const std::string& name, int64_t parameters) {
 void check_rope_for_gguf(const ModelConfig& c, const std::string& where) {
     const RopeScaling& s = c.rope;
     const char* const name = kRopeNames[static_cast<int>(s.type)];
-    if (s.type == RopeType::kDynamic) fail("%s: GGUF has no rotary scaling \"%s\"", where.c_str(), name);
+    if (s.type == RopeType::kDynamic) fail("%s: GGUF has no rotary scaling \"%s\"", where, name);
     if (s.type == RopeType::kLlama3 && std::string_view(gguf_architecture(c)) != "llama")
-        fail("%s: GGUF has the rotary scaling \"%s\" for llama alone, and this is a %s", where.c_str(), name,
+        fail("%s: GGUF has the rotary scaling \"%s\" for llama alone, and this is a %s", where, name,
              c.family->name);
     if (s.type == RopeType::kYarn && (s.attention_factor > 0 || s.mscale > 0 || !s.truncate))
-        fail("%s: GGUF has no keys for \"attention_factor\", \"mscale\" and \"truncate\" of \"%s\"",
-             where.c_str(), name);
+        fail("%s: GGUF has no keys for \"attention_factor\", \"mscale\" and \"truncate\" of \"%s\"", where,
+             name);
 }
 
 // Adds the keys of rotary positions.

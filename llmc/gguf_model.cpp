@@ -117,11 +117,10 @@ GgufModel::GgufModel(const std::string& path) : file_(path), reader_(file_.metad
     arch_ = reader_.text("general.architecture", "");
     constexpr const char* known[] = {"gpt2", "llama", "qwen2", "qwen3", "bloom"};
     if (std::find(std::begin(known), std::end(known), arch_) == std::end(known))
-        fail("%s: 'general.architecture' is \"%s\"; gpt2, llama, qwen2, qwen3 and bloom are supported",
-             path.c_str(), printable(arch_).c_str());
+        fail("%s: 'general.architecture' is \"%s\"; gpt2, llama, qwen2, qwen3 and bloom are supported", path,
+             printable(arch_));
     const std::string type = reader_.text("general.type", "model");
-    if (type != "model")
-        fail("%s: 'general.type' is \"%s\"; a model is needed", path.c_str(), printable(type).c_str());
+    if (type != "model") fail("%s: 'general.type' is \"%s\"; a model is needed", path, printable(type));
     refuse_other_keys();
     config_ = parse_config(config_json(), path);
     read_rope_divisors();
@@ -131,11 +130,10 @@ GgufModel::GgufModel(const std::string& path) : file_(path), reader_(file_.metad
 GgufPart GgufModel::get(const std::string& name, const std::vector<int64_t>& shape) const {
     const std::string ours = gguf::name_of(*config_.family, name);
     const GgufTensor* tensor = file_.find(ours);
-    if (!tensor)
-        fail("%s: tensor \"%s\" is missing, which is %s", file_.path().c_str(), ours.c_str(), name.c_str());
+    if (!tensor) fail("%s: tensor \"%s\" is missing, which is %s", file_.path(), ours, name);
     if (tensor->shape != shape)
-        fail("%s: tensor \"%s\" has shape %s where %s is needed", file_.path().c_str(), ours.c_str(),
-             shape_text(tensor->shape).c_str(), shape_text(shape).c_str());
+        fail("%s: tensor \"%s\" has shape %s where %s is needed", file_.path(), ours,
+             shape_text(tensor->shape), shape_text(shape));
     GgufPart part{tensor, GgufPart::Rows::Same, config_.head_size, config_.heads};
     const bool rotary = name.find(".q_proj.") != name.npos || name.find(".k_proj.") != name.npos;
     if (arch_ == "llama" && rotary) part.order = GgufPart::Rows::RotaryPairs;
@@ -156,7 +154,7 @@ void GgufModel::refuse_other_keys() const {
         "rope.scaling.yarn_beta_slow tensor_data_layout";
     for (const auto& [name, value] : file_.metadata().items()) {
         if (name.starts_with(arch_ + ".") && !has_word(kKnown, name.substr(arch_.size() + 1)))
-            fail("%s: '%s' is not supported", file_.path().c_str(), printable(name).c_str());
+            fail("%s: '%s' is not supported", file_.path(), printable(name));
     }
 }
 
@@ -164,7 +162,7 @@ void GgufModel::refuse_other_keys() const {
 int GgufModel::vocabulary() const {
     const GgufTensor* embedding = file_.find("token_embd.weight");
     if (!embedding || embedding->shape.size() != 2 || embedding->rows() > kMostVocabulary)
-        fail("%s: tensor \"token_embd.weight\" is missing, or is no embedding", file_.path().c_str());
+        fail("%s: tensor \"token_embd.weight\" is missing, or is no embedding", file_.path());
     const auto rows = static_cast<int>(embedding->rows());
     reader_.must_be(key("vocab_size"), {rows});
     return rows;
@@ -205,8 +203,8 @@ nlohmann::json GgufModel::config_json() const {
 void GgufModel::add_positions(nlohmann::json& json, int channels, int heads) const {
     const int share = channels % heads == 0 ? channels / heads : 0;
     if (share == 0 && !reader_.has(key("attention.key_length")))
-        fail("%s: '%s' is missing, and %d channels are not a multiple of %d heads", file_.path().c_str(),
-             key("attention.key_length").c_str(), channels, heads);
+        fail("%s: '%s' is missing, and %d channels are not a multiple of %d heads", file_.path(),
+             key("attention.key_length"), channels, heads);
     const int head_size = reader_.size(key("attention.key_length"), share, kMostHeadSize);
     json["head_dim"] = head_size;
     for (const char* same : {"attention.value_length", "rope.dimension_count"})
@@ -227,8 +225,8 @@ void GgufModel::add_positions(nlohmann::json& json, int channels, int heads) con
                                 {"beta_fast", number("rope.scaling.yarn_beta_fast", 32)},
                                 {"beta_slow", number("rope.scaling.yarn_beta_slow", 1)}};
     else if (scaling != "none")
-        fail("%s: '%s' is \"%s\"; none, linear and yarn are supported", file_.path().c_str(),
-             key("rope.scaling.type").c_str(), printable(scaling).c_str());
+        fail("%s: '%s' is \"%s\"; none, linear and yarn are supported", file_.path(),
+             key("rope.scaling.type"), printable(scaling));
     if (!reader_.has(key("attention.sliding_window"))) return;
     json["sliding_window"] = reader_.size(key("attention.sliding_window"), INT32_MAX);
     if (arch_ == "llama")
@@ -257,7 +255,7 @@ void GgufModel::read_rope_divisors() {
     const GgufTensor* tensor = file_.find("rope_freqs.weight");
     if (!tensor) return;
     const auto refuse = [&](const char* why) {
-        fail("%s: tensor \"rope_freqs.weight\" %s", file_.path().c_str(), why);
+        fail("%s: tensor \"rope_freqs.weight\" %s", file_.path(), why);
     };
     if (config_.family->position != PositionKind::Rotary) refuse("is in a model without rotary positions");
     if (tensor->shape != std::vector<int64_t>{config_.head_size / 2} ||
@@ -278,8 +276,8 @@ void GgufModel::check_tied_head() const {
     const GgufTensor *head = file_.find("output.weight"), *tokens = file_.find("token_embd.weight");
     if (!head || !tokens) return;
     const auto refuse = [&] {
-        fail("%s: tensor \"output.weight\" is not \"token_embd.weight\", as in every %s model",
-             file_.path().c_str(), config_.family->name);
+        fail("%s: tensor \"output.weight\" is not \"token_embd.weight\", as in every %s model", file_.path(),
+             config_.family->name);
     };
     if (head->shape != tokens->shape) refuse();
     const GgufPart one{head, GgufPart::Rows::Same, 0, 0}, other{tokens, GgufPart::Rows::Same, 0, 0};
@@ -323,8 +321,8 @@ void GgufModel::check_tensors() const {
                     std::swap(shape[0], shape[1]);
                 const GgufPart found = get(name, shape);
                 if (part.shape.count == 1 && !found.has_floats())
-                    fail("%s: tensor \"%s\" has type %s where F32 is needed", file_.path().c_str(),
-                         found.tensor->name.c_str(), found.tensor->type->name);
+                    fail("%s: tensor \"%s\" has type %s where F32 is needed", file_.path(),
+                         found.tensor->name, found.tensor->type->name);
                 known.insert(found.tensor->name);
             }
     };
@@ -335,6 +333,6 @@ void GgufModel::check_tensors() const {
               family.block(config_, config_.layer(l)));
     for (const GgufTensor& tensor : file_.tensors())
         if (!known.contains(tensor.name))
-            fail("%s: tensor \"%s\" is not of a %s model as it is known here", file_.path().c_str(),
-                 printable(tensor.name).c_str(), family.name);
+            fail("%s: tensor \"%s\" is not of a %s model as it is known here", file_.path(),
+                 printable(tensor.name), family.name);
 }

@@ -273,9 +273,8 @@ static std::string gpus_like(const std::vector<std::string>& words) {
     std::string names;
     for (const KnownGpu& gpu : kKnownGpus) {
         const std::vector<std::string> known = words_of_gpu(gpu.name);
-        const bool is_like = std::any_of(words.begin(), words.end(), [&](const std::string& w) {
-            return !has_word(kCommon, w) && w.size() > 2 &&
-                   std::find(known.begin(), known.end(), w) != known.end();
+        const bool is_like = std::ranges::any_of(words, [&](const std::string& w) {
+            return !has_word(kCommon, w) && w.size() > 2 && std::ranges::find(known, w) != known.end();
         });
         if (is_like) names += (names.empty() ? "" : ", ") + std::string(gpu.name);
     }
@@ -330,8 +329,7 @@ std::string gpus_with_room(size_t bytes, size_t pinned) {
         const size_t usable = with_reserve(free_memory_of(gpu), 0).bytes;
         if (usable >= bytes + (gpu.integrated ? pinned : 0)) all.push_back(&gpu);
     }
-    std::stable_sort(all.begin(), all.end(),
-                     [](const KnownGpu* a, const KnownGpu* b) { return a->memory < b->memory; });
+    std::ranges::stable_sort(all, [](const KnownGpu* a, const KnownGpu* b) { return a->memory < b->memory; });
     std::vector<std::string> names;  // at most three, one of each size
     double last = 0;
     for (const KnownGpu* gpu : all)

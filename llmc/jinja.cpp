@@ -123,9 +123,9 @@ class Evaluator {
             for (const auto& [known, value] : scope->variables)
                 if (known == name) return value;
         static const std::set<std::string_view> others = {"joiner", "cycler", "lipsum"};
-        if (others.contains(name)) fail("%s() is not supported", name.c_str());
+        if (others.contains(name)) fail("%s() is not supported", name);
         if (macros_ > 0 && (name == "varargs" || name == "kwargs"))
-            fail("the variable %s of a macro is not supported", name.c_str());
+            fail("the variable %s of a macro is not supported", name);
         return Value::undefined("'" + name + "' is undefined");
     }
 
@@ -174,7 +174,7 @@ class Evaluator {
         for (size_t i = 0; i < values.size(); i++) assign(*target.parts[i], values[i]);
     }
     static void set_attribute(Namespace& space, const std::string& name, const Value& value) {
-        if (name.starts_with('_')) fail("a namespace cannot have the attribute \"%s\"", name.c_str());
+        if (name.starts_with('_')) fail("a namespace cannot have the attribute \"%s\"", name);
         put(space.attributes, name, value);
     }
 
@@ -427,10 +427,10 @@ class Evaluator {
     Value call_macro(const FunctionObject& macro, const Arguments& given) {
         const std::vector<Argument>& parameters = macro.macro->parameters;
         if (given.positional.size() > parameters.size())
-            fail("macro '%s' takes not more than %zu argument(s)", macro.name.c_str(), parameters.size());
+            fail("macro '%s' takes not more than %zu argument(s)", macro.name, parameters.size());
         for (const auto& argument : given.named)
             if (std::ranges::none_of(parameters, [&](const Argument& p) { return p.name == argument.first; }))
-                fail("macro '%s' takes no keyword argument '%s'", macro.name.c_str(), argument.first.c_str());
+                fail("macro '%s' takes no keyword argument '%s'", macro.name, argument.first);
         const Inside inside(*this, macro.scope);
         macros_++;
         for (size_t i = 0; i < parameters.size(); i++) {

@@ -40,7 +40,7 @@ class Parameters {
         for (size_t i = 0; i < arguments.positional.size(); i++) values_[i] = arguments.positional[i];
         for (const auto& [name, value] : arguments.named) {
             const auto found = std::ranges::find(names, name);
-            if (found == names.end()) fail("has no parameter \"%s\"", printable(name.substr(0, 60)).c_str());
+            if (found == names.end()) fail("has no parameter \"%s\"", printable(name.substr(0, 60)));
             values_[static_cast<size_t>(found - names.begin())] = value;
         }
         for (size_t i = 0; i < required; i++)
@@ -170,8 +170,7 @@ inline bool compare(Work& work, std::string_view op, const Value& a, const Value
 
 [[noreturn]] inline void refuse_operator(std::string_view op, const Value& a, const Value& b) {
     defined(a), defined(b);
-    fail("unsupported operand type(s) for %s: '%s' and '%s'", std::string(op).c_str(), type_name(a),
-         type_name(b));
+    fail("unsupported operand type(s) for %s: '%s' and '%s'", std::string(op), type_name(a), type_name(b));
 }
 
 inline Value integer_arithmetic(std::string_view op, int64_t a, int64_t b) {
@@ -253,7 +252,7 @@ inline Value formatted(Work& work, const std::string& pattern, const Values& val
         }
         if (std::string_view("srdi").find(kind) == std::string_view::npos)
             fail("the format \"%%%s\" is not supported in `%%`; %%s, %%r, %%d and %%i are",
-                 printable(std::string(1, kind)).c_str());
+                 printable(std::string(1, kind)));
         if (used == values.size()) fail("not enough arguments for format string");
         const Value& v = values[used++];
         if (kind == 's' || kind == 'r') {
@@ -302,7 +301,7 @@ inline Value loop_attribute(const LoopObject& loop, const std::string& name) {
     if (name == "revindex0") return Value::integer(n - i - 1);
     if (name == "depth") return Value::integer(1);  // as no loop is recursive
     if (name == "depth0") return Value::integer(0);
-    if (name == "cycle" || name == "changed") fail("loop.%s() is not supported", name.c_str());
+    if (name == "cycle" || name == "changed") fail("loop.%s() is not supported", name);
     if (name == "previtem")
         return i > 0 ? loop.items[loop.index - 1] : Value::undefined("there is no previous item");
     if (name == "nextitem")
@@ -343,9 +342,9 @@ inline Value attribute_only(const Value& v, const std::string& name) {
             if (e.key.text() == name) return e.value;
     if (is_hidden_method(v, name))
         return Value::undefined(
-            format("the method %s.%s() changes its value, which is not allowed", type_name(v), name.c_str()));
+            format("the method %s.%s() changes its value, which is not allowed", type_name(v), name));
     return Value::undefined(
-        format("'%s object' has no attribute '%s'", type_name(v), printable(name.substr(0, 60)).c_str()));
+        format("'%s object' has no attribute '%s'", type_name(v), printable(name.substr(0, 60))));
 }
 
 // v.name: a method or attribute, else a dict's entry.
@@ -377,9 +376,8 @@ inline Value item(Work& work, const Value& v, const Value& key) {
         }
     }
     if (key.is_string() || v.is(Kind::View)) return attribute_only(v, key.is_string() ? key.text() : "");
-    return Value::undefined(
-        format("'%s object' has no element %s", type_name(v),
-               key.is_number() || key.is(Kind::None) ? repr(work, key).c_str() : "of that kind"));
+    return Value::undefined(format("'%s object' has no element %s", type_name(v),
+                                   key.is_number() || key.is(Kind::None) ? repr(work, key) : "of that kind"));
 }
 
 // v[start:stop:step]; a value that is None is left out.
@@ -462,7 +460,7 @@ inline std::optional<Value> string_question(const Value& self, const std::string
         const std::string part = Parameters(a, {"sub"}, 1).text(0);
         const size_t at = name[0] == 'r' ? text.rfind(part) : text.find(part);
         if (at != text.npos) return number(count_characters(std::string_view(text).substr(0, at)));
-        if (name.ends_with("index")) fail("%s(): substring not found", name.c_str());
+        if (name.ends_with("index")) fail("%s(): substring not found", name);
         return Value::integer(-1);
     }
     if (name == "count") {
@@ -503,7 +501,7 @@ inline std::string formatted_fields(Work& work, const std::string& text, const A
         if (end == text.npos) fail("expected '}' before end of string");
         const std::string field = text.substr(i + 1, end - i - 1);
         if (field.find_first_of("{.[!:") != field.npos)
-            fail("a field like '%s' is not supported", printable(field.substr(0, 60)).c_str());
+            fail("a field like '%s' is not supported", printable(field.substr(0, 60)));
         i = end;
         const bool is_number = !field.empty() && field.find_first_not_of("0123456789") == field.npos;
         if (field.empty() || is_number) {
@@ -515,8 +513,7 @@ inline std::string formatted_fields(Work& work, const std::string& text, const A
             out += str(work, a.positional[index]);
         } else {
             const auto named = std::ranges::find(a.named, field, &std::pair<std::string, Value>::first);
-            if (named == a.named.end())
-                fail("there is no argument '%s'", printable(field.substr(0, 60)).c_str());
+            if (named == a.named.end()) fail("there is no argument '%s'", printable(field.substr(0, 60)));
             out += str(work, named->second);
         }
         work.spend(out.size());
@@ -597,7 +594,7 @@ inline Value list_method(Work& work, const Value& self, const std::string& name,
 }
 
 inline Value call_method(Work& work, const MethodObject& method, const Arguments& a) {
-    const auto name = [&] { return format("%s.%s()", type_name(method.self), method.name.c_str()); };
+    const auto name = [&] { return format("%s.%s()", type_name(method.self), method.name); };
     return about(name, [&] {
         if (method.self.is_string()) return string_method(work, method.self, method.name, a);
         if (method.self.is(Kind::Dict)) return dict_method(work, method.self, method.name, a);
@@ -702,7 +699,7 @@ inline Values sorted(Work& work, const Values& items, const Value& path, bool by
         const Value key = path.is(Kind::None) ? one : follow(work, one, path);
         keyed.emplace_back(key.is_string() && !by_case ? new_string(work, lower(key.text())) : key, one);
     }
-    std::stable_sort(keyed.begin(), keyed.end(), [&](const auto& a, const auto& b) {
+    std::ranges::stable_sort(keyed, [&](const auto& a, const auto& b) {
         work.spend();
         return reverse ? less(work, b.first, a.first) : less(work, a.first, b.first);
     });

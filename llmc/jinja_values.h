@@ -350,7 +350,7 @@ inline const char* type_name(const Value& v) {
 
 // Fails if a value is undefined. Returns it.
 inline const Value& defined(const Value& v) {
-    if (v.is_undefined()) fail("%s", printable(v.why().substr(0, 200)).c_str());
+    if (v.is_undefined()) fail("%s", printable(v.why().substr(0, 200)));
     return v;
 }
 
@@ -486,7 +486,7 @@ class ValueWriter {
     }
     std::string dict(Entries entries) {
         if (style_.sorts_keys)
-            std::stable_sort(entries.begin(), entries.end(), [&](const DictEntry& a, const DictEntry& b) {
+            std::ranges::stable_sort(entries, [&](const DictEntry& a, const DictEntry& b) {
                 return json_key(a.key) < json_key(b.key);
             });
         std::string out = "{";

@@ -32,8 +32,8 @@ struct MatmulAlgorithm {
 
 // The fastest of those measured, the first among equals. There must be at least one.
 inline const MatmulAlgorithm& fastest(const std::vector<MatmulAlgorithm>& measured) {
-    return *std::min_element(measured.begin(), measured.end(),
-                             [](const auto& a, const auto& b) { return a.microseconds < b.microseconds; });
+    return *std::ranges::min_element(
+        measured, [](const auto& a, const auto& b) { return a.microseconds < b.microseconds; });
 }
 
 // The algorithms in a file for one machine. Products are identified by text.
@@ -75,10 +75,10 @@ class MatmulAlgorithms {
     static constexpr int kFormat = 1;
 
     void check(bool good, const std::string& wrong) const {
-        if (!good) fail("%s: %s", path_.c_str(), wrong.c_str());
+        if (!good) fail("%s: %s", path_, wrong);
     }
     MatmulAlgorithm parse(const std::string& product, const nlohmann::json& entry) const {
-        const std::string of = format(" of \"%s\"", printable(product).c_str());
+        const std::string of = format(" of \"%s\"", printable(product));
         auto member = [&](const char* name) {
             check(entry.is_object() && entry.contains(name), format("no \"%s\"", name) + of);
             return entry[name];

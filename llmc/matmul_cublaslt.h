@@ -237,7 +237,7 @@ inline void check_searched(const MatmulAlgorithm& a, const MatmulAlgorithms& fil
                            const Description& description) {
     if (const cublasStatus_t status = description.check(a); status != CUBLAS_STATUS_SUCCESS)
         fail("%s: cuBLASLt refuses the algorithm of \"%s\" (%s); without the file, all are measured anew",
-             file.path().c_str(), key.text().c_str(), cublasLtGetStatusString(status));
+             file.path(), key.text(), cublasLtGetStatusString(status));
 }
 
 // A product without its bias and GELU.
@@ -282,7 +282,7 @@ inline void say_without_library(const Product& p, bool fp32) {
         stderr,
         "cuBLASLt has no algorithm for the product %s: a kernel makes it without tensor cores, at about %.0f "
         "TFLOP/s, %.3g ms each time\n",
-        shape.c_str(), tiled_flops() / 1e12, p.flops() / tiled_flops() * 1e3);
+        shape, tiled_flops() / 1e12, p.flops() / tiled_flops() * 1e3);
 }
 
 inline const Known& known_product(const Key& asked, const Operands& at) {

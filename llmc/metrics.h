@@ -137,7 +137,7 @@ class Metrics {
                 judge(format("a loss of %g and a gradient's norm of %g", loss, norm));
                 throw StepError(
                     format("step %ld: the loss is %g and the gradient's norm %g; the last good save: %s",
-                           step + 1, loss, norm, last_save.c_str()));
+                           step + 1, loss, norm, last_save));
             }
             if (loss != 0 || norm != 0) {  // else no token had a loss
                 if (!first_loss) first_loss = loss;

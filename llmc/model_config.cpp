@@ -57,13 +57,11 @@ void ConfigReader::must_be(const std::string& name, std::initializer_list<nlohma
     if (!has(name)) return;
     for (const nlohmann::json& value : allowed)
         if (json_[name] == value) return;
-    fail("%s: '%s' is %s; only %s is supported", file_.c_str(), name.c_str(), shown(json_[name]).c_str(),
-         allowed.begin()->dump().c_str());
+    fail("%s: '%s' is %s; only %s is supported", file_, name, shown(json_[name]), allowed.begin()->dump());
 }
 
 void ConfigReader::refuse(const std::string& name, const std::string& needed) const {
-    fail("%s: '%s' is %s, but must be %s", file_.c_str(), printable(name).c_str(), shown(json_[name]).c_str(),
-         needed.c_str());
+    fail("%s: '%s' is %s, but must be %s", file_, printable(name), shown(json_[name]), needed);
 }
 
 std::vector<int> ConfigReader::tokens(const std::string& name, int vocabulary) const {
@@ -85,6 +83,6 @@ ConfigReader ConfigReader::object(const std::string& name) const {
 }
 
 const nlohmann::json& ConfigReader::required(const std::string& name) const {
-    if (!has(name)) fail("%s: '%s' is missing", file_.c_str(), name.c_str());
+    if (!has(name)) fail("%s: '%s' is missing", file_, name);
     return json_[name];
 }

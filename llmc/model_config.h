@@ -108,7 +108,7 @@ constexpr int kMostMlpWidth = 1 << 22;
 class ConfigReader {
   public:
     ConfigReader(const nlohmann::json& json, const std::string& file) : json_(json), file_(file) {
-        if (!json.is_object()) fail("%s: not a JSON object", file.c_str());
+        if (!json.is_object()) fail("%s: not a JSON object", file);
     }
     const std::string& file() const { return file_; }
     // A key that is null counts as absent.

@@ -202,7 +202,7 @@ void refuse_unsupported(const char* option, const std::string& name) {
     if (what.empty() && !find_known_model(name)) what = spelling_in(words_of_model(name), kOtherFamilies);
     if (what.empty()) return;
     fail("%s %s: %s is not supported; there are %s, and --model list prints the models that a plan knows",
-         option, name.c_str(), what.c_str(), family_names().c_str());
+         option, name, what, family_names());
 }
 
 std::string find_on_hub(const char* option, const std::string& text, bool resumes,
@@ -211,22 +211,22 @@ std::string find_on_hub(const char* option, const std::string& text, bool resume
     const std::string folder = hub_snapshot(text, revision);
     if (folder.empty() && resumes) return text;
     if (folder.empty() && (text.ends_with(".gguf") || file_exists(text.substr(0, text.find('/')))))
-        fail("%s %s: there is no such file or folder", option, text.c_str());
+        fail("%s %s: there is no such file or folder", option, text);
     if (folder.empty() && std::string_view(option) == "--model") refuse_unsupported(option, text);
     if (folder.empty())
         fail(
             "%s %s: there is no such folder, and no such model in %s: `hf download %s` gets it if Hugging "
             "Face has it",
-            option, text.c_str(), hub_cache().c_str(), text.c_str());
+            option, text, hub_cache(), text);
     if (file_exists(folder + "/config.json") || file_exists(folder + "/adapter_config.json")) return folder;
     std::vector<std::string> ggufs;
     for (const std::string& file : list_folder(folder))
         if (file.ends_with(".gguf")) ggufs.push_back(file);
-    std::sort(ggufs.begin(), ggufs.end());
+    std::ranges::sort(ggufs);
     if (ggufs.size() == 1) return folder + "/" + ggufs[0];
-    if (ggufs.empty()) fail("%s %s: %s has no config.json", option, text.c_str(), folder.c_str());
-    fail("%s %s: %s has %zu GGUF files: give the path of one, such as %s/%s", option, text.c_str(),
-         folder.c_str(), ggufs.size(), folder.c_str(), ggufs[0].c_str());
+    if (ggufs.empty()) fail("%s %s: %s has no config.json", option, text, folder);
+    fail("%s %s: %s has %zu GGUF files: give the path of one, such as %s/%s", option, text, folder,
+         ggufs.size(), folder, ggufs[0]);
 }
 
 const KnownModel* known_shape(const std::string& name) {

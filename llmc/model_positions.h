@@ -213,8 +213,7 @@ inline void grow_positions(ModelConfig& c, int positions) {
 inline void lengthen(ModelConfig& c, const std::string& rope_scaling, int positions, bool is_new) {
     if (is_new && (!rope_scaling.empty() || positions > 0))
         fail("%s is for a model that was trained; a new one has the positions of its --seq-len",
-             rope_scaling.empty() ? format("--positions %d", positions).c_str()
-                                  : ("--rope-scaling " + rope_scaling).c_str());
+             rope_scaling.empty() ? format("--positions %d", positions) : ("--rope-scaling " + rope_scaling));
     if (!rope_scaling.empty()) scale_rope(c, rope_scaling);
     if (positions > 0) grow_positions(c, positions);
 }
@@ -223,7 +222,7 @@ inline void lengthen(ModelConfig& c, const std::string& rope_scaling, int positi
 inline void print_longer_positions(FILE* to, const ModelConfig& c, const std::string& rope_scaling,
                                    bool beside) {
     if (!rope_scaling.empty())
-        print(to, "--rope-scaling %s: sequences of up to %d tokens\n", rope_scaling.c_str(), c.longest());
+        print(to, "--rope-scaling %s: sequences of up to %d tokens\n", rope_scaling, c.longest());
     if (c.grown_from > 0)
         print(to,
               "--positions %d: row j of the learned positions is that at j x %d / %d of the %d trained, "

@@ -47,7 +47,7 @@ constexpr StreamedKind kStreamedBlocks = {Transfer::StreamedBlock, "streamed_blo
 inline std::vector<int> numbers_in_order(int count, From from = From::First) {
     std::vector<int> blocks(static_cast<size_t>(count));
     std::iota(blocks.begin(), blocks.end(), 0);
-    if (from == From::Last) std::reverse(blocks.begin(), blocks.end());
+    if (from == From::Last) std::ranges::reverse(blocks);
     return blocks;
 }
 

@@ -68,8 +68,8 @@ class DiskStorage : public OffloadStorage {
     DiskStorage(const std::string& folder, uint64_t bytes, const char* option)
         : folder_(folder), option_(option), file_(make()), queue_(nullptr) {
         if (const int error = posix_fallocate(file_.fd(), 0, static_cast<off_t>(whole_sectors(bytes))); error)
-            fail("%s: %s cannot be had in %s (TMPDIR names another folder): %s", option,
-                 size_text(bytes).c_str(), folder.c_str(), write_error(error).c_str());
+            fail("%s: %s cannot be had in %s (TMPDIR names another folder): %s", option, size_text(bytes),
+                 folder, write_error(error));
         taken_ = stamp_of(file_.fd(), folder).bytes;
         working_file_bytes += taken_;
     }
@@ -116,7 +116,7 @@ class DiskStorage : public OffloadStorage {
         const int fd = make_nameless_file(folder_, O_DIRECT);
         if (fd < 0)
             fail("%s: no file past the page cache can be made in %s (TMPDIR names another folder): %s",
-                 option_, folder_.c_str(), std::strerror(errno));
+                 option_, folder_, std::strerror(errno));
         return fd;
     }
     // Cuts the range of `bytes` bytes at `at` into pieces, each in whole sectors. Calls f(sector, length,
@@ -145,8 +145,7 @@ class DiskStorage : public OffloadStorage {
         }
     }
     [[noreturn]] void fail_to(const char* action) const {
-        fail("%s: what %s keeps there cannot be %s: %s", folder_.c_str(), option_, action,
-             std::strerror(errno));
+        fail("%s: what %s keeps there cannot be %s: %s", folder_, option_, action, std::strerror(errno));
     }
 
     const std::string folder_;

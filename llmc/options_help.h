@@ -87,7 +87,7 @@ inline std::string help_of(const CLI::Option& option, bool briefly) {
     if (shown != text.npos && text.size() - shown < kHelpColumns / 3)
         std::replace(text.begin() + static_cast<std::ptrdiff_t>(shown), text.end(), ' ', kNoBreak);
     std::string lines = wrapped(lead, text, kHelpIndent);
-    std::replace(lines.begin(), lines.end(), kNoBreak, ' ');
+    std::ranges::replace(lines, kNoBreak, ' ');
     return lines;
 }
 
@@ -169,9 +169,8 @@ struct Completed {
 inline std::vector<std::string> choices_in(const std::string& value) {
     std::vector<std::string> words;
     for (const std::string& word : CLI::detail::split(value, '|')) {
-        const bool plain = std::all_of(word.begin(), word.end(), [](unsigned char c) {
-            return std::islower(c) || std::isdigit(c) || c == '-';
-        });
+        const bool plain = std::ranges::all_of(
+            word, [](unsigned char c) { return std::islower(c) || std::isdigit(c) || c == '-'; });
         if (plain && !word.empty()) words.push_back(word);
     }
     return words;

@@ -258,7 +258,7 @@ class WordReader {
     // The setting of an option's name as it was written. Fails if there is none, with the nearest name.
     std::string find(const std::string& written) const {
         std::string name = written;
-        std::replace(name.begin(), name.end(), '_', '-');
+        std::ranges::replace(name, '_', '-');
         for (const Alias& alias : kAliases)
             if (has_word(alias.names, name)) return alias.setting;
         if (name.find('.') == name.npos && option(name)) return name;
@@ -385,7 +385,7 @@ class WordReader {
     }
     std::string find_key(const KeyedOption& keyed, const std::string& written, const std::string& key) const {
         std::string name = key;
-        std::replace(name.begin(), name.end(), '_', '-');
+        std::ranges::replace(name, '_', '-');
         const std::string setting = std::string(keyed.name) + "." + name;
         if (option(setting)) return setting;
         const std::vector<std::string> keys = keys_of(keyed.name);

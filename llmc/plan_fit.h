@@ -195,7 +195,7 @@ inline std::vector<Profile> profiles_of(Fit& fit, Rehearsals& rehearsals) {
                 workspaces.push_back(plan.workspace);
                 if (level == kLastLevel) p.waited_seconds = seconds_waited(phases_of(plan, rehearsals.rates));
             }
-            least_workspace = *std::min_element(workspaces.begin(), workspaces.end());
+            least_workspace = *std::ranges::min_element(workspaces);
             for (size_t level = 0; level < workspaces.size(); level++)
                 for (Segment& part : p.levels[level])
                     if (!part.block.empty())
@@ -321,7 +321,7 @@ inline std::string in_words(const std::string& name) {
     if (name == "m" || name == "v") return "the optimizer's state " + name;
     if (name == "master") return "the master copy of the weights";
     std::string words = name;
-    std::replace(words.begin(), words.end(), '_', ' ');
+    std::ranges::replace(words, '_', ' ');
     return words;
 }
 

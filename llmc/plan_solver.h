@@ -99,8 +99,7 @@ inline double moving_seconds(const Plan& plan, const std::vector<Segment>& segme
     const double seconds =
         std::max({of(Route::DiskRead) + of(Route::DiskWrite), of(Route::FromHost), of(Route::ToHost),
                   of(Route::HostUpdate), of(Route::ToRanks), of(Route::ToMachines)});
-    const auto blocks =
-        std::count_if(segments.begin(), segments.end(), [&](const Segment& s) { return is_of(s.block); });
+    const auto blocks = std::ranges::count_if(segments, [&](const Segment& s) { return is_of(s.block); });
     return seconds / static_cast<double>(std::max<ptrdiff_t>(blocks, 1));
 }
 
@@ -150,8 +149,8 @@ inline std::vector<Segment> segments_of(const Plan& plan, const Rates& rates) {
     }
     for (const Take& t : outlive) {
         const std::string_view block = block_range(t.born_at);
-        const auto own = std::find_if(segments.begin(), segments.end(),
-                                      [&](const Segment& s) { return !block.empty() && s.block == block; });
+        const auto own = std::ranges::find_if(
+            segments, [&](const Segment& s) { return !block.empty() && s.block == block; });
         Stretch& s = own == segments.end() ? segments[segments.size() / 2].after : own->inside;
         s = s.then({0, -static_cast<int64_t>(arena_align(t.bytes)), 0});
     }
@@ -230,7 +229,7 @@ struct BlockRun {
     int64_t carried() const { return levels[0].forward.end + levels[0].backward.end; }
     // True if the order of the levels is known.
     bool may_be_longer() const {
-        return carried() == 0 && std::all_of(levels.begin(), levels.end(), [](const BlockStretches& level) {
+        return carried() == 0 && std::ranges::all_of(levels, [](const BlockStretches& level) {
                    return level.forward.end >= 0;
                });
     }
@@ -240,7 +239,7 @@ struct BlockRun {
             return std::pair(-std::max(forward.peak - forward.end, left + backward.peak), forward.end);
         };
         for (size_t k = 0; k < levels.size(); k++) order.push_back(k);
-        std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return rank(a) < rank(b); });
+        std::ranges::stable_sort(order, [&](size_t a, size_t b) { return rank(a) < rank(b); });
     }
 };
 

@@ -34,8 +34,7 @@ struct Timeline {
 static std::vector<std::string> timeline_kinds(const MemoryReport& report, const Plan& update) {
     std::vector<std::string> kinds;
     const auto add = [&](const std::string& kind) {
-        if (kind != "workspace" && std::find(kinds.begin(), kinds.end(), kind) == kinds.end())
-            kinds.push_back(kind);
+        if (kind != "workspace" && std::ranges::find(kinds, kind) == kinds.end()) kinds.push_back(kind);
     };
     for (const auto& b : report.buffers) add(b.kind);
     for (const char* kind : {"activation", "gradient"}) add(kind);
@@ -67,7 +66,7 @@ static std::vector<size_t> append_plan(Timeline& timeline, const Plan& plan, con
         moments.push_back({plan.takes[i].born, 1, i, "take"});
         moments.push_back({plan.takes[i].dies, 1, i, "release"});
     }
-    std::stable_sort(moments.begin(), moments.end(), [](const Moment& a, const Moment& b) {
+    std::ranges::stable_sort(moments, [](const Moment& a, const Moment& b) {
         return a.time != b.time ? a.time < b.time : a.second < b.second;
     });
     std::vector<size_t> operations;
@@ -80,7 +79,7 @@ static std::vector<size_t> append_plan(Timeline& timeline, const Plan& plan, con
         } else {
             const Take& t = plan.takes[m.index];
             const bool born = m.time == t.born;
-            const auto kind = std::find(timeline.kinds.begin(), timeline.kinds.end(), t.kind);
+            const auto kind = std::ranges::find(timeline.kinds, t.kind);
             size_t& bytes = live[static_cast<size_t>(kind - timeline.kinds.begin())];
             bytes = born ? bytes + arena_align(t.bytes) : bytes - arena_align(t.bytes);
             range = born ? t.born_at : t.dies_at;
@@ -130,8 +129,8 @@ static void append_bars(Timeline& timeline, const Plan& plan, const std::string&
         });
     // The position in the events at a time. While computing waits, it is that of the next operation.
     const auto at_time = [&](double seconds) {
-        const auto now = std::find_if(computed.begin(), computed.end(),
-                                      [&](const Computed& c) { return c.at + c.seconds > seconds; });
+        const auto now =
+            std::ranges::find_if(computed, [&](const Computed& c) { return c.at + c.seconds > seconds; });
         const double begun = now == computed.end() ? 0 : std::max(0.0, (seconds - now->at) / now->seconds);
         return event_of(static_cast<size_t>(now - computed.begin())) + begun;
     };

@@ -102,8 +102,7 @@ inline void check_blocks_finite(const WeightFormat& format, const unsigned char*
     const auto number = first + block;
     const std::string where = format.block == 1 ? ::format("as value %ld", number)
                                                 : ::format("in block %ld of %d values", number, format.block);
-    fail("%s: tensor \"%s\" has a number that is not finite %s", file.c_str(), printable(tensor).c_str(),
-         where.c_str());
+    fail("%s: tensor \"%s\" has a number that is not finite %s", file, printable(tensor), where);
 }
 
 // Checks a tensor on disk, reading it piece by piece.

@@ -167,7 +167,7 @@ inline std::vector<float> make_dynamic_map() {
             map.push_back(power * mean), map.push_back(-power * mean);
         }
     }
-    std::sort(map.begin(), map.end());
+    std::ranges::sort(map);
     return map;
 }
 

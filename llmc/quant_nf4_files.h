@@ -42,36 +42,34 @@ struct Nf4State {
 // above.
 inline Nf4State parse_nf4_state(std::string_view text, const std::string& where) {
     const nlohmann::json json = parse_json(text, where);
-    if (!json.is_object()) fail("%s is not a JSON object", where.c_str());
+    if (!json.is_object()) fail("%s is not a JSON object", where);
     const auto value = [&](const char* key) {
         const auto found = json.find(key);
-        if (found == json.end()) fail("%s: \"%s\" is missing", where.c_str(), key);
+        if (found == json.end()) fail("%s: \"%s\" is missing", where, key);
         return *found;
     };
     const auto require = [&](const char* key, const nlohmann::json& wanted) {
         if (const nlohmann::json is = value(key); is != wanted)
-            fail("%s: \"%s\" is %s; only %s is supported", where.c_str(), key, printable(is.dump()).c_str(),
-                 wanted.dump().c_str());
+            fail("%s: \"%s\" is %s; only %s is supported", where, key, printable(is.dump()), wanted.dump());
     };
     for (const auto& [key, unused] : json.items()) {
         constexpr const char* kKnown =
             "quant_type blocksize dtype shape nested_blocksize nested_dtype nested_offset";
-        if (!has_word(kKnown, key))
-            fail("%s: \"%s\" is not supported", where.c_str(), printable(key).c_str());
+        if (!has_word(kKnown, key)) fail("%s: \"%s\" is not supported", where, printable(key));
     }
     require("quant_type", "nf4");
     require("blocksize", kNf4Block);
     Nf4State state;
     const nlohmann::json dtype = value("dtype"), shape = value("shape");
     if (dtype != "bfloat16" && dtype != "float16" && dtype != "float32")
-        fail("%s: \"dtype\" is %s, but must be \"bfloat16\", \"float16\" or \"float32\"", where.c_str(),
-             printable(dtype.dump()).c_str());
+        fail("%s: \"dtype\" is %s, but must be \"bfloat16\", \"float16\" or \"float32\"", where,
+             printable(dtype.dump()));
     state.dtype = dtype.get<std::string>();
     const auto is_size = [](const nlohmann::json& dim) {
         return dim.is_number_unsigned() && dim.get<uint64_t>() > 0 && dim.get<uint64_t>() <= INT32_MAX;
     };
     if (!shape.is_array() || shape.size() != 2 || !is_size(shape[0]) || !is_size(shape[1]))
-        fail("%s: \"shape\" is %s, but must be two sizes", where.c_str(), printable(shape.dump()).c_str());
+        fail("%s: \"shape\" is %s, but must be two sizes", where, printable(shape.dump()));
     state.rows = shape[0].get<int64_t>(), state.columns = shape[1].get<int64_t>();
     for (const char* key : {"nested_blocksize", "nested_dtype", "nested_offset"})
         state.is_double |= json.contains(key);
@@ -81,18 +79,17 @@ inline Nf4State parse_nf4_state(std::string_view text, const std::string& where)
     const nlohmann::json offset = value("nested_offset");
     state.nested_offset = offset.is_number() ? offset.get<float>() : NAN;
     if (!std::isfinite(state.nested_offset))
-        fail("%s: \"nested_offset\" is %s, but must be a number", where.c_str(),
-             printable(offset.dump()).c_str());
+        fail("%s: \"nested_offset\" is %s, but must be a number", where, printable(offset.dump()));
     return state;
 }
 
 // Writes the JSON that parse_nf4_state() reads, byte for byte as Python's json.dumps writes bitsandbytes'.
 inline std::string nf4_state_json(const Nf4State& state) {
     std::string text = format(R"({"quant_type": "nf4", "blocksize": %d, "dtype": "%s", "shape": [%ld, %ld])",
-                              kNf4Block, state.dtype.c_str(), state.rows, state.columns);
+                              kNf4Block, state.dtype, state.rows, state.columns);
     if (state.is_double)
         text += format(R"(, "nested_blocksize": %d, "nested_dtype": "float32", "nested_offset": %s)",
-                       kNf4NestedBlock, nlohmann::json(double{state.nested_offset}).dump().c_str());
+                       kNf4NestedBlock, nlohmann::json(double{state.nested_offset}).dump());
     return text + "}";
 }
 
@@ -126,12 +123,12 @@ class Nf4File {
     Nf4File(const SafetensorsFolder& folder, const std::string& name) {
         const auto entry = [&](const char* ending) {
             const SafetensorsEntry* found = folder.find(name + ending);
-            if (!found) fail("tensor \"%s\" is missing", printable(name + ending).c_str());
+            if (!found) fail("tensor \"%s\" is missing", printable(name + ending));
             return found;
         };
         const SafetensorsEntry* state = entry(kStateEnding);
         require(*state, "U8", state->bytes);
-        if (state->bytes > 4096) fail("%s has %zu bytes", printable(state->name).c_str(), state->bytes);
+        if (state->bytes > 4096) fail("%s has %zu bytes", printable(state->name), state->bytes);
         std::string text(state->bytes, '\0');
         state->read(0, text.size(), text.data());
         state_ = parse_nf4_state(text, "tensor \"" + printable(state->name) + "\"");
@@ -147,18 +144,16 @@ class Nf4File {
         std::array<float, 16> values;
         parts_[2].entry->read(0, sizeof values, values.data());
         if (values != kNf4Values)
-            fail("tensor \"%s\": its values are not those of NF4", printable(parts_[2].entry->name).c_str());
+            fail("tensor \"%s\": its values are not those of NF4", printable(parts_[2].entry->name));
     }
 
     // True if the folder has this matrix in NF4. Fails naming the format if it is in another format of
     // bitsandbytes'.
     static bool has(const SafetensorsFolder& folder, const std::string& name) {
         if (folder.find(name + ".quant_state.bitsandbytes__fp4"))
-            fail("tensor \"%s\" is quantized as FP4, which is not supported; NF4 is",
-                 printable(name).c_str());
+            fail("tensor \"%s\" is quantized as FP4, which is not supported; NF4 is", printable(name));
         if (folder.find(name.substr(0, name.rfind('.')) + ".SCB"))
-            fail("tensor \"%s\" is quantized as LLM.int8(), which is not supported; NF4 is",
-                 printable(name).c_str());
+            fail("tensor \"%s\" is quantized as LLM.int8(), which is not supported; NF4 is", printable(name));
         return folder.find(name + kStateEnding);
     }
 
@@ -199,16 +194,15 @@ class Nf4File {
 
     static void require(const SafetensorsEntry& entry, const std::string& dtype, size_t bytes) {
         if (entry.dtype != dtype || entry.bytes != bytes)
-            fail("tensor \"%s\" is %zu bytes of %s where %zu of %s are needed", printable(entry.name).c_str(),
-                 entry.bytes, entry.dtype.c_str(), bytes, dtype.c_str());
+            fail("tensor \"%s\" is %zu bytes of %s where %zu of %s are needed", printable(entry.name),
+                 entry.bytes, entry.dtype, bytes, dtype);
     }
 
     // Fails if a scale is not finite.
     static void check_finite(const SafetensorsEntry& entry, const unsigned char* values) {
         const int64_t first = first_not_finite(kStoredF32, values, entry.bytes);
         if (first >= 0)
-            fail("tensor \"%s\" has a scale that is not finite, number %ld", printable(entry.name).c_str(),
-                 first);
+            fail("tensor \"%s\" has a scale that is not finite, number %ld", printable(entry.name), first);
     }
 
     Nf4State state_;
@@ -243,7 +237,7 @@ class FileTensors {
 
     // Writes and syncs the file.
     void write(const std::string& path, Stream stream) {
-        std::sort(all_.begin(), all_.end(), [](const Saved& a, const Saved& b) {
+        std::ranges::sort(all_, [](const Saved& a, const Saved& b) {
             const size_t a_width = file_type_info(a.type).bytes, b_width = file_type_info(b.type).bytes;
             return a_width != b_width ? a_width > b_width : a.name < b.name;
         });

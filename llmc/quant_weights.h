@@ -59,8 +59,7 @@ inline std::vector<StoredAs> parse_stored(const std::vector<std::string>& texts)
             fail(
                 "--base %s: there is no such format; formats are %s, for all linear layers, or for some, as "
                 "in mlp=bf16",
-                printable(text).c_str(),
-                joined(kStorable, ", ", [](const auto& stored) { return stored.first; }).c_str());
+                printable(text), joined(kStorable, ", ", [](const auto& stored) { return stored.first; }));
         all.push_back({text.substr(0, equals), format});
     }
     return all;
@@ -76,7 +75,7 @@ const WeightFormat* stored_format(const std::vector<StoredAs>& stored, const Mod
         if (is_among(c, m, s.target)) format = s.format;
     if (format == &kStoredF32 && !std::is_same_v<T, float>)
         fail("--base: this build computes in bf16, and %s would be stored in fp32: make PRECISION=fp32",
-             m.name.c_str());
+             m.name);
     return format;
 }
 
@@ -88,8 +87,8 @@ inline void check_stored(const std::vector<StoredAs>& stored, const ModelConfig&
             if (!is_among(c, m, s.target)) continue;
             found = true;
             if (s.format == &kQ8_0 && m.inputs % Q8_0::kElements != 0)
-                fail("--base %s=8bit: blocks of %d do not divide the %ld columns of %s; use nf4",
-                     s.target.c_str(), Q8_0::kElements, m.inputs, m.name.c_str());
+                fail("--base %s=8bit: blocks of %d do not divide the %ld columns of %s; use nf4", s.target,
+                     Q8_0::kElements, m.inputs, m.name);
         }
         if (!found) fail_no_layer("--base", s.target, c);
     }
@@ -115,8 +114,7 @@ inline Layout layout_without(const ModelConfig& c, bool matrices, const std::vec
     const auto table_of = [&](int unit) {
         Table table = family_table(c, unit);
         std::erase_if(table, [&](const Row& row) {
-            return (matrices && is_linear(row.field)) ||
-                   std::find(others.begin(), others.end(), row.field) != others.end();
+            return (matrices && is_linear(row.field)) || std::ranges::find(others, row.field) != others.end();
         });
         return table;
     };
@@ -214,7 +212,7 @@ class QuantizedWeights {
     }
     size_t largest_streamed() const {
         const std::vector<size_t> bytes = streamed_bytes();
-        return *std::max_element(bytes.begin(), bytes.end());
+        return *std::ranges::max_element(bytes);
     }
 
     // The parts of a linear layer. Its transfer begins at `block` on the device, or is not there yet (null).
@@ -386,7 +384,7 @@ class QuantizedWeights {
             fail(
                 "tensor \"%s\": its quant_state is of a %ld x %ld matrix in %s where %ld x %ld in %s are "
                 "needed",
-                m.name.c_str(), s.rows, s.columns, file.format().name, m.module.outputs, m.module.inputs,
+                m.name, s.rows, s.columns, file.format().name, m.module.outputs, m.module.inputs,
                 m.format->name);
         m.dtype = s.dtype;
         for (const auto& [name, entry] : files.entries())
@@ -446,14 +444,14 @@ class QuantizedWeights {
 inline const WeightFormat& format_of(const SafetensorsEntry& tensor, const std::string& folder) {
     for (const WeightFormat* format : {&kStoredF32, &kStoredF16, &kStoredBf16})
         if (tensor.dtype == format->file_type) return *format;
-    fail("%s: tensor \"%s\" has dtype %s where F32, F16 or BF16 is needed", folder.c_str(),
-         printable(tensor.name).c_str(), tensor.dtype.c_str());
+    fail("%s: tensor \"%s\" has dtype %s where F32, F16 or BF16 is needed", folder, printable(tensor.name),
+         tensor.dtype);
 }
 
 // The format of a GGUF tensor. Fails if it is not supported.
 inline const WeightFormat& format_of(const GgufTensor& tensor) {
     if (const WeightFormat* format = find_ggml_format(tensor.type->number)) return *format;
-    fail("%s: tensor \"%s\" is %s, which is not supported", tensor.file->path().c_str(), tensor.name.c_str(),
+    fail("%s: tensor \"%s\" is %s, which is not supported", tensor.file->path(), tensor.name,
          tensor.type->name);
 }
 

@@ -50,7 +50,7 @@ struct Rank {
         return cores * on_this_machine <= all ? cores : std::max(1, cores / on_this_machine);
     }
     // "rank 3 (host b)", for messages.
-    std::string text() const { return format("rank %d (host %s)", number, host_name().c_str()); }
+    std::string text() const { return format("rank %d (host %s)", number, host_name()); }
 };
 
 // A whole number in an environment variable; nothing if there is none.
@@ -163,7 +163,7 @@ inline std::string remark_on_shared_memory() {
     const std::optional<size_t> free = free_disk_bytes("/dev/shm");
     if (!free || *free > size_t{256} << 20) return "";
     return format("; /dev/shm has %s free, which may be too little: docker run --shm-size=1g gives more",
-                  size_text(*free).c_str());
+                  size_text(*free));
 }
 
 // In a rank that --devices has started: stdout and stderr as MPI's launcher made them. What MPI's libraries

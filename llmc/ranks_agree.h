@@ -45,8 +45,7 @@ inline RankFacts facts_of(const RunConfig& o, const RunInputs& in, const MemoryR
 // none.
 inline std::string first_difference(const RankFacts& own, const RankFacts& first) {
     const auto find = [](const RankFacts& facts, const std::string& name) {
-        const auto at =
-            std::find_if(facts.begin(), facts.end(), [&](const auto& fact) { return fact.first == name; });
+        const auto at = std::ranges::find_if(facts, [&](const auto& fact) { return fact.first == name; });
         return at == facts.end() ? std::string("not given") : at->second;
     };
     for (const RankFacts* facts : {&own, &first})
@@ -80,7 +79,7 @@ inline void check_ranks_agree(Exchange& exchange, const Rank& rank, const RankFa
     for (const auto& [name, value] : own) text += name + '\x1f' + value + '\x1e';
     const auto lengths = exchange.gather(std::vector<uint64_t>{text.size()});
     std::string padded = text;
-    padded.resize(*std::max_element(lengths.begin(), lengths.end()));
+    padded.resize(*std::ranges::max_element(lengths));
     const auto all = exchange.gather(std::vector<char>(padded.begin(), padded.end()));
     const std::string first_text(all.data(), lengths[0]);
     if (text != first_text) {
@@ -91,7 +90,7 @@ inline void check_ranks_agree(Exchange& exchange, const Rank& rank, const RankFa
                                first_text.substr(middle + 1, end - middle - 1));
             begin = end + 1;
         }
-        fail("%s", first_difference(own, first).c_str());
+        fail("%s", first_difference(own, first));
     }
     for (size_t r = 0; r < lengths.size(); r++)
         if (first_text.compare(0, std::string::npos, all.data() + r * padded.size(), lengths[r]) != 0) {

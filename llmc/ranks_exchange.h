@@ -132,7 +132,7 @@ class Exchange {
     // The largest of all ranks' numbers, so that all take the same decision.
     int largest(int number) {
         const auto all = gather(std::vector<int>{number});
-        return *std::max_element(all.begin(), all.end());
+        return *std::ranges::max_element(all);
     }
     // The sum, in order, of terms that the ranks computed in turn: term i is that of rank i % ranks.
     float sum_in_turn(const std::vector<float>& own) {

@@ -48,7 +48,7 @@ class SharedHostMemory {
         engine_.gather(error, rank_.count);  // the first rank closes its file when all have opened it
         if (error)
             fail("--offload: the GPUs of a machine share %s of its memory, and this rank cannot open it: %s",
-                 size_text(bytes).c_str(), std::strerror(error));
+                 size_text(bytes), std::strerror(error));
         return {static_cast<char*>(at), bytes};
     }
 
@@ -56,8 +56,8 @@ class SharedHostMemory {
     static int make(size_t bytes) {
         const int fd = memfd_create("llmc-weights", MFD_CLOEXEC);
         if (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)))
-            fail("--offload: %s of memory for the GPUs of a machine cannot be made: %s",
-                 size_text(bytes).c_str(), std::strerror(errno));
+            fail("--offload: %s of memory for the GPUs of a machine cannot be made: %s", size_text(bytes),
+                 std::strerror(errno));
         return fd;
     }
 

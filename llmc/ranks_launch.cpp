@@ -296,7 +296,7 @@ static std::string where_it_was() {
     return run_page && *run_page->where ? std::string(" ") + run_page->where : "";
 }
 static std::string ended_by(int signal) {
-    return format("was ended by signal %d (%s)%s", signal, strsignal(signal), where_it_was().c_str());
+    return format("was ended by signal %d (%s)%s", signal, strsignal(signal), where_it_was());
 }
 
 // The first paragraph of what MPI's launcher said, in one line. Rules of dashes, and lines about errors
@@ -347,7 +347,7 @@ static std::string why_ranks_ended(const std::string& said, int code) {
     const std::string how = ended->signal
                                 ? ended_by(ended->signal)
                                 : format("ended with exit code %d", ended->exit_code) + where_it_was();
-    return format("%s (host %s) %s", who.c_str(), host_name().c_str(), how.c_str());
+    return format("%s (host %s) %s", who, host_name(), how);
 }
 
 // In the child process: becomes MPI's launcher, which starts this program again as the ranks.
@@ -459,17 +459,17 @@ static int exit_code_of_ranks(const MpirunEnd& end, int count, const std::string
     if (rank_exit_code && !(stopped_by && rank_exit_code > 128)) return rank_exit_code;
     if (end.was_stuck && !ended_rank(end.said)) {  // the starter has ended it, so its status tells nothing
         if (end.lost)
-            fail("--devices %d: rank %d (host %s) ended without a word%s", count, *end.lost,
-                 host_name().c_str(), where_it_was().c_str());
+            fail("--devices %d: rank %d (host %s) ended without a word%s", count, *end.lost, host_name(),
+                 where_it_was());
         return stopped_by ? 128 + stopped_by : 0;
     }
     const int code = WIFSIGNALED(end.status) ? 128 + WTERMSIG(end.status) : WEXITSTATUS(end.status);
     if (stopped_by && code) return 128 + stopped_by;
     if (WIFSIGNALED(end.status) && !end.was_stuck)
-        fail("--devices %d: MPI's launcher %s", count, ended_by(WTERMSIG(end.status)).c_str());
+        fail("--devices %d: MPI's launcher %s", count, ended_by(WTERMSIG(end.status)));
     if (code == 127 && end.said.empty())
-        fail("--devices %d: there is no %s: make deps installs it (openmpi-bin)", count, mpirun.c_str());
-    if (code) fail("--devices %d: %s", count, why_ranks_ended(end.said, code).c_str());
+        fail("--devices %d: there is no %s: make deps installs it (openmpi-bin)", count, mpirun);
+    if (code) fail("--devices %d: %s", count, why_ranks_ended(end.said, code));
     return 0;
 }
 
@@ -477,17 +477,17 @@ static int exit_code_of_ranks(const MpirunEnd& end, int count, const std::string
 static void check_files_of_mpi(const MpirunCommand& command, int count) {
     if (file_size_limit() < command.largest_file)
         fail("--devices %d: MPI's files take up to %s, and ulimit -f allows %lu bytes", count,
-             size_text(command.largest_file).c_str(), file_size_limit());
+             size_text(command.largest_file), file_size_limit());
     if (command.temporary_bytes == 0) return;
     const char* const named = getenv("TMPDIR");
     const std::string folder = named && *named ? named : "/tmp";
     const std::optional<size_t> free = free_disk_bytes(folder);
     if (!free)
         fail("--devices %d: MPI's launcher has no folder for its files: %s: %s (TMPDIR names another one)",
-             count, folder.c_str(), strerror(errno));
+             count, folder, strerror(errno));
     if (*free < command.temporary_bytes)
         fail("--devices %d: MPI's launcher needs %s in %s, and %s are free (TMPDIR names another folder)",
-             count, size_text(command.temporary_bytes).c_str(), folder.c_str(), size_text(*free).c_str());
+             count, size_text(command.temporary_bytes), folder, size_text(*free));
 }
 
 int launch_ranks(int count, char** argv) {
@@ -512,7 +512,7 @@ int launch_ranks(int count, char** argv) {
 std::unique_ptr<RankEngine> begin_rank(const Rank& rank, FILE* errors) {
     tell_starter_of(rank);
     auto engine = connect_ranks(rank, [&rank, errors](RankEngine& lost_by, const std::string& line) {
-        print(errors, "train: %s\n", (rank.is_first() ? line : rank.text() + ": " + line).c_str());
+        print(errors, "train: %s\n", (rank.is_first() ? line : rank.text() + ": " + line));
         tell_starter_exit_code(2);
         lost_by.end_all(2);
         _exit(2);

@@ -121,8 +121,8 @@ class SignsOfLife {
         std::string all;
         for_each_peer([&](const Peer& p, int r) {
             if (p.is_lost)
-                all += format("%srank %d (host %s)", all.empty() ? "" : ", ", r,
-                              hosts_[static_cast<size_t>(r)].c_str());
+                all +=
+                    format("%srank %d (host %s)", all.empty() ? "" : ", ", r, hosts_[static_cast<size_t>(r)]);
         });
         return all;
     }
@@ -339,7 +339,7 @@ class MpiEngine : public RankEngine {
         const int here = rank_.on_this_machine;
         const bool fits = rank_.count % here == 0 && rank_.number % here == rank_.number_on_this_machine;
         const auto all = gather_values(fits ? here : 0);
-        return std::all_of(all.begin(), all.end(), [&](int theirs) { return theirs == here && fits; });
+        return std::ranges::all_of(all, [&](int theirs) { return theirs == here && fits; });
     }
 
     // Begins to move the bytes of a step: the requests are in `requests`.
@@ -394,7 +394,7 @@ class MpiEngine : public RankEngine {
             return;
         }
         if (now - last_without_fault_ > (1 + std::min(rank_.number, 10)) * std::chrono::milliseconds(300))
-            on_lost_(*this, format("%s, %s", fault.c_str(), where_text(where_).c_str()));
+            on_lost_(*this, format("%s, %s", fault, where_text(where_)));
     }
     void abort_if_asked() {
         if (const int code = end_code_; code != kGoesOn) abort(code);
@@ -417,8 +417,8 @@ class MpiEngine : public RankEngine {
         const std::string lost = signs_.lost_ranks();
         if (lost.empty()) return;
         const std::lock_guard lock(mutex_);
-        on_lost_(*this, format("no sign of life from %s for %.0f s (--advanced patience), %s", lost.c_str(),
-                               patience_.load(), where_text(where_).c_str()));
+        on_lost_(*this, format("no sign of life from %s for %.0f s (--advanced patience), %s", lost,
+                               patience_.load(), where_text(where_)));
     }
 
     // MPI moves bytes only while a thread is inside one of its calls, so a worker thread makes all of them,

@@ -127,13 +127,13 @@ struct Nccl {
     const char* (*const error_text)(int) = function("ncclGetErrorString");
 
     void check(int result, const char* what) const {
-        if (const std::string fault = fault_text(result, what); !fault.empty()) fail("%s", fault.c_str());
+        if (const std::string fault = fault_text(result, what); !fault.empty()) fail("%s", fault);
     }
     // What a result that is an error means, for `what`; an empty text if it is none.
     std::string fault_text(int result, const char* what) const {
         if (result == kSuccess || result == kInProgress) return "";
         return format("NCCL: %s: %s (NCCL_DEBUG=INFO prints more)%s", what, error_text(result),
-                      remark_on_shared_memory().c_str());
+                      remark_on_shared_memory());
     }
 
   private:
@@ -148,7 +148,7 @@ struct Nccl {
         fail(
             "--devices: NCCL cannot be loaded: %s: install libnccl2, or nvidia-nccl-cu%d by pip, and set "
             "NCCL_LIBRARY to the path of libnccl.so.2 if it is in no usual place",
-            reason.c_str(), CUDART_VERSION / 1000);
+            reason, CUDART_VERSION / 1000);
     }
     LoadedFunction function(const char* name) const {
         const LoadedFunction found = {dlsym(library, name)};
@@ -201,7 +201,7 @@ inline std::string own_gpu_text() {
     CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
     char bus[32] = "";
     CUDA_CHECK(cudaDeviceGetPCIBusId(bus, sizeof bus, 0));
-    return format("%s\n%s on %s", properties.name, bus, host_name().c_str());
+    return format("%s\n%s on %s", properties.name, bus, host_name());
 }
 
 // Fails if two ranks have the same GPU; says so on the first rank if their GPUs differ in kind.
@@ -213,15 +213,14 @@ inline void check_gpus_differ(RankEngine& engine, const Rank& rank) {
     for (int r = 0; r < rank.count; r++)
         for (int other = 0; other < r; other++) {
             if (gpu(r)[1] == gpu(other)[1])
-                fail("ranks %d and %d have the same GPU (%s): each rank needs its own", other, r,
-                     gpu(r)[1].c_str());
+                fail("ranks %d and %d have the same GPU (%s): each rank needs its own", other, r, gpu(r)[1]);
         }
     for (int r = 1; r < rank.count && rank.is_first(); r++)
         if (gpu(r)[0] != gpu(0)[0]) {
             print(stderr,
                   "rank %d has a %s and rank 0 a %s: every step takes as long as on the slowest GPU, and "
                   "what fits is what fits on the smallest\n",
-                  r, gpu(r)[0].c_str(), gpu(0)[0].c_str());
+                  r, gpu(r)[0], gpu(0)[0]);
             return;
         }
 }

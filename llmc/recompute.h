@@ -72,22 +72,21 @@ inline std::vector<int> parse_levels(const std::string& text, const std::vector<
         start = end + 1;
         if (part.empty())
             fail("%s '%s' has an empty part; it takes one of %s, or several with counts, as in %s:1,%s:2",
-                 option, text.c_str(), known.c_str(), names.front().c_str(), names.back().c_str());
-        const auto level = std::find(names.begin(), names.end(), name);
-        if (level == names.end())
-            fail("%s %s: no level '%s'; there are %s", option, text.c_str(), name.c_str(), known.c_str());
+                 option, text, known, names.front(), names.back());
+        const auto level = std::ranges::find(names, name);
+        if (level == names.end()) fail("%s %s: no level '%s'; there are %s", option, text, name, known);
         const std::string digits =
             only ? std::to_string(layers) : part.substr(std::min(name.size() + 1, part.size()));
         int count = 0;
         const auto [stop, error] = std::from_chars(digits.data(), digits.data() + digits.size(), count);
         if (error != std::errc() || stop != digits.data() + digits.size() || count < 1)
-            fail("%s %s: '%s' needs a count of layers, a positive integer, as in %s:%d", option, text.c_str(),
-                 part.c_str(), name.c_str(), layers);
+            fail("%s %s: '%s' needs a count of layers, a positive integer, as in %s:%d", option, text, part,
+                 name, layers);
         sum += count;
         if (sum <= layers)
             levels.insert(levels.end(), static_cast<size_t>(count), static_cast<int>(level - names.begin()));
     }
-    if (sum != layers) fail("%s %s is for %ld layers; the model has %d", option, text.c_str(), sum, layers);
+    if (sum != layers) fail("%s %s is for %ld layers; the model has %d", option, text, sum, layers);
     return levels;
 }
 

@@ -75,12 +75,11 @@ class ModelExport : public FinishedModel {
         try {
             write(plan, read_state);
         } catch (const UserError& error) {
-            fail_and_keep(format("--export %s: %s", o_.export_file.c_str(), error.what()),
-                          "--export FILE exports it", "what was trained", o_.export_file, trained, latest);
+            fail_and_keep(format("--export %s: %s", o_.export_file, error.what()), "--export FILE exports it",
+                          "what was trained", o_.export_file, trained, latest);
         }
         if (o_.rank.is_first())
-            print(o_.notes(), "exported the %s in %s as %s\n", o_.export_part.c_str(), type().name,
-                  o_.export_file.c_str());
+            print(o_.notes(), "exported the %s in %s as %s\n", o_.export_part, type().name, o_.export_file);
     }
 
   private:
@@ -140,7 +139,7 @@ class ModelExport : public FinishedModel {
                     const int64_t bad = encode_ggml(*find_ggml_format(t.type->number), encoded.data(),
                                                     values.data(), static_cast<int64_t>(values.size()));
                     if (bad >= 0)
-                        fail("%s has %g, which F16 cannot hold: bf16 or f32 can", t.from.c_str(),
+                        fail("%s has %g, which F16 cannot hold: bf16 or f32 can", t.from,
                              double{values[static_cast<size_t>(bad)]});
                     writer.append(encoded.data(), encoded.size());
                 });

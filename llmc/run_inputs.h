@@ -790,7 +790,7 @@ inline bool RunInputs::ends_text(int token) const {
 inline bool RunInputs::ends_text_by_files(int token) const {
     const std::vector<int>& stops = config.stops;
     if (stops.empty()) return tokenizer && token == tokenizer->end_of_text();
-    return std::find(stops.begin(), stops.end(), token) != stops.end();
+    return std::ranges::find(stops, token) != stops.end();
 }
 
 inline bool RunInputs::samples() const {

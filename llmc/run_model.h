@@ -43,7 +43,7 @@ StateOptions state_options(const RunConfig& o) {
         fail(
             "--state-formats master=%s completes bf16 weights, and this build's are fp32: make "
             "PRECISION=bf16",
-            o.master.c_str());
+            o.master);
     StateOptions s;
     s.training = o.steps > 0;
     s.gradients = !o.update_in_backward;
@@ -205,7 +205,7 @@ class RunModel {
         const Tensor<uint8_t> buffer = arena.take<uint8_t>("quantized_rows", {kBuffer});
         if (arena.rehearsing()) return;
         load_weights(state, *in_.gguf, stream, [&](size_t bytes) {
-            if (bytes > static_cast<size_t>(kBuffer)) fail("%s: a row of %zu bytes", o_.model.c_str(), bytes);
+            if (bytes > static_cast<size_t>(kBuffer)) fail("%s: a row of %zu bytes", o_.model, bytes);
             return buffer.data();
         });
         if (embeddings) embeddings->open(*in_.gguf);

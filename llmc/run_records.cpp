@@ -14,10 +14,10 @@
 
 std::optional<int> slow_rank(const std::vector<double>& waited) {
     std::vector<double> sorted = waited;
-    std::sort(sorted.begin(), sorted.end());
+    std::ranges::sort(sorted);
     const double usual = sorted[sorted.size() / 2];
     if (usual < 0.2 || sorted[0] > usual / 4) return std::nullopt;
-    return static_cast<int>(std::min_element(waited.begin(), waited.end()) - waited.begin());
+    return static_cast<int>(std::ranges::min_element(waited) - waited.begin());
 }
 
 void StepLines::add(const StepFigures& f, double now) {
@@ -52,7 +52,7 @@ void StepLines::print_latest() {
           "%4.1f%%%s | %ld:%02ld left\n",
           done, steps_, 100.0 * static_cast<double>(done) / static_cast<double>(steps_), f.loss, f.norm,
           f.rate, f.seconds * 1e3, a_step_.tokens / f.seconds,
-          100.0 * a_step_.flops / f.seconds / a_step_.peak_flops, waited.c_str(), left / 60, left % 60);
+          100.0 * a_step_.flops / f.seconds / a_step_.peak_flops, waited, left / 60, left % 60);
     fflush(stdout);
     printed_ = now_;
 }
@@ -74,7 +74,7 @@ void StepLines::show_latest(bool stays) {
          memory < 1 << 30 ? format("  %.0f MiB", mebibytes(memory))
                           : format("  %.1f GiB", gibibytes(memory))});
     if (stays)
-        print(stdout, "%s\n", line.c_str());
+        print(stdout, "%s\n", line);
     else
         draw_line(line);
     printed_ = now_;
@@ -87,7 +87,7 @@ void AppendedFile::open(const std::string& option, const std::string& path, int 
     try {
         file_.emplace(open_output(path, flags));
     } catch (const UserError& error) {
-        fail("%s %s", option.c_str(), error.what());
+        fail("%s %s", option, error.what());
     }
 }
 void AppendedFile::write(const std::string& bytes) {
@@ -104,7 +104,7 @@ static const std::vector<std::string> kLogKeys = {
 
 bool read_log(const std::string& path, const UseRecord& use) {
     std::ifstream file(path);
-    if (!file || std::filesystem::is_directory(path)) fail("%s: cannot be read", path.c_str());
+    if (!file || std::filesystem::is_directory(path)) fail("%s: cannot be read", path);
     bool from_0 = false;
     size_t begin = 0, end = 0;
     for (std::string line; std::getline(file, line) && !file.eof(); begin = end) {
@@ -181,9 +181,9 @@ void TensorBoard::open(const std::string& folder, int64_t done) {
     if (folder.empty()) return;
     std::error_code error;
     std::filesystem::create_directories(folder, error);
-    if (error) fail("--tensorboard %s: %s", folder.c_str(), error.message().c_str());
+    if (error) fail("--tensorboard %s: %s", folder, error.message());
     const std::time_t now = std::time(nullptr);
-    const std::string path = format("%s/events.out.tfevents.%ld.%07d", folder.c_str(), now, getpid());
+    const std::string path = format("%s/events.out.tfevents.%ld.%07d", folder, now, getpid());
     file_.open("--tensorboard", path, O_TRUNC);
     write_event(proto(3, std::string("brain.Event:2")));
     write_event(proto(2, static_cast<uint64_t>(done) + 1) + proto(7, proto(1, uint64_t{1})));

@@ -48,13 +48,13 @@ class RunSaves {
         remove_unfinished(o_.out);
         const bool is_of_adapter = file_exists(o_.out + "/adapter_config.json");
         if (!folder_.others.empty() && in_.resumed.empty() && is_of_adapter != static_cast<bool>(in_.adapter))
-            fail("--out %s has the saves of %s, and this run trains %s: give another folder", o_.out.c_str(),
+            fail("--out %s has the saves of %s, and this run trains %s: give another folder", o_.out,
                  is_of_adapter ? "an adapter" : "a model", in_.adapter ? "an adapter" : "a model");
         if (!folder_.others.empty())
             print(stderr,
                   "%s holds saves of another run, up to step %ld: they stay, except for steps that are "
                   "saved again, but `latest` will be this run's save%s\n",
-                  o_.out.c_str(), *folder_.others.rbegin(),
+                  o_.out, *folder_.others.rbegin(),
                   best_link().empty() || goes_on_in_folder() ? ""
                   : o_.keep_best                             ? ", and so will `best`"
                                                              : ", and the link `best` will be removed");
@@ -135,13 +135,13 @@ class RunSaves {
             };
         saved_step_ = step;
         if (is_best(step)) replace_link(step_name(step), o_.out + "/best");
-        print(o_.notes(), "saved step %ld in %s\n", step, o_.out.c_str());
+        print(o_.notes(), "saved step %ld in %s\n", step, o_.out);
         const bool shows_good = folder_.shown(step) != step_name(step);
         latest_ = shows_good ? save_of(step) : o_.out;
         if (!good)
-            print(stderr, "%s/%s is of a step with %s; the last good save: %s%s\n", o_.out.c_str(),
-                  step_name(step).c_str(), metrics_.why_bad().c_str(), metrics_.last_save.c_str(),
-                  shows_good ? format(", which %s shows", o_.out.c_str()).c_str() : "");
+            print(stderr, "%s/%s is of a step with %s; the last good save: %s%s\n", o_.out, step_name(step),
+                  metrics_.why_bad(), metrics_.last_save,
+                  shows_good ? format(", which %s shows", o_.out) : "");
     }
 
     // The state after `step` steps was validated. If it was saved before that, its save may be the best one.
@@ -164,7 +164,7 @@ class RunSaves {
         const std::string name = step_name(metrics_.best->step);
         print(stdout, "the lowest validation loss was %.6f, at step %ld: %s%s\n", metrics_.best->loss,
               metrics_.best->step,
-              best_link() == name ? (o_.out + "/best is of that step").c_str() : "it is not saved here",
+              best_link() == name ? (o_.out + "/best is of that step") : "it is not saved here",
               uses_last ? ", and what is merged or exported is of the last one" : "");
     }
 
@@ -174,11 +174,11 @@ class RunSaves {
         const std::string base = in_.adapter.json.value("base_model_name_or_path", "");
         if (is_hub_name(base))
             print(o_.notes(), "in Python, AutoPeftModelForCausalLM.from_pretrained(\"%s\") loads it on %s\n",
-                  o_.out.c_str(), base.c_str());
+                  o_.out, base);
         else
             print(o_.notes(),
-                  "in Python, PeftModel.from_pretrained(MODEL, \"%s\") loads it on %s's original\n",
-                  o_.out.c_str(), o_.model.c_str());
+                  "in Python, PeftModel.from_pretrained(MODEL, \"%s\") loads it on %s's original\n", o_.out,
+                  o_.model);
     }
 
     // Removes the good save that stayed in case that the weights of the last one are bad: a step has shown
@@ -211,10 +211,10 @@ class RunSaves {
             if (o_.rank.is_first() && link_target(o_.out + "/latest").empty())
                 publish(o_.out, folder_.shown(progress.step));
         }
-        print(stdout, "resuming %s at step %ld\n", o_.resume.c_str(), progress.step);
+        print(stdout, "resuming %s at step %ld\n", o_.resume, progress.step);
         if (!good)
-            print(stderr, "%s: step %ld was not good when it was saved; the last good save: %s\n",
-                  o_.resume.c_str(), progress.step, metrics_.last_save.c_str());
+            print(stderr, "%s: step %ld was not good when it was saved; the last good save: %s\n", o_.resume,
+                  progress.step, metrics_.last_save);
     }
 
   private:
@@ -247,9 +247,8 @@ class RunSaves {
         progress.last_good = folder_.good;
         write_progress(save, progress);
         metrics_.last_save = folder_.good ? save_of(*folder_.good) : "none";
-        print(stderr, "%s is not good, as the step after it has %s; the last good save: %s%s\n", save.c_str(),
-              why_bad.c_str(), metrics_.last_save.c_str(),
-              folder_.good ? format(", which %s shows", o_.out.c_str()).c_str() : "");
+        print(stderr, "%s is not good, as the step after it has %s; the last good save: %s%s\n", save,
+              why_bad, metrics_.last_save, folder_.good ? format(", which %s shows", o_.out) : "");
     }
     // Reads elements of a unit; the first rank gets those of the other ranks' slices from them.
     void read_slices(const StateBuffer& b, int64_t at, int64_t count, void* host) {
@@ -289,13 +288,13 @@ class RunSaves {
         const double all = save_bytes * static_cast<double>(planned());
         if (o_.keep == 0 && all > free)
             print(o_.notes(), "--out %s: all saves take %s, and %s are free there; --keep N keeps fewer\n",
-                  o_.out.c_str(), size(all).c_str(), size(free).c_str());
+                  o_.out, size(all), size(free));
         const double with_good = save_bytes * static_cast<double>(saves_at_once() + 1);
         if (o_.keep > 0 && planned() > o_.keep && with_good > free)
             print(o_.notes(),
                   "--out %s: if the loss goes bad, the last good save stays beside the newest: that takes "
                   "%s, and %s are free there\n",
-                  o_.out.c_str(), size(with_good).c_str(), size(free).c_str());
+                  o_.out, size(with_good), size(free));
     }
 
     const RunConfig& o_;

@@ -20,13 +20,13 @@
 // Says on stderr what of the inputs is not read, not followed or not learnt: fields of examples or prompts;
 // settings of generation_config.json that change answers; what ends answers.
 inline void remark_inputs(const RunConfig& o, const RunInputs& in) {
-    if (!in.unread.empty()) print(stderr, "fields that are not read: %s\n", joined(in.unread, ", ").c_str());
+    if (!in.unread.empty()) print(stderr, "fields that are not read: %s\n", joined(in.unread, ", "));
     if (o.steps > 0 && in.chat && o.loss_on != "all" && in.chat->end_of_answer() < 0)
         if (const int end = in.chat->end_of_answer(true); end >= 0)
             print(stderr,
                   "the chat template writes %s behind answers, outside of {%% generation %%}: the model "
                   "does not learn to end them\n",
-                  in.tokenizer->decode(end).c_str());
+                  in.tokenizer->decode(end));
     // Settings that 0 turns off, and settings that 1 does.
     constexpr const char* kOffAt0 =
         "max_length max_new_tokens min_length min_new_tokens max_time no_repeat_ngram_size bad_words_ids "
@@ -41,15 +41,14 @@ inline void remark_inputs(const RunConfig& o, const RunInputs& in) {
             ((has_word(kOffAt0, key) && value != 0) || (has_word(kOffAt1, key) && value != 1)))
             settings.push_back(key + " " + printable(value.dump()));
     if (!settings.empty() && o.steps == 0 && (o.only_answers() || !o.prompt.empty()))
-        print(stderr, "generation_config.json: not followed: %s\n", joined(settings, ", ").c_str());
+        print(stderr, "generation_config.json: not followed: %s\n", joined(settings, ", "));
 }
 
 // Prints what is known of the data before the first step. Returns the part about their size, and how much of
 // them is read until the last step, or by one validation.
 inline std::string print_data(const RunConfig& o, const RunInputs& in, const Batches& batches,
                               int64_t first_step) {
-    if (!in.chat_used.description.empty())
-        print(stdout, "chats: written by %s\n", in.chat_used.description.c_str());
+    if (!in.chat_used.description.empty()) print(stdout, "chats: written by %s\n", in.chat_used.description);
     if (in.chat_used.guesses)
         print(stderr,
               "the chat template asks for an answer in another way than it writes one: what is learnt begins "
@@ -58,7 +57,7 @@ inline std::string print_data(const RunConfig& o, const RunInputs& in, const Bat
         print(stderr,
               "chats have \"%s\", but the chat template writes nothing of it (tried with the first such "
               "chat)\n",
-              field.c_str());
+              field);
     const SequenceLoader& training = *batches.training();
     const uint64_t epoch = training.sequences_per_epoch();
     const Dataset& data = *in.data;
@@ -76,16 +75,16 @@ inline std::string print_data(const RunConfig& o, const RunInputs& in, const Bat
     if (batches.validation())
         text += format("; a validation reads %lu of %lu", batches.validation_sequences(),
                        batches.validation()->sequences_per_epoch());
-    print(stdout, "data: %s\n", text.c_str());
+    print(stdout, "data: %s\n", text);
     for (const Dataset* d : {in.data.get(), in.val_data.get()}) {
         if (d && d->texts_parted() > 0)
-            print(stdout, "%s: %lu texts are longer than a sequence and go on in others\n",
-                  d->stream_name(0).c_str(), d->texts_parted());
+            print(stdout, "%s: %lu texts are longer than a sequence and go on in others\n", d->stream_name(0),
+                  d->texts_parted());
         if (d && d->examples_cut() > 0)
             print(stdout,
                   "%s: %lu examples are longer than --seq-len %d: their ends are cut off and not learnt%s\n",
-                  d->stream_name(0).c_str(), d->examples_cut(), o.seq_len,
-                  d->longer_length(o.seq_len, in.most_tokens()).c_str());
+                  d->stream_name(0), d->examples_cut(), o.seq_len,
+                  d->longer_length(o.seq_len, in.most_tokens()));
     }
     return text;
 }
@@ -123,9 +122,9 @@ inline void print_example(const RunConfig& o, const RunInputs& in) {
         if (is_cut) tokens.resize(most);
         const std::string cut = is_cut ? format(", cut to %zu by --seq-len %d", most, o.seq_len) : "";
         const auto learnt = std::ranges::count_if(tokens, [](int32_t token) { return token >= 0; });
-        if (encoder.chat()) print(stdout, "chats: written by %s\n", encoder.chat()->description().c_str());
-        print(stdout, "%s: %zu tokens%s; the %ld between \u27e6 and \u27e7 are learnt:\n%s\n", where.c_str(),
-              all, cut.c_str(), learnt, marked_text(tokens, *in.tokenizer).c_str());
+        if (encoder.chat()) print(stdout, "chats: written by %s\n", encoder.chat()->description());
+        print(stdout, "%s: %zu tokens%s; the %ld between \u27e6 and \u27e7 are learnt:\n%s\n", where, all,
+              cut, learnt, marked_text(tokens, *in.tokenizer));
     };
     for (const std::string& path : data.paths()) {
         const FileReader given(path);
@@ -142,7 +141,7 @@ inline void remark_no_validation(const RunInputs& in, int seq_len) {
     if (!in.data || !in.data->is_text() || in.val_data) return;
     print(stderr, "no validation: %s, so all of the data are trained on; --val-data gives other data\n",
           in.data->is_examples() ? "too few examples to hold out a tenth of them"
-                                 : format("a tenth of the text is less than --seq-len %d", seq_len).c_str());
+                                 : format("a tenth of the text is less than --seq-len %d", seq_len));
 }
 
 // After a plan, says on stderr which inputs a run would need besides: data, or the model's weights.
@@ -151,19 +150,19 @@ inline void remark_what_a_run_needs(const RunConfig& o, const RunInputs& in) {
     if (!in.data && o.steps > 0 && (o.prompt.empty() || !o.open.steps))
         print(stderr, "a run needs --data, and this plan does not\n");
     if (!parse_new_model(o.model) && !in.gguf && (in.resumed.empty() || in.adapter) && !has_weights(in.model))
-        print(stderr, "a run needs the weights of %s, and this plan does not\n", o.model.c_str());
+        print(stderr, "a run needs the weights of %s, and this plan does not\n", o.model);
 }
 
 // Prints which settings of a resumed run are not those of the save, and the learning rate before and after.
 inline void print_changes(const RunConfig& o, int64_t first_step, std::optional<double> rate_before) {
     if (o.changed.empty()) return;
     print(stdout, "other settings than those of the save: %s\n",
-          joined(o.changed, ", ", [](const auto& setting) { return setting.second; }).c_str());
+          joined(o.changed, ", ", [](const auto& setting) { return setting.second; }));
     print(stdout,
           "the learning rate goes on as that of a run of %ld steps with these settings: %.3e in step "
           "%ld%s\n",
           o.steps, learning_rate(o.schedule, first_step, o.steps, o.warmup, o.lr, o.min_lr), first_step + 1,
-          rate_before ? format("; it was %.3e in the step before", *rate_before).c_str() : "");
+          rate_before ? format("; it was %.3e in the step before", *rate_before) : "");
 }
 
 // Prints what a user might not expect of a run that begins after `first_step` steps. `saves`: it saves what
@@ -171,14 +170,13 @@ inline void print_changes(const RunConfig& o, int64_t first_step, std::optional<
 inline void print_start(const RunConfig& o, const RunInputs& in, int64_t first_step, bool saves) {
     const bool has_adapter = static_cast<bool>(in.adapter), trains = o.steps > first_step;
     if (!o.resume.empty() && o.steps > 0 && !trains)
-        print(stdout, "%s is at step %ld of %ld: nothing is left to train\n", o.resume.c_str(), first_step,
-              o.steps);
+        print(stdout, "%s is at step %ld of %ld: nothing is left to train\n", o.resume, first_step, o.steps);
     else if (o.begins_anew)
-        print(stdout, "--resume auto: %s holds no save yet: beginning\n", o.out.c_str());
+        print(stdout, "--resume auto: %s holds no save yet: beginning\n", o.out);
     if (!o.resume.empty() && trains) print_changes(o, first_step, in.progress->rate);
     if (!in.adapter_is_of.empty() && o.rank.is_first())
-        print(stderr, "--adapter %s was trained on %s, and this run uses it on %s\n", o.adapter.c_str(),
-              in.adapter_is_of.c_str(), o.model.c_str());
+        print(stderr, "--adapter %s was trained on %s, and this run uses it on %s\n", o.adapter,
+              in.adapter_is_of, o.model);
     if (has_adapter || in.resumed.empty())
         print_longer_positions(o.notes(), in.config, o.rope_scaling, has_adapter);
     const bool does_nothing = o.steps == 0 && !in.val_data && !in.samples() && !saves && o.merge.empty() &&

@@ -97,7 +97,7 @@ void SafetensorsFile::check_metadata(const nlohmann::json& value) {
 // A value of the header, for messages. Nested values are only named by their type.
 static std::string short_json(const nlohmann::json& value) {
     const auto nested = [](const nlohmann::json& item) { return item.is_structured(); };
-    if (value.is_object() || (value.is_array() && std::any_of(value.begin(), value.end(), nested)))
+    if (value.is_object() || (value.is_array() && std::ranges::any_of(value, nested)))
         return value.type_name();
     return printable(value.dump());
 }
@@ -142,7 +142,7 @@ SafetensorsEntry SafetensorsFile::read_entry(const std::string& name, const nloh
 }
 
 void SafetensorsFile::check_cover() {
-    std::sort(entries_.begin(), entries_.end(), [](const SafetensorsEntry& a, const SafetensorsEntry& b) {
+    std::ranges::sort(entries_, [](const SafetensorsEntry& a, const SafetensorsEntry& b) {
         return std::tie(a.offset, a.bytes) < std::tie(b.offset, b.bytes);
     });
     uint64_t covered = data_;

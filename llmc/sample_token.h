@@ -45,7 +45,7 @@ inline std::vector<Candidate> candidates(const std::vector<float>& logits, const
         return a.logit != b.logit ? a.logit > b.logit : a.token < b.token;
     };
     if (s.temperature <= 0) {
-        const auto most = std::max_element(logits.begin(), logits.end());
+        const auto most = std::ranges::max_element(logits);
         return {{static_cast<int>(most - logits.begin()), *most, 1}};
     }
     std::vector<float> scaled(logits);
@@ -60,7 +60,7 @@ inline std::vector<Candidate> candidates(const std::vector<float>& logits, const
     std::vector<Candidate> kept;
     for (size_t i = 0; i < scaled.size(); i++)
         if (scaled[i] >= least) kept.push_back({static_cast<int>(i), scaled[i], 0});
-    std::sort(kept.begin(), kept.end(), likelier);
+    std::ranges::sort(kept, likelier);
     double total = 0;
     for (Candidate& c : kept) total += c.weight = std::exp(double{c.logit} - double{kept[0].logit});
     double left_out = 0;

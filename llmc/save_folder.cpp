@@ -46,7 +46,7 @@ void make_folders(const std::string& path) {
 void remove_folder(const std::string& path) {
     std::error_code error;
     std::filesystem::remove_all(path, error);
-    if (error) fail("%s: cannot remove: %s", path.c_str(), error.message().c_str());
+    if (error) fail("%s: cannot remove: %s", path, error.message());
 }
 
 void replace_folder(const std::string& finished, const std::string& path) {
@@ -71,7 +71,7 @@ std::vector<std::string> list_folder(const std::string& path) {
     std::error_code error;
     for (std::filesystem::directory_iterator at(path, error), end; !error && at != end; at.increment(error))
         names.push_back(at->path().filename().string());
-    if (error) fail("%s: cannot list: %s", path.c_str(), error.message().c_str());
+    if (error) fail("%s: cannot list: %s", path, error.message());
     return names;
 }
 
@@ -169,16 +169,16 @@ void check_writable(const std::string& out) {
     struct stat info;
     std::string nearest = out;  // the closest existing folder above OUT
     while (lstat(nearest.c_str(), &info) != 0) {
-        if (errno != ENOENT && errno != ENOTDIR) fail("--out %s: %s", out.c_str(), std::strerror(errno));
+        if (errno != ENOENT && errno != ENOTDIR) fail("--out %s: %s", out, std::strerror(errno));
         nearest = folder_above(nearest);
     }
     if (stat(nearest.c_str(), &info) != 0 || !S_ISDIR(info.st_mode))
-        fail("--out %s: %s is not a folder", out.c_str(), nearest.c_str());
+        fail("--out %s: %s is not a folder", out, nearest);
     for (const char* name :
          {"latest", "best", "config.json", "model.safetensors", "adapter_model.safetensors"}) {
         const std::string path = out + "/" + name;
         if (lstat(path.c_str(), &info) == 0 && !S_ISLNK(info.st_mode))
-            fail("--out %s has a %s that no save has linked there; choose another folder", out.c_str(), name);
+            fail("--out %s has a %s that no save has linked there; choose another folder", out, name);
     }
     // A link of one name: if a run is killed here, the next one removes it.
     const std::string probe = nearest + "/.train-probe";
@@ -186,7 +186,7 @@ void check_writable(const std::string& out) {
         symlink("nowhere", probe.c_str()) == 0 || (errno == EEXIST && access(nearest.c_str(), W_OK) == 0);
     const int reason = errno;
     if (link_target(probe) == "nowhere") unlink(probe.c_str());
-    if (!good) fail("--out %s: cannot write in %s: %s", out.c_str(), nearest.c_str(), std::strerror(reason));
+    if (!good) fail("--out %s: cannot write in %s: %s", out, nearest, std::strerror(reason));
 }
 
 HeldFolder::HeldFolder(const std::string& out, double seconds) : path_(out + "/.lock") {
@@ -197,13 +197,13 @@ HeldFolder::HeldFolder(const std::string& out, double seconds) : path_(out + "/.
         lock_.emplace(path_, O_RDWR | O_CREAT | O_NOFOLLOW, FileLock::Exclusive);
         if (lock_->good()) break;
         errno = lock_->error();
-        if (errno == ELOOP) fail("--out %s: %s is a symbolic link: remove it", out.c_str(), path_.c_str());
+        if (errno == ELOOP) fail("--out %s: %s is a symbolic link: remove it", out, path_);
         check_call(errno == 0 || errno == ENOENT, path_, "open");  // it may just have been removed
         if (seconds <= 0) fail_as_busy(out);
         usleep(50000);
     }
     if (lock_->outcome() == FileLock::Unsupported)
-        print(stderr, "--out %s: no locks on this file system: let no other run save there\n", out.c_str());
+        print(stderr, "--out %s: no locks on this file system: let no other run save there\n", out);
     char host[256] = "";
     gethostname(host, sizeof host - 1);
     const std::string owner = format("process %d on %s\n", static_cast<int>(getpid()), host);
@@ -216,8 +216,7 @@ void HeldFolder::fail_as_busy(const std::string& out) const {
     char owner[300];
     const ssize_t length = pread(lock_->fd(), owner, sizeof owner, 0);
     const std::string_view line(owner, length > 0 ? static_cast<size_t>(length) : 0);
-    fail("--out %s: another run saves there: %s", out.c_str(),
-         printable(line.substr(0, line.find('\n'))).c_str());
+    fail("--out %s: another run saves there: %s", out, printable(line.substr(0, line.find('\n'))));
 }
 
 HeldFolder::~HeldFolder() {
@@ -305,20 +304,20 @@ void check_disk_room(const std::vector<Written>& all) {
     const auto size = [](double bytes) { return size_text(static_cast<size_t>(bytes)); };
     std::map<uint64_t, double> taken;  // by disk: the bytes of the entries before
     for (const Written& w : all) {
-        const std::string named = format("%s %s: %s", w.option, w.path.c_str(), w.what);
+        const std::string named = format("%s %s: %s", w.option, w.path, w.what);
         if (w.each.largest > file_size_limit())
-            fail("%s: a file takes %zu bytes, and ulimit -f allows %lu", named.c_str(), w.each.largest,
+            fail("%s: a file takes %zu bytes, and ulimit -f allows %lu", named, w.each.largest,
                  file_size_limit());
         const Disk disk = disk_of(w.path);
         if (disk.free < 0) continue;
         double& before = taken[disk.number];
         if (before + w.bytes() > disk.free) {
             const std::string times =
-                w.count > 1 ? format(", %.0f of them %s", w.count, size(w.bytes()).c_str()) : "";
+                w.count > 1 ? format(", %.0f of them %s", w.count, size(w.bytes())) : "";
             const std::string others =
-                before > 0 ? format(" beside %s of %s", size(before).c_str(), all[0].option) : "";
-            fail("%s takes %s%s%s, and %s are free there", named.c_str(), size(w.each.bytes).c_str(),
-                 times.c_str(), others.c_str(), size(disk.free).c_str());
+                before > 0 ? format(" beside %s of %s", size(before), all[0].option) : "";
+            fail("%s takes %s%s%s, and %s are free there", named, size(w.each.bytes), times, others,
+                 size(disk.free));
         }
         before += w.bytes();
     }

@@ -66,7 +66,7 @@ class FileLock {
 
 // Fails naming the file if a system call failed.
 inline void check_call(bool good, const std::string& path, const char* action) {
-    if (!good) fail("%s: cannot %s: %s", path.c_str(), action, std::strerror(errno));
+    if (!good) fail("%s: cannot %s: %s", path, action, std::strerror(errno));
 }
 
 // The folders of a path that do not exist, the innermost first.

@@ -63,14 +63,13 @@ inline void check_gpu() {
         fail(
             "this ./train is built for a GPU, and there is no NVIDIA driver here: install %s; for the CPU: "
             "make DEVICE=cpu",
-            needs.c_str());
+            needs);
     if (status == cudaErrorInsufficientDriver)
         fail(
             "the NVIDIA driver is too old: it has CUDA %s%s, and this ./train, built with CUDA %s, needs %s: "
             "update the driver (under WSL2 that of Windows), or build with an older CUDA Toolkit, "
             "NVCC=/path/to/nvcc",
-            cuda_version(driver).c_str(), driver_number().c_str(), cuda_version(CUDART_VERSION).c_str(),
-            needs.c_str());
+            cuda_version(driver), driver_number(), cuda_version(CUDART_VERSION), needs);
     if (status == cudaErrorSystemDriverMismatch)
         fail(
             "the NVIDIA driver's library and its kernel module are of different versions, as after an "
@@ -79,8 +78,8 @@ inline void check_gpu() {
     fail(
         "this ./train is built for a GPU and none answers (%s; the driver has CUDA %s%s%s%s); for the CPU: "
         "make DEVICE=cpu",
-        status == cudaSuccess ? "no device" : cudaGetErrorString(status), cuda_version(driver).c_str(),
-        driver_number().c_str(), visible ? "; CUDA_VISIBLE_DEVICES is " : "", visible ? visible : "");
+        status == cudaSuccess ? "no device" : cudaGetErrorString(status), cuda_version(driver),
+        driver_number(), visible ? "; CUDA_VISIBLE_DEVICES is " : "", visible ? visible : "");
 }
 
 // What the user can do about an error: empty if the error says enough, null if it is a bug.
@@ -119,7 +118,7 @@ inline void cuda_check(cudaError_t status, const char* what) {
     if (!advice) throw std::runtime_error(format("CUDA: %s: %s", what, why));
     const bool of_code =
         status == cudaErrorNoKernelImageForDevice || status == cudaErrorUnsupportedPtxVersion;
-    fail("CUDA: %s: %s%s%s", what, why, of_code ? gpu_capability().c_str() : "", advice);
+    fail("CUDA: %s: %s%s%s", what, why, of_code ? gpu_capability() : "", advice);
 }
 #define CUDA_CHECK(call) cuda_check((call), #call)
 

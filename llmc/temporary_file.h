@@ -82,7 +82,7 @@ class TemporaryFile {
     void read(uint64_t first, size_t bytes, void* out) const {
         const ssize_t got = read_at(file_.fd(), first, bytes, out);
         if (got < 0) fail_to("read");
-        if (static_cast<size_t>(got) < bytes) bug("%s were read beyond their end", holds_.c_str());
+        if (static_cast<size_t>(got) < bytes) bug("%s were read beyond their end", holds_);
     }
 
     // Drops the file's pages from the page cache.
@@ -95,8 +95,8 @@ class TemporaryFile {
         return fd;
     }
     [[noreturn]] void fail_to(const char* action) const {
-        fail("%s: cannot %s %s there: %s; TMPDIR can name another folder", folder_.c_str(), action,
-             holds_.c_str(), write_error(errno).c_str());
+        fail("%s: cannot %s %s there: %s; TMPDIR can name another folder", folder_, action, holds_,
+             write_error(errno));
     }
 
     std::string holds_, folder_;

@@ -181,11 +181,10 @@ bool has_gguf_tokenizer(const nlohmann::json& metadata, const std::string& path)
 Tokenizer read_gguf_tokenizer(const nlohmann::json& metadata, const std::string& path) {
     const std::string model = ConfigReader(metadata, path).text("tokenizer.ggml.model", "");
     if (model != "gpt2" && model != "llama")
-        fail("%s: 'tokenizer.ggml.model' is \"%s\"; gpt2 and llama are supported", path.c_str(),
-             printable(model).c_str());
+        fail("%s: 'tokenizer.ggml.model' is \"%s\"; gpt2 and llama are supported", path, printable(model));
     const gguf::TokenizerKeys keys(metadata, path);
     if (metadata.contains("tokenizer.ggml.precompiled_charsmap"))
-        fail("%s: 'tokenizer.ggml.precompiled_charsmap' is not supported", path.c_str());
+        fail("%s: 'tokenizer.ggml.precompiled_charsmap' is not supported", path);
     TokenizerParts parts =
         model == "gpt2" ? gguf::read_byte_level(keys) : gguf::read_sentencepiece_keys(keys);
     return Tokenizer(std::move(parts), keys.mark("bos_token_id"), keys.mark("eos_token_id"));

@@ -74,7 +74,7 @@ class Joints {
 
     // The list may contain a pair several times.
     explicit Joints(Pairs pairs) {
-        std::sort(pairs.begin(), pairs.end());
+        std::ranges::sort(pairs);
         pairs.erase(std::unique(pairs.begin(), pairs.end()), pairs.end());
         pairs_ = PairTable<Nothing>(pairs.size());
         for (const auto& [left, right] : pairs) pairs_.put(left, right, {});
@@ -162,7 +162,7 @@ class Bpe final : public WordModel {
             if (token >= 0) {
                 append_unknown();
                 append(token);
-            } else if (!by_bytes && std::none_of(unit.begin(), unit.end(), has_none)) {
+            } else if (!by_bytes && std::ranges::none_of(unit, has_none)) {
                 for (const char c : unit) append(byte_token(c));
             } else if (unknown >= 0) {
                 if (!fuse_unknown) append_unknown();

@@ -51,7 +51,7 @@ class TokenizerKeys {
 
     const json& list(const char* name) const {
         const std::string full = key(name);
-        if (!reader_.has(full.c_str())) fail("%s: '%s' is missing", path(), full.c_str());
+        if (!reader_.has(full.c_str())) fail("%s: '%s' is missing", path(), full);
         const json& value = reader_.json()[full];
         if (!value.is_array()) reader_.refuse(full, "a list");
         return value;

@@ -139,21 +139,21 @@ static std::string name_of_pre_tokenizer(const TokenizerFiles& files, const std:
         if (essence(known["pre_tokenizer"]) != found) continue;
         // llama.cpp does not normalize. Its converter accepts that for Qwen's NFC alone.
         if (!normalizer.is_null() && (!known.contains("normalizer") || normalizer != known["normalizer"]))
-            fail("%s: its normalizer is \"%s\", and llama.cpp has none", path.c_str(),
-                 printable(normalizer.value("type", "")).c_str());
+            fail("%s: its normalizer is \"%s\", and llama.cpp has none", path,
+                 printable(normalizer.value("type", "")));
         const bool ignores = tokenizer["model"].value("ignore_merges", false);
         if (ignores != known["model"].value("ignore_merges", false))
             if (const std::string token = token_without_merge(files); !token.empty())
                 fail(
                     "%s: \"ignore_merges\" is %s, and llama.cpp's %s does otherwise with \"%s\", which no "
                     "merge makes",
-                    path.c_str(), ignores ? "true" : "false", name, printable(token).c_str());
+                    path, ignores ? "true" : "false", name, printable(token));
         return name;
     }
     fail(
         "%s: its pre-tokenizer is none of those that llama.cpp has and that are known here: gpt-2, smollm, "
         "llama-bpe, qwen2 and bloom",
-        path.c_str());
+        path);
 }
 
 static void add_gpt2_model(GgufKeys& keys, const std::string& pre, const TokenTable& table) {

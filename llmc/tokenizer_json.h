@@ -31,7 +31,7 @@ class Component {
     // `what` names the component's place in the file, such as "pre_tokenizer". Fails if it is not an object.
     Component(const nlohmann::json& object, std::string path, std::string what)
         : object_(object), path_(std::move(path)), what_(std::move(what)) {
-        if (!object.is_object()) fail("%s: %s is not a JSON object", path_.c_str(), what_.c_str());
+        if (!object.is_object()) fail("%s: %s is not a JSON object", path_, what_);
         if (const auto type = object.find("type"); type != object.end() && type->is_string())
             type_ = type->get<std::string>(), what_ += " " + printable(type_);
         known_.insert("type");
@@ -64,21 +64,20 @@ class Component {
     }
 
     [[noreturn]] void refuse_type() const {
-        fail("%s: %s type \"%s\" is not supported", path_.c_str(), what_.substr(0, what_.find(' ')).c_str(),
-             printable(type_).c_str());
+        fail("%s: %s type \"%s\" is not supported", path_, what_.substr(0, what_.find(' ')),
+             printable(type_));
     }
     // Fails because a value is missing or not supported, and prints it.
     [[noreturn]] void refuse(const char* key) const {
         const auto found = object_.find(key);
-        if (found == object_.end()) fail("%s: %s has no \"%s\"", path_.c_str(), what_.c_str(), key);
+        if (found == object_.end()) fail("%s: %s has no \"%s\"", path_, what_, key);
         const std::string value = found->is_string() ? "\"" + printable(found->get<std::string>()) + "\""
                                                      : printable(found->dump());
-        fail("%s: %s: \"%s\" %s is not supported", path_.c_str(), what_.c_str(), key, value.c_str());
+        fail("%s: %s: \"%s\" %s is not supported", path_, what_, key, value);
     }
     void refuse_others() const {
         for (const auto& [key, value] : object_.items())
-            if (!known_.contains(key))
-                fail("%s: %s: \"%s\" is not supported", path_.c_str(), what_.c_str(), printable(key).c_str());
+            if (!known_.contains(key)) fail("%s: %s: \"%s\" is not supported", path_, what_, printable(key));
     }
 
   private:
@@ -101,12 +100,11 @@ class SpeltModel {
 
     void add_token(const std::string& spelling, const nlohmann::json& token) {
         if (!token.is_number_unsigned() || token.get<uint64_t>() > Vocabulary::kLargestToken)
-            fail("%s: \"%s\" has a token that is not a number from 0 to %d", path_.c_str(),
-                 printable(spelling).c_str(), Vocabulary::kLargestToken);
+            fail("%s: \"%s\" has a token that is not a number from 0 to %d", path_, printable(spelling),
+                 Vocabulary::kLargestToken);
         const auto id = token.get<int>();
         if (vocabulary_->has(id) || vocabulary_->find(spelling) >= 0)
-            fail("%s: token %d is given twice, here to \"%s\"", path_.c_str(), id,
-                 printable(spelling).c_str());
+            fail("%s: token %d is given twice, here to \"%s\"", path_, id, printable(spelling));
         vocabulary_->add(id, spelling);
     }
 
@@ -123,7 +121,7 @@ class SpeltModel {
         add_merge(line.substr(0, space), line.substr(space + 1), number);
     }
     [[noreturn]] void refuse_merge(size_t number, const std::string& why) const {
-        fail("%s: %s %zu: %s", merges_path_.c_str(), unit_, number, why.c_str());
+        fail("%s: %s %zu: %s", merges_path_, unit_, number, why);
     }
 
     const std::shared_ptr<Vocabulary>& vocabulary() const { return vocabulary_; }
@@ -264,8 +262,7 @@ inline void use_characters(const SpeltModel& spelt, bool byte_fallback, TextStep
     if (!bpe.whole_words) steps.joints = make_joints(spelt);
     bpe.vocabulary = steps.vocabulary = spelt.vocabulary();
     steps.byte_tokens = bpe.byte_tokens;
-    steps.knows_all =
-        std::none_of(bpe.byte_tokens.begin(), bpe.byte_tokens.end(), [](int t) { return t < 0; });
+    steps.knows_all = std::ranges::none_of(bpe.byte_tokens, [](int t) { return t < 0; });
 }
 
 // Reads a tokenizer.json. Fails naming the file, and a component or value that is not supported.
@@ -319,11 +316,10 @@ class TokenizerJsonReader {
     void read_model(const nlohmann::json& json) {
         const auto has = [&](const char* key) { return json.is_object() && json.contains(key); };
         if (has("type") && json["type"] != "BPE") Component(json, path_, "model").refuse_type();
-        if (!has("vocab") || !has("merges"))
-            fail("%s has no BPE model with \"vocab\" and \"merges\"", path_.c_str());
+        if (!has("vocab") || !has("merges")) fail("%s has no BPE model with \"vocab\" and \"merges\"", path_);
         Component model(json, path_, "model");
-        if (!model.get("vocab").is_object()) fail("%s: the vocabulary is not a JSON object", path_.c_str());
-        if (!model.get("merges").is_array()) fail("%s: \"merges\" is not a list", path_.c_str());
+        if (!model.get("vocab").is_object()) fail("%s: the vocabulary is not a JSON object", path_);
+        if (!model.get("merges").is_array()) fail("%s: \"merges\" is not a list", path_);
         const nlohmann::json& dropout = model.get("dropout");
         if (!dropout.is_null() && dropout != 0) model.refuse("dropout");
         for (const char* affix : {"continuing_subword_prefix", "end_of_word_suffix"})
@@ -345,14 +341,13 @@ class TokenizerJsonReader {
             use_bytes(spelt_, steps, *bpe_);
         else
             use_characters(spelt_, byte_fallback_, steps, *bpe_);
-        const bool knows_bytes = std::none_of(steps.byte_tokens.begin(), steps.byte_tokens.end(),
-                                              [](int32_t token) { return token < 0; });
+        const bool knows_bytes =
+            std::ranges::none_of(steps.byte_tokens, [](int32_t token) { return token < 0; });
         if (by_bytes_ && byte_fallback_ && !knows_bytes)
             fail("%s: model BPE: \"byte_fallback\" true is not supported with a pre_tokenizer ByteLevel",
-                 path_.c_str());
+                 path_);
         if (!unknown_.empty() && bpe_->unknown < 0 && !knows_bytes)
-            fail("%s: model BPE: \"unk_token\" \"%s\" is not in the vocabulary", path_.c_str(),
-                 printable(unknown_).c_str());
+            fail("%s: model BPE: \"unk_token\" \"%s\" is not in the vocabulary", path_, printable(unknown_));
         steps.unknown = bpe_->unknown;
         add_spellings();
         steps.words = std::move(bpe_);
@@ -363,7 +358,7 @@ class TokenizerJsonReader {
         if (c.type() == "NFC") {
             // After another normalizer, NFC would see that one's output, but Normalizer::cut() finds places
             // to cut only in the original text.
-            if (!n.empty()) fail("%s: normalizer NFC is not supported after another", path_.c_str());
+            if (!n.empty()) fail("%s: normalizer NFC is not supported after another", path_);
             n.nfc = true;
         } else if (c.type() == "Prepend") {
             n.prefix = c.text("prepend") + n.prefix;
@@ -375,7 +370,7 @@ class TokenizerJsonReader {
             if (to.size() > kLongestReplacement) refuse_length(c, "\"content\"");
             n.replacements.emplace_back(from, to);
             if (n.replacements.size() > kMostReplacements)
-                fail("%s: normalizer: %zu replacements are the most", path_.c_str(), kMostReplacements);
+                fail("%s: normalizer: %zu replacements are the most", path_, kMostReplacements);
             if (n.longest_replacement() > kLongestReplacement)
                 refuse_length(c, "what this and those before it make of a character");
             std::string prefix;
@@ -397,8 +392,7 @@ class TokenizerJsonReader {
     // These limits bound the size of normalized text and the time that normalizing takes.
     static constexpr size_t kLongestReplacement = 64, kMostReplacements = 256;
     [[noreturn]] static void refuse_length(const Component& c, const char* what) {
-        fail("%s: %s has more than %zu bytes, which are the most", c.where().c_str(), what,
-             kLongestReplacement);
+        fail("%s: %s has more than %zu bytes, which are the most", c.where(), what, kLongestReplacement);
     }
 
     // {"String": "..."}
@@ -412,7 +406,7 @@ class TokenizerJsonReader {
 
     void read_added_tokens(const nlohmann::json& list) {
         if (list.is_null()) return;
-        if (!list.is_array()) fail("%s: \"added_tokens\" is not a list", path_.c_str());
+        if (!list.is_array()) fail("%s: \"added_tokens\" is not a list", path_);
         for (const nlohmann::json& each : list) {
             Component c(each, path_, "added token");
             const std::string content = c.text("content");
@@ -426,8 +420,7 @@ class TokenizerJsonReader {
             const Vocabulary& vocabulary = *spelt_.vocabulary();
             const int known = vocabulary.find(content);
             const auto refuse = [&](const char* why) {
-                fail("%s: added token %d \"%s\": %s", path_.c_str(), token.token, printable(content).c_str(),
-                     why);
+                fail("%s: added token %d \"%s\": %s", path_, token.token, printable(content), why);
             };
             if (known >= 0 && known != token.token) refuse("has another number in the vocabulary");
             if (known < 0 && vocabulary.has(token.token)) refuse("its number is that of another token");
@@ -457,7 +450,7 @@ class TokenizerJsonReader {
     void read_pre_tokenizer(Component& c) {
         TextSteps& steps = parts_.steps;
         const bool first = steps.splits.empty() && steps.normalizers[1].empty();
-        if (by_bytes_) fail("%s: a pre_tokenizer after ByteLevel is not supported", path_.c_str());
+        if (by_bytes_) fail("%s: a pre_tokenizer after ByteLevel is not supported", path_);
         const auto add_split = [&](std::string_view regex) -> TextSplit& {
             return steps.splits.emplace_back(TextSplit{Pattern(regex, c.where())});
         };
@@ -478,14 +471,13 @@ class TokenizerJsonReader {
             c.flag("trim_offsets", true);
             if (c.flag("add_prefix_space", true)) {
                 if (!first)
-                    fail("%s: \"add_prefix_space\" after another pre_tokenizer is not supported",
-                         c.where().c_str());
+                    fail("%s: \"add_prefix_space\" after another pre_tokenizer is not supported", c.where());
                 steps.normalizers[1].prefix = " ";
                 steps.normalizers[1].prefix_unless_there = true;
             }
             if (c.flag("use_regex", true)) add_split(kGpt2Split);
         } else if (c.type() == "Metaspace") {
-            if (!first) fail("%s is not supported after another pre_tokenizer", c.where().c_str());
+            if (!first) fail("%s is not supported after another pre_tokenizer", c.where());
             const std::string scheme = read_prepend_scheme(c);
             steps.normalizers[1].replacements.emplace_back(" ", kSpaceSymbol);
             if (scheme != "never") {
@@ -525,7 +517,7 @@ class TokenizerJsonReader {
     void read_decoder(Component& c) {
         DecodingRules& rules = parts_.decoding;
         if (c.type() == "ByteLevel") {
-            if (!by_bytes_) fail("%s is not supported without a pre_tokenizer ByteLevel", c.where().c_str());
+            if (!by_bytes_) fail("%s is not supported without a pre_tokenizer ByteLevel", c.where());
             c.get("add_prefix_space"), c.get("trim_offsets"), c.get("use_regex");  // settings of the encoder
         } else if (c.type() == "Replace") {
             if (read_string_pattern(c) != kSpaceSymbol) c.refuse("pattern");
@@ -540,11 +532,11 @@ class TokenizerJsonReader {
             if (c.get("stop") != 0) c.refuse("stop");
             const std::string content = c.text("content");
             if (c.get("start") == 0) return;
-            if (!fused_) fail("%s is not supported before a Fuse", c.where().c_str());
+            if (!fused_) fail("%s is not supported before a Fuse", c.where());
             if (content != " ") c.refuse("content");
             rules.strips_spaces += c.get("start").get<uint32_t>();
         } else if (c.type() == "Metaspace") {
-            if (fused_) fail("%s is not supported after a Fuse", c.where().c_str());
+            if (fused_) fail("%s is not supported after a Fuse", c.where());
             rules.strips_symbols = read_prepend_scheme(c) != "never";
             c.get("split");
             rules.space_symbol = true;
@@ -552,7 +544,7 @@ class TokenizerJsonReader {
             c.refuse_type();
         }
         if (by_bytes_ && c.type() == "Metaspace")
-            fail("%s is not supported with a pre_tokenizer ByteLevel", c.where().c_str());
+            fail("%s is not supported with a pre_tokenizer ByteLevel", c.where());
     }
 
     // Accepts "$A" with special tokens before and after it; ignores settings for pairs of texts.
@@ -580,8 +572,7 @@ class TokenizerJsonReader {
                 for (const nlohmann::json& id : known ? all[name]["ids"] : nlohmann::json::array({nullptr})) {
                     if (!id.is_number_unsigned() || id.get<uint64_t>() > Vocabulary::kLargestToken ||
                         !parts_.steps.vocabulary->has(id.get<int>()))
-                        fail("%s: special token \"%s\" is no token", c.where().c_str(),
-                             printable(name).c_str());
+                        fail("%s: special token \"%s\" is no token", c.where(), printable(name));
                     around[after].push_back(id.get<int>());
                 }
             } else {
@@ -612,9 +603,9 @@ inline void read_vocab_and_merges(const std::string& folder, const std::string& 
         fail(
             "%s/tokenizer_config.json: \"tokenizer_class\" \"%s\": vocab.json and merges.txt are read as "
             "GPT-2's or Qwen's alone; this one's tokenizer.json is needed",
-            folder.c_str(), printable(tokenizer_class).c_str());
+            folder, printable(tokenizer_class));
     if (!read_spelt_json(vocabulary, {}, {"no merges here"}, spelt).is_object())
-        fail("%s: the vocabulary is not a JSON object", vocabulary.c_str());
+        fail("%s: the vocabulary is not a JSON object", vocabulary);
     const std::string text = read_text(folder + "/merges.txt");
     std::string_view rest = text;
     for (size_t number = 1; !rest.empty(); number++) {
@@ -626,7 +617,7 @@ inline void read_vocab_and_merges(const std::string& folder, const std::string& 
     }
     for (int byte = 0; byte < 256; byte++)
         if (spelt.vocabulary()->find(spell_byte(byte)) < 0)
-            fail("%s has no token for the byte 0x%02x", vocabulary.c_str(), static_cast<unsigned>(byte));
+            fail("%s has no token for the byte 0x%02x", vocabulary, static_cast<unsigned>(byte));
 }
 
 // The file with a folder's vocabulary: tokenizer.json or, if there is none, vocab.json.

@@ -78,8 +78,7 @@ class Normalizer {
   private:
     // NFC changes no character below U+0300.
     static bool needs_nfc(std::string_view text) {
-        return std::any_of(text.begin(), text.end(),
-                           [](char c) { return static_cast<unsigned char>(c) >= 0xcc; });
+        return std::ranges::any_of(text, [](char c) { return static_cast<unsigned char>(c) >= 0xcc; });
     }
 
     // The combining marks after one character are sorted in a time that is quadratic in their number.
@@ -138,7 +137,7 @@ class RegexTranslation {
     // `where` begins error messages: it names the file and the component.
     RegexTranslation(std::string_view regex, std::string where) : rest_(regex), where_(std::move(where)) {
         if (regex.size() > kLongest)
-            fail("%s: a regex of %zu bytes where %zu are the most", where_.c_str(), regex.size(), kLongest);
+            fail("%s: a regex of %zu bytes where %zu are the most", where_, regex.size(), kLongest);
         while (!rest_.empty()) translate_one();
     }
     const std::string& result() const { return out_; }
@@ -149,7 +148,7 @@ class RegexTranslation {
     static constexpr const char* kSpace = R"(\t-\r\x{85}\p{Z})";
 
     [[noreturn]] void refuse(std::string_view what) const {
-        fail("%s: \"%s\" in a regex is not supported", where_.c_str(), printable(what.substr(0, 20)).c_str());
+        fail("%s: \"%s\" in a regex is not supported", where_, printable(what.substr(0, 20)));
     }
 
     std::string_view take(size_t bytes) {
@@ -225,8 +224,8 @@ class RegexTranslation {
     void translate_repetition() {
         const size_t end = rest_.find('}');
         const std::string_view counts = rest_.substr(1, end == rest_.npos ? 0 : end - 1);
-        const bool numbers = counts.find_first_not_of("0123456789,") == counts.npos &&
-                             std::count(counts.begin(), counts.end(), ',') <= 1;
+        const bool numbers =
+            counts.find_first_not_of("0123456789,") == counts.npos && std::ranges::count(counts, ',') <= 1;
         if (end == rest_.npos || counts.empty() || counts[0] == ',' || !numbers ||
             rest_.substr(end + 1).starts_with('+') || rest_.substr(end + 1).starts_with('?'))
             refuse(rest_);
@@ -334,7 +333,7 @@ class Pattern {
         if (!code_ || may_be_empty) {
             PCRE2_UCHAR message[200] = "it matches no text at all";
             if (!code_) pcre2_get_error_message(error, message, sizeof message);
-            fail("%s: the regex \"%s\" cannot be used: %s", where.c_str(), printable(regex).c_str(),
+            fail("%s: the regex \"%s\" cannot be used: %s", where, printable(regex),
                  reinterpret_cast<const char*>(message));
         }
         // If this fails, matching is slower but still correct.

@@ -59,7 +59,7 @@ class ProtoFields {
     }
 
   private:
-    [[noreturn]] void refuse() const { fail("%s is damaged, or no SentencePiece model", path_.c_str()); }
+    [[noreturn]] void refuse() const { fail("%s is damaged, or no SentencePiece model", path_); }
 
     std::string_view take(uint64_t bytes) {
         if (bytes > rest_.size()) refuse();
@@ -93,14 +93,14 @@ class SentencePieceModel final : public WordModel {
         file += std::string("\x1a\x02\x18\x00", 4);
         const size_t before = allocated();
         if (const auto status = model_.LoadFromSerializedProto(file); !status.ok())
-            fail("%s: SentencePiece cannot read it: %s", path.c_str(), printable(status.ToString()).c_str());
+            fail("%s: SentencePiece cannot read it: %s", path, printable(status.ToString()));
         bytes_ = sizeof *this + allocated() - before;
     }
 
     void encode(std::string_view word, WordScratch& scratch, std::vector<int32_t>& tokens) const override {
         auto& ids = scratch.tokens;
         if (const auto status = model_.Encode(word, &ids); !status.ok())
-            fail("the text cannot be tokenized: %s", printable(status.ToString()).c_str());
+            fail("the text cannot be tokenized: %s", printable(status.ToString()));
         tokens.insert(tokens.end(), ids.begin(), ids.end());
     }
 
@@ -123,7 +123,7 @@ class SentencePieceModel final : public WordModel {
     // Refuses models that would need text to be split differently.
     void check(std::string_view file, const std::string& path) {
         const auto refuse = [&](const char* what, const std::string& value) {
-            fail("%s: %s %s is not supported", path.c_str(), what, value.c_str());
+            fail("%s: %s %s is not supported", path, what, value);
         };
         uint64_t type = 0;
         bool removes_spaces = true, escapes = true, suffix = false;
@@ -147,7 +147,7 @@ class SentencePieceModel final : public WordModel {
                     if (field.number == 5) escapes = field.value;
                 }
         }
-        if (type == 0) fail("%s is damaged, or no SentencePiece model", path.c_str());
+        if (type == 0) fail("%s is damaged, or no SentencePiece model", path);
         const char* types[] = {"?", "UNIGRAM", "BPE", "WORD", "CHAR"};
         if (type != 2) refuse("model_type", types[type <= 4 ? type : 0]);
         if (!rules.empty()) refuse("normalizer", printable(name));
@@ -193,9 +193,9 @@ inline TokenizerParts read_sentencepiece(const std::string& file, const std::str
     for (int token = 0; token < library.GetPieceSize(); token++) {
         const std::string& piece = library.IdToPiece(token);
         // The library splits such a piece again, depending on what it merged elsewhere in the text.
-        if (library.IsUnused(token)) fail("%s: its pieces of type UNUSED are not supported", path.c_str());
+        if (library.IsUnused(token)) fail("%s: its pieces of type UNUSED are not supported", path);
         if (token > Vocabulary::kLargestToken || steps.vocabulary->find(piece) >= 0)
-            fail("%s: \"%s\" is a piece too many", path.c_str(), printable(piece).c_str());
+            fail("%s: \"%s\" is a piece too many", path, printable(piece));
         steps.vocabulary->add(token, piece);
         if (library.IsControl(token) || library.IsUnknown(token)) {
             added.push_back({{"id", static_cast<uint64_t>(token)}, {"content", piece}, {"special", true}});
@@ -222,8 +222,7 @@ inline TokenizerParts read_sentencepiece(const std::string& file, const std::str
     }
     steps.vocabulary->shrink();
     steps.joints = Joints(std::move(pairs));
-    steps.knows_all =
-        std::none_of(steps.byte_tokens.begin(), steps.byte_tokens.end(), [](int t) { return t < 0; });
+    steps.knows_all = std::ranges::none_of(steps.byte_tokens, [](int t) { return t < 0; });
     steps.unknown = library.unk_id();
     const bool adds_space = llama ? truth_of(settings, "add_prefix_space", true) : model->adds_space();
     if (adds_space) {

@@ -35,7 +35,7 @@ inline bool truth_of(const nlohmann::json& settings, const char* key, bool usual
 inline nlohmann::json read_object(const std::string& folder, const char* name) {
     const std::string path = folder + "/" + name;
     nlohmann::json file = file_exists(path) ? read_json(path) : nlohmann::json::object();
-    if (!file.is_object()) fail("%s is not a JSON object", path.c_str());
+    if (!file.is_object()) fail("%s is not a JSON object", path);
     return file;
 }
 
@@ -79,7 +79,7 @@ inline nlohmann::json tokenizer_settings(const std::string& folder) {
         fail(
             "%s/tokenizer_config.json: \"split_special_tokens\" true is not supported: chats would have no "
             "special tokens; set it to false",
-            folder.c_str());
+            folder);
     const json config = read_object(folder, "config.json");
     const std::string name = tokenizer_class_of(folder, settings, config);
     settings["tokenizer_class"] = name;
@@ -130,8 +130,8 @@ inline nlohmann::json tokenizer_settings(const std::string& folder) {
         char* end = nullptr;
         const uint64_t id = strtoull(number.c_str(), &end, 10);
         if (number.empty() || *end || !token.is_object() || content_of(token).empty())
-            fail("%s/%s: added token \"%s\" is not a number with \"content\"", folder.c_str(),
-                 is_complete ? "tokenizer_config.json" : "added_tokens.json", printable(number).c_str());
+            fail("%s/%s: added token \"%s\" is not a number with \"content\"", folder,
+                 is_complete ? "tokenizer_config.json" : "added_tokens.json", printable(number));
         sorted[id] = token;
         sorted[id]["id"] = id;
     }
@@ -163,8 +163,8 @@ inline void complete_added_tokens(nlohmann::json& list, const nlohmann::json& se
         const bool is_named_only = !token.contains("id");
         if (is_named_only && rows.is_number_unsigned() && id >= rows) continue;
         if (!is_named_only && token["id"] != id)
-            fail("%s: added token %s \"%s\": its number must be %lu", folder.c_str(),
-                 token["id"].dump().c_str(), printable(content).c_str(), id);
+            fail("%s: added token %s \"%s\": its number must be %lu", folder, token["id"].dump(),
+                 printable(content), id);
         size = std::max(size, id + 1);
         token["id"] = id;
         if (same == list.end())
@@ -210,7 +210,7 @@ inline void add_pre_tokenizer(nlohmann::json& file, const std::string& pre, cons
         file["pre_tokenizer"] = split(" ?[^(\\s|.,!?…。，、।۔،)]+");
     } else {
         fail("%s: 'tokenizer.ggml.pre' is \"%s\"; gpt-2, smollm, llama-bpe, qwen2 and bloom are supported",
-             path, printable(pre).c_str());
+             path, printable(pre));
     }
 }
 

@@ -186,7 +186,7 @@ class AddedTokens {
         token.length = spelling.size();
         tokens_.push_back(token);
         first_bytes_.set(static_cast<unsigned char>(spelling[0]));
-        if (std::find(lengths_.begin(), lengths_.end(), spelling.size()) == lengths_.end()) {
+        if (std::ranges::find(lengths_, spelling.size()) == lengths_.end()) {
             lengths_.push_back(spelling.size());
             std::sort(lengths_.rbegin(), lengths_.rend());
         }

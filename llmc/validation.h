@@ -55,7 +55,7 @@ inline void report_validation(int64_t step, double loss, bool is_due, const RunC
     if (!std::isfinite(loss)) {
         if (o.steps > 0)
             throw StepError(format("step %ld: the validation loss is %g; the last good save: %s", step, loss,
-                                   metrics.last_save.c_str()));
+                                   metrics.last_save));
         model.check_streamed_finite();
         fail("the validation loss is %g", loss);
     }

@@ -28,17 +28,17 @@
 #endif
 
 #include "llmc/simt_vector.h"
+#include "llmc/tensor.h"
 #include "llmc/work.h"
 
 struct QuantizedView;
 
 // Rows x (rows, columns) to multiply with a matrix, and where the products go: out's rows are out_row
 // elements apart.
-template <class T>
 struct FewRows {
-    T* out;
+    floatX* out;
     int64_t out_row;
-    const T* x;
+    const floatX* x;
     int64_t rows;
 };
 constexpr int kRowsTogether = 8;  // rows that share what is decoded
@@ -51,12 +51,9 @@ struct WeightFormat {
     int block_bytes;        // bytes of a block, if a matrix consists of blocks only; else 0
     // bytes: the size in memory of a matrix with `elements` elements. The others are described below.
     int64_t (*bytes)(int64_t elements);
-    void (*to_fp32)(float* out, const QuantizedView&, int64_t first_row, int64_t count, Stream);
-    void (*to_bf16)(bf16* out, const QuantizedView&, int64_t first_row, int64_t count, Stream);
-    void (*rows_to_fp32)(float* out, const QuantizedView&, const int* rows, int64_t count, Stream);
-    void (*rows_to_bf16)(bf16* out, const QuantizedView&, const int* rows, int64_t count, Stream);
-    void (*few_rows_fp32)(const FewRows<float>&, const QuantizedView&, const float* bias, Stream);
-    void (*few_rows_bf16)(const FewRows<bf16>&, const QuantizedView&, const bf16* bias, Stream);
+    void (*dequantize_slice)(floatX* out, const QuantizedView&, int64_t first_row, int64_t count, Stream);
+    void (*dequantize_rows)(floatX* out, const QuantizedView&, const int* rows, int64_t count, Stream);
+    void (*multiply_few_rows)(const FewRows&, const QuantizedView&, const floatX* bias, Stream);
     int halves[2] = {-1, -1};  // offsets of a block's fp16 scales; -1: none
 };
 
@@ -90,39 +87,29 @@ constexpr int64_t aligned_part(int64_t bytes) {
 // out (count, columns) = rows of the matrix, from first_row on, each element rounded once. The number of
 // elements before first_row is a multiple of kDecodedRun. In formats of whole runs (kWholeRuns) `out` is
 // aligned to 16 bytes.
-template <class T>
-void dequantize_slice(T* out, const QuantizedView& w, int64_t first_row, int64_t count, Stream stream) {
-    if constexpr (std::is_same_v<T, float>)
-        w.format->to_fp32(out, w, first_row, count, stream);
-    else
-        w.format->to_bf16(out, w, first_row, count, stream);
+inline void dequantize_slice(floatX* out, const QuantizedView& w, int64_t first_row, int64_t count,
+                             Stream stream) {
+    w.format->dequantize_slice(out, w, first_row, count, stream);
 }
 
 // out (rows, columns) = the whole matrix.
-template <class T>
-void dequantize(T* out, const QuantizedView& w, Stream stream) {
+inline void dequantize(floatX* out, const QuantizedView& w, Stream stream) {
     dequantize_slice(out, w, 0, w.rows, stream);
 }
 
 // out (count, columns) = the rows of the matrix with these numbers, as in an embedding lookup. `rows` is on
 // the device; its numbers must be in range.
-template <class T>
-void dequantize_rows(T* out, const QuantizedView& w, const int* rows, int64_t count, Stream stream) {
-    if constexpr (std::is_same_v<T, float>)
-        w.format->rows_to_fp32(out, w, rows, count, stream);
-    else
-        w.format->rows_to_bf16(out, w, rows, count, stream);
+inline void dequantize_rows(floatX* out, const QuantizedView& w, const int* rows, int64_t count,
+                            Stream stream) {
+    w.format->dequantize_rows(out, w, rows, count, stream);
 }
 
 // out (rows, outputs) = x (rows, columns) W^T + bias: a linear layer's product with one row or a few, where W
 // is (outputs, columns). The quantized matrix is read once for kRowsTogether rows; sums are fp32. `bias` may
 // be null. On a CPU a row has the same bits beside any others.
-template <class T>
-void multiply_few_rows(const FewRows<T>& rows, const QuantizedView& w, const T* bias, Stream stream) {
-    if constexpr (std::is_same_v<T, float>)
-        w.format->few_rows_fp32(rows, w, bias, stream);
-    else
-        w.format->few_rows_bf16(rows, w, bias, stream);
+inline void multiply_few_rows(const FewRows& rows, const QuantizedView& w, const floatX* bias,
+                              Stream stream) {
+    w.format->multiply_few_rows(rows, w, bias, stream);
 }
 
 // The most elements that a decoder decodes at a time. Every block consists of whole runs.
@@ -135,12 +122,12 @@ constexpr bool kWholeRuns = requires {
     requires Decoder::kElements % kDecodedRun == 0;
 };
 
-template <class T, class Decoder>
+template <class Decoder>
 __global__ void __launch_bounds__(kBlockThreads)
-    dequantize_kernel(T* out, Decoder weights, int64_t first, int64_t n) {
+    dequantize_kernel(floatX* out, Decoder weights, int64_t first, int64_t n) {
     // Rows of whole runs are aligned.
     const bool aligned = kWholeRuns<Decoder> || are_aligned(out);
-    for_each_vector<T>(n, aligned, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
+    for_each_vector<floatX>(n, aligned, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
         if constexpr (N > 1 || !kWholeRuns<Decoder>) {
             float w[N];
             weights.decode(w, first + i);
@@ -149,21 +136,21 @@ __global__ void __launch_bounds__(kBlockThreads)
     });
 }
 
-template <class T, class Decoder>
-void dequantize_with(T* out, const QuantizedView& w, int64_t first_row, int64_t count, Stream stream) {
+template <class Decoder>
+void dequantize_with(floatX* out, const QuantizedView& w, int64_t first_row, int64_t count, Stream stream) {
     const int64_t n = count * w.columns, first = first_row * w.columns;
     const double read = static_cast<double>(quantized_bytes(w)) * count / w.rows;
-    const Operation operation("dequantize", 0, read + static_cast<double>(n * sizeof(T)), {},
+    const Operation operation("dequantize", 0, read + static_cast<double>(n * sizeof(floatX)), {},
                               {.form = w.format->name});
-    launch<dequantize_kernel<T, Decoder>>(elementwise_blocks<T>(n), kBlockThreads, 0, stream, out, Decoder(w),
-                                          first, n);
+    launch<dequantize_kernel<Decoder>>(elementwise_blocks<floatX>(n), kBlockThreads, 0, stream, out,
+                                       Decoder(w), first, n);
 }
 
 // Calls f with the number of elements that a lane decodes at a time in rows of `columns` elements, as an
 // integral constant.
-template <class T, class Decoder, class F>
+template <class Decoder, class F>
 void with_decoded_run(int64_t columns, F&& f) {
-    constexpr int N = kFastCpu ? kDecodedRun : kVectorSize<T>;
+    constexpr int N = kFastCpu ? kDecodedRun : kVectorSize<floatX>;
     if constexpr (kWholeRuns<Decoder>)
         f(std::integral_constant<int, N>());
     else if (columns % N == 0)
@@ -173,9 +160,9 @@ void with_decoded_run(int64_t columns, F&& f) {
 }
 
 // One warp per row.
-template <class T, class Decoder, int N>
+template <class Decoder, int N>
 __global__ void __launch_bounds__(kBlockThreads)
-    dequantize_rows_kernel(T* out, Decoder weights, const int* rows, int64_t count, int64_t columns) {
+    dequantize_rows_kernel(floatX* out, Decoder weights, const int* rows, int64_t count, int64_t columns) {
     const int64_t row = int64_t{blockIdx.x} * warps_per_block() + warp();
     if (row >= count) return;
     for (int64_t c = lane() * N; c < columns; c += kLanes * N) {
@@ -185,13 +172,14 @@ __global__ void __launch_bounds__(kBlockThreads)
     }
 }
 
-template <class T, class Decoder>
-void dequantize_rows_with(T* out, const QuantizedView& w, const int* rows, int64_t count, Stream stream) {
-    const double bytes = static_cast<double>(quantized_bytes(w)) / w.rows + w.columns * sizeof(T);
+template <class Decoder>
+void dequantize_rows_with(floatX* out, const QuantizedView& w, const int* rows, int64_t count,
+                          Stream stream) {
+    const double bytes = static_cast<double>(quantized_bytes(w)) / w.rows + w.columns * sizeof(floatX);
     const Operation operation("dequantize_rows", 0, bytes * count);
-    with_decoded_run<T, Decoder>(w.columns, [&]<int N>(std::integral_constant<int, N>) {
-        launch<dequantize_rows_kernel<T, Decoder, N>>(blocks_of_rows(count), kBlockThreads, 0, stream, out,
-                                                      Decoder(w), rows, count, w.columns);
+    with_decoded_run<Decoder>(w.columns, [&]<int N>(std::integral_constant<int, N>) {
+        launch<dequantize_rows_kernel<Decoder, N>>(blocks_of_rows(count), kBlockThreads, 0, stream, out,
+                                                   Decoder(w), rows, count, w.columns);
     });
 }
 
@@ -203,14 +191,14 @@ constexpr bool kWholeRunsOf = requires {
 
 // One warp per output computes it for kRows rows, from row blockIdx.y * kRows on. For a single row each lane
 // has two sums, because every addition waits for the one before it.
-template <class T, class Decoder, int N, int kRows>
+template <class Decoder, int N, int kRows>
 __global__ void __launch_bounds__(kBlockThreads)
-    few_rows_kernel(FewRows<T> p, Decoder weights, const T* bias, int64_t outputs, int64_t columns) {
+    few_rows_kernel(FewRows p, Decoder weights, const floatX* bias, int64_t outputs, int64_t columns) {
     const int64_t j = int64_t{blockIdx.x} * warps_per_block() + warp();
     if (j >= outputs) return;
     const int64_t first = int64_t{blockIdx.y} * kRows;
     const auto count = static_cast<int>(p.rows - first < kRows ? p.rows - first : kRows);
-    const T* const x = p.x + first * columns;
+    const floatX* const x = p.x + first * columns;
     Accumulator<N> even[kRows], odd[kRows];
     const auto add = [&](Accumulator<N>(&sums)[kRows], int64_t c) SIMT_INLINE {
         float w[N];
@@ -219,7 +207,7 @@ __global__ void __launch_bounds__(kBlockThreads)
         for (int r = 0; r < kRows; r++) {
             // A missing row repeats the first one. Offsets of 32 bits take fewer registers.
             const int row = r < count ? r : 0;
-            const Packed<T, N> factors = load<N>(x + c + row * static_cast<int>(columns));
+            const Packed<floatX, N> factors = load<N>(x + c + row * static_cast<int>(columns));
             for (int k = 0; k < N; k++) sums[r][k] += factors[k] * w[k];
         }
     };
@@ -235,7 +223,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     for (int r = 0; r < kRows; r++) {
         const float sum = warp_sum(sum_of(even[r].v));
         if (lane() == 0 && r < count)
-            p.out[(first + r) * p.out_row + j] = from_float<T>(bias ? sum + to_float(bias[j]) : sum);
+            p.out[(first + r) * p.out_row + j] = from_float<floatX>(bias ? sum + to_float(bias[j]) : sum);
     }
 }
 
@@ -290,11 +278,12 @@ void add_decoded_products(float* sums, const float* packed, const Decoder& weigh
 
 // Copies columns [begin, end) of x as floats, in the order in which add_decoded_products() reads them. x has
 // `count` rows; if that is less than kRows, copies of the first row stand for the others.
-template <int N, int kRows, class T>
-void pack_few_rows(float* packed, const T* x, int64_t count, int64_t columns, int64_t begin, int64_t end) {
+template <int N, int kRows>
+void pack_few_rows(float* packed, const floatX* x, int64_t count, int64_t columns, int64_t begin,
+                   int64_t end) {
     for (int64_t c = begin; c < end; c += N)
         for (int64_t r = 0; r < kRows; r++, packed += N) {
-            const Packed<T, N> run = load<N>(x + (r < count ? r : 0) * columns + c);
+            const Packed<floatX, N> run = load<N>(x + (r < count ? r : 0) * columns + c);
             for (int k = 0; k < N; k++) packed[k] = run[k];
         }
 }
@@ -302,11 +291,11 @@ void pack_few_rows(float* packed, const T* x, int64_t count, int64_t columns, in
 // Computes outputs [first, end) of the rows from `row` on: of kRows, or of those that there are. One row is
 // widened whole, and reads the matrix from its first byte to its last. Several are multiplied some columns at
 // a time; each time the columns of the next output are prefetched, as they are far from those of this one.
-template <int N, int kRows, class T, class Decoder>
-void multiply_rows(const FewRows<T>& p, int64_t row, const Decoder& weights, const T* bias, int64_t first,
+template <int N, int kRows, class Decoder>
+void multiply_rows(const FewRows& p, int64_t row, const Decoder& weights, const floatX* bias, int64_t first,
                    int64_t end, int64_t columns, float* packed) {
     const int64_t count = p.rows - row < kRows ? p.rows - row : kRows;
-    const T* const x = p.x + row * columns;
+    const floatX* const x = p.x + row * columns;
     float sums[kDecodedOutputs * kRows] = {};
     const auto end_of = [&](int64_t c) {
         return c + kDecodedColumns < columns ? c + kDecodedColumns : columns;
@@ -335,12 +324,12 @@ void multiply_rows(const FewRows<T>& p, int64_t row, const Decoder& weights, con
     for (int64_t j = first; j < end; j++)
         for (int64_t r = 0; r < count; r++) {
             const float sum = sums[(j - first) * kRows + r] + (bias ? to_float(bias[j]) : 0.f);
-            p.out[(row + r) * p.out_row + j] = from_float<T>(sum);
+            p.out[(row + r) * p.out_row + j] = from_float<floatX>(sum);
         }
 }
 
-template <class T, class Decoder, int N>
-__global__ void few_rows_on_cpu_kernel(FewRows<T> p, Decoder weights, const T* bias, int64_t outputs,
+template <class Decoder, int N>
+__global__ void few_rows_on_cpu_kernel(FewRows p, Decoder weights, const floatX* bias, int64_t outputs,
                                        int64_t columns) {
     const int64_t first = blockIdx.x * kDecodedOutputs;
     const int64_t end = first + kDecodedOutputs < outputs ? first + kDecodedOutputs : outputs;
@@ -352,39 +341,40 @@ __global__ void few_rows_on_cpu_kernel(FewRows<T> p, Decoder weights, const T* b
             multiply_rows<N, kCpuRows>(p, row, weights, bias, first, end, columns, packed);
 }
 
-template <class T, class Decoder, int N>
-void multiply_few_rows_on_cpu(const FewRows<T>& p, const QuantizedView& w, const T* bias, Stream stream) {
+template <class Decoder, int N>
+void multiply_few_rows_on_cpu(const FewRows& p, const QuantizedView& w, const floatX* bias, Stream stream) {
     const auto blocks = static_cast<unsigned>(ceil_div(w.rows, kDecodedOutputs));
     const int64_t floats = std::max(w.columns, kCpuRows * kDecodedColumns);
-    launch<few_rows_on_cpu_kernel<T, Decoder, N>>(blocks, 1, static_cast<size_t>(floats) * sizeof(float),
-                                                  stream, p, Decoder(w), bias, w.rows, w.columns);
+    launch<few_rows_on_cpu_kernel<Decoder, N>>(blocks, 1, static_cast<size_t>(floats) * sizeof(float), stream,
+                                               p, Decoder(w), bias, w.rows, w.columns);
 }
 #else
-template <class T, class Decoder, int N>
-void multiply_few_rows_on_cpu(const FewRows<T>&, const QuantizedView&, const T*, Stream);
+template <class Decoder, int N>
+void multiply_few_rows_on_cpu(const FewRows&, const QuantizedView&, const floatX*, Stream);
 #endif
 
-template <class T, class Decoder, int N, int kRows>
-void multiply_few_rows_on_gpu(const FewRows<T>& p, const QuantizedView& w, const T* bias, Stream stream) {
+template <class Decoder, int N, int kRows>
+void multiply_few_rows_on_gpu(const FewRows& p, const QuantizedView& w, const floatX* bias, Stream stream) {
     const dim3 blocks(blocks_of_rows(w.rows), static_cast<unsigned>(ceil_div(p.rows, int64_t{kRows})));
-    launch<few_rows_kernel<T, Decoder, N, kRows>>(blocks, kBlockThreads, 0, stream, p, Decoder(w), bias,
-                                                  w.rows, w.columns);
+    launch<few_rows_kernel<Decoder, N, kRows>>(blocks, kBlockThreads, 0, stream, p, Decoder(w), bias, w.rows,
+                                               w.columns);
 }
 
-template <class T, class Decoder>
-void multiply_few_rows_with(const FewRows<T>& p, const QuantizedView& w, const T* bias, Stream stream) {
+template <class Decoder>
+void multiply_few_rows_with(const FewRows& p, const QuantizedView& w, const floatX* bias, Stream stream) {
     const auto rows = static_cast<double>(p.rows),
                passes = static_cast<double>(ceil_div(p.rows, int64_t{kRowsTogether})),
-               in = static_cast<double>(w.columns * sizeof(T)), out = static_cast<double>(w.rows * sizeof(T));
+               in = static_cast<double>(w.columns * sizeof(floatX)),
+               out = static_cast<double>(w.rows * sizeof(floatX));
     const Operation operation("quantized_few_rows", 2 * rows * static_cast<double>(w.elements()),
                               passes * static_cast<double>(quantized_bytes(w)) + rows * (in + out));
-    with_decoded_run<T, Decoder>(w.columns, [&]<int N>(std::integral_constant<int, N>) {
+    with_decoded_run<Decoder>(w.columns, [&]<int N>(std::integral_constant<int, N>) {
         if constexpr (kFastCpu)
-            multiply_few_rows_on_cpu<T, Decoder, N>(p, w, bias, stream);
+            multiply_few_rows_on_cpu<Decoder, N>(p, w, bias, stream);
         else if (p.rows == 1)
-            multiply_few_rows_on_gpu<T, Decoder, N, 1>(p, w, bias, stream);
+            multiply_few_rows_on_gpu<Decoder, N, 1>(p, w, bias, stream);
         else
-            multiply_few_rows_on_gpu<T, Decoder, N, kRowsTogether>(p, w, bias, stream);
+            multiply_few_rows_on_gpu<Decoder, N, kRowsTogether>(p, w, bias, stream);
     });
 }
 
@@ -398,12 +388,9 @@ constexpr WeightFormat quantized_format(const char* name, const char* file_type,
             .block = block,
             .block_bytes = block_bytes,
             .bytes = Decoder::bytes,
-            .to_fp32 = dequantize_with<float, Decoder>,
-            .to_bf16 = dequantize_with<bf16, Decoder>,
-            .rows_to_fp32 = dequantize_rows_with<float, Decoder>,
-            .rows_to_bf16 = dequantize_rows_with<bf16, Decoder>,
-            .few_rows_fp32 = multiply_few_rows_with<float, Decoder>,
-            .few_rows_bf16 = multiply_few_rows_with<bf16, Decoder>};
+            .dequantize_slice = dequantize_with<Decoder>,
+            .dequantize_rows = dequantize_rows_with<Decoder>,
+            .multiply_few_rows = multiply_few_rows_with<Decoder>};
 }
 
 // Shared by the decoders.

@@ -106,7 +106,7 @@ void matvec(const Arguments& a) {
     const QuantizedView view = view_of(format_of(a[0]), input, rows, columns, more);
     std::vector<float> out(static_cast<size_t>(rows));
     const auto* x = reinterpret_cast<const float*>(input.data() + quantized_bytes(view));
-    multiply_few_rows<float>({out.data(), rows, x, 1}, view, nullptr, kStream);
+    multiply_few_rows({out.data(), rows, x, 1}, view, nullptr, kStream);
     write_output(out);
 }
 
@@ -225,11 +225,9 @@ void time(const Arguments& a) {
     const WeightFormat& format = format_of(a[0]);
     const int64_t rows = number(a[1]), columns = number(a[2]), n = rows * columns;
     Bytes bytes(static_cast<size_t>(quantized_bytes(format, n)));
-    Bytes fp32(static_cast<size_t>(n) * 4), half(static_cast<size_t>(n) * 2),
-        from(static_cast<size_t>(n) * 4);
+    Bytes fp32(static_cast<size_t>(n) * 4), from(static_cast<size_t>(n) * 4);
     const QuantizedView view{&format, bytes.data(), rows, columns};
     auto* const out = reinterpret_cast<float*>(fp32.data());
-    auto* const out16 = reinterpret_cast<bf16*>(half.data());
     const double read = static_cast<double>(bytes.size()), count = static_cast<double>(n);
     const double copy = fastest([&] {
 #pragma omp parallel for
@@ -238,15 +236,13 @@ void time(const Arguments& a) {
                         static_cast<size_t>(columns) * 4);
     });
     const double to_fp32 = fastest([&] { dequantize(out, view, kStream); });
-    const double to_bf16 = fastest([&] { dequantize(out16, view, kStream); });
     const std::vector<float> x(static_cast<size_t>(columns), 1.f);
     const double product = fastest([&] {
-        multiply_few_rows<float>({out, rows, x.data(), 1}, view, nullptr, kStream);
+        multiply_few_rows({out, rows, x.data(), 1}, view, nullptr, kStream);
     });
-    printf(R"({"format": "%s", "memcpy": %.2f, "fp32": %.2f, "bf16": %.2f, "matvec": %.2f})"
+    printf(R"({"format": "%s", "memcpy": %.2f, "fp32": %.2f, "matvec": %.2f})"
            "\n",
-           format.name, 8 * count / copy / 1e9, (read + 4 * count) / to_fp32 / 1e9,
-           (read + 2 * count) / to_bf16 / 1e9, read / product / 1e9);
+           format.name, 8 * count / copy / 1e9, (read + 4 * count) / to_fp32 / 1e9, read / product / 1e9);
 }
 
 void run(const std::string& command, const Arguments& a) {

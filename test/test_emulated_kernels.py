@@ -20,7 +20,7 @@ ATTENTION = {"A100": "-Attention/0.*Random*:Attention/0.*Documents:Attention/0.*
              "H100": "HopperAttention.*"}
 
 
-KERNEL_TESTS = ["attention", "matmul", "kernels", "family_kernels", "quantized", "optimizer", "wide_sum", "stream"]
+KERNEL_TESTS = ["attention", "matmul", "kernels", "family_kernels", "quantized", "quantized_bf16", "optimizer", "wide_sum", "stream"]
 
 
 # make test runs small shapes, and on the H100 only what has code of its own for it.

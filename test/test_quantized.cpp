@@ -1,5 +1,6 @@
 // test_quantized.cpp - every quantized format, compared with plain loops over its definition, in every order
-// of threads: all elements, some rows, the product with a row; and the result of NF4's quantization.
+// of threads: all elements, some rows, the product with a row; and the result of NF4's quantization. In bf16,
+// test_quantized_bf16.cpp runs it.
 
 #include <cmath>
 #include <string>
@@ -127,13 +128,9 @@ std::string text(const Matrix& m) {
     return std::string(m.format->name) + " " + std::to_string(m.rows) + " x " + std::to_string(m.columns);
 }
 
-template <class T>
-class Quantized : public testing::Test {};
-using Types = testing::Types<float, bf16>;
-TYPED_TEST_SUITE(Quantized, Types);
+using T = floatX;
 
-TYPED_TEST(Quantized, ElementsAreThoseOfTheDefinition) {
-    using T = TypeParam;
+TEST(Quantized, ElementsAreThoseOfTheDefinition) {
     for (const Matrix& m : matrices()) {
         SCOPED_TRACE(text(m));
         std::vector<T> want, out, gathered;
@@ -175,7 +172,6 @@ TYPED_TEST(Quantized, ElementsAreThoseOfTheDefinition) {
 }
 
 // Checks the product with `count` rows. Each has the bits that it has alone, on a CPU.
-template <class T>
 void check_few_rows(const Matrix& m, int64_t count) {
     const std::vector<T> x = random_values<T>(count * m.columns, 1, 3), bias = random_values<T>(m.rows, 1, 4);
     const int64_t out_row = m.rows + 5;
@@ -186,7 +182,7 @@ void check_few_rows(const Matrix& m, int64_t count) {
         std::vector<T> out;
         for_each_order([&] {
             const DeviceArray<T> d_out(poisoned<T>(count * out_row));
-            multiply_few_rows<T>({d_out.data(), out_row, d_x.data(), count}, m.view(d_bytes), d_b, kStream);
+            multiply_few_rows({d_out.data(), out_row, d_x.data(), count}, m.view(d_bytes), d_b, kStream);
             return bytes_of(out = d_out.download());
         });
         std::vector<T> got;
@@ -204,19 +200,19 @@ void check_few_rows(const Matrix& m, int64_t count) {
         EXPECT_LT(relative_error(got, want), tolerance<T>());
         for (int64_t i = 0; i < (kFastCpu ? count : 0); i++) {
             const DeviceArray<T> d_out(poisoned<T>(m.rows));
-            multiply_few_rows<T>({d_out.data(), m.rows, d_x.data() + i * m.columns, 1}, m.view(d_bytes), d_b,
-                                 kStream);
+            multiply_few_rows({d_out.data(), m.rows, d_x.data() + i * m.columns, 1}, m.view(d_bytes), d_b,
+                              kStream);
             EXPECT_TRUE(bytes_of(d_out.download()) ==
                         bytes_of(std::vector<T>(got.begin() + i * m.rows, got.begin() + (i + 1) * m.rows)));
         }
     }
 }
 
-TYPED_TEST(Quantized, FewRowsTimesTheElements) {
+TEST(Quantized, FewRowsTimesTheElements) {
     for (const Matrix& m : matrices())
         for (const int64_t rows : {1, 2, 8, 11}) {
             SCOPED_TRACE(text(m) + ", rows " + std::to_string(rows));
-            check_few_rows<TypeParam>(m, rows);
+            check_few_rows(m, rows);
         }
 }
 

@@ -33,9 +33,10 @@ WERROR ?= $(if $(filter quick test test-more build-tests unit-tests python-tests
 export WERROR
 # Functions are inlined as with -O2: with -O3's inlining the program is no faster, and compiles for a tenth longer. Without
 # -fno-math-errno -fno-trapping-math the loops of the fast CPU build stay scalar.
-# g++ 12 reports overlaps in std::string's own code that cannot happen (GCC's bug 105651).
+# g++ 12 reports overlaps in std::string's own code that cannot happen (GCC's bug 105651). It compiles a tenth faster if it
+# collects garbage only beyond 600 MB.
 WARNINGS := -Wall -Wextra $(if $(WERROR),-Werror) -Wno-restrict
-CXX_COMMON := -std=c++20 $(WARNINGS) -Wno-unknown-pragmas -fopenmp -I. -MMD -MP
+CXX_COMMON := -std=c++20 $(WARNINGS) -Wno-unknown-pragmas -fopenmp -I. -MMD -MP --param=ggc-min-heapsize=600000
 CXXFLAGS := $(CXX_COMMON) -O3 --param max-inline-insns-auto=15 -fno-ipa-cp-clone -march=native -fno-math-errno -fno-trapping-math
 TEXT_LIBS := -lpcre2-8 -lutf8proc -lsentencepiece -lz
 CPU_LIBS := -ldnnl $(TEXT_LIBS)

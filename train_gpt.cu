@@ -28,8 +28,7 @@
 #include "llmc/plan_free_memory.h"  // require_memory()
 #include "llmc/ranks_launch.h"      // launch_ranks(), begin_rank()
 #include "llmc/rates_calibrate.h"   // calibrate()
-#include "llmc/rates_device.h"      // device_peak_flops()
-#include "llmc/rates_file.h"        // rates_of(): how fast the device is
+#include "llmc/rates_device.h"      // device_peak_flops(), rates_of(): how fast the device is
 #include "llmc/resolve.h"           // Resolved: from what was asked for to what a run is
 #include "llmc/options.h"           // RunOptions: from the command line, and from a save
 #include "llmc/run_start.h"         // print_data(), print_start()

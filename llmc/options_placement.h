@@ -147,13 +147,6 @@ inline const PlacementOption kPlacements[] = {
      [](const RunConfig& o) { return o.offloaded_inputs == -1; }, false},
 };
 
-// The placement with this key.
-inline const PlacementOption& placement(const std::string& key) {
-    for (const PlacementOption& p : kPlacements)
-        if (key == p.key) return p;
-    bug("no placement %s", key);
-}
-
 // What was chosen differently from the given options, as on a command line.
 inline std::string placements_text(const RunConfig& chosen, const RunConfig& given) {
     std::string offload, text;

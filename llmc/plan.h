@@ -25,7 +25,6 @@
 #include "llmc/run_config.h"
 #include "llmc/plan_free_memory.h"
 #include "llmc/plan_report.h"
-#include "llmc/plan_timeline.h"
 #include "llmc/run_records.h"
 #include "llmc/quant_weights.h"
 #include "llmc/random.h"

@@ -192,7 +192,7 @@ void print_summary(FILE* to, const MemoryReport& r, const char* verb, const Free
     const auto line = [&](size_t bytes, const std::string& what) {
         if (bytes > 0) print(to, "%12.2f  %s\n", mebibytes(bytes), what);
     };
-    const char* const others = r.largest_other();
+    const char* const others = r.largest_in_arena().first;
     const std::string for_others =
         *others && !r.train->takes.empty() ? format(", which %s needs", others) : "";
     line(r.activations(), r.train->takes.empty()

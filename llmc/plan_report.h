@@ -119,27 +119,25 @@ struct MemoryReport : OutsideDevice, MemorySetting {
         for (const auto& [name, plan] : others) bytes = std::max(bytes, arena_align(plan->workspace));
         return bytes + of_kind("workspace");
     }
-    // The arena without the libraries' workspace.
-    size_t activations() const { return std::max(train->bytes, activations_of_others()); }
+    // What takes most of the arena, and how much; without a name if that is training.
+    std::pair<const char*, size_t> largest_in_arena() const {
+        std::pair<const char*, size_t> most{"", train->bytes};
+        for (const auto& [name, plan] : others)
+            if (plan->bytes > most.second) most = {name, plan->bytes};
+        return most;
+    }
+    // The arena without the libraries' workspace, and what is not training's part of it.
+    size_t activations() const { return largest_in_arena().second; }
     size_t activations_of_others() const {
         size_t bytes = 0;
         for (const auto& [name, plan] : others) bytes = std::max(bytes, plan->bytes);
         return bytes;
     }
-    // What takes more of the arena than training does, and the most of it; "" if nothing does.
-    const char* largest_other() const {
-        const char* name = "";
-        size_t most = train->bytes;
-        for (const auto& [other, plan] : others)
-            if (plan->bytes > most) most = plan->bytes, name = other;
-        return name;
-    }
     // The largest of the buffers, the arena and the process. The arena is named by its largest user if that
     // is not training.
     std::pair<std::string, size_t> largest() const {
-        std::pair<std::string, size_t> most{"activations", train->bytes};
-        for (const auto& [name, plan] : others)
-            if (plan->bytes > most.second) most = {name, plan->bytes};
+        std::pair<std::string, size_t> most = largest_in_arena();
+        if (most.first.empty()) most.first = "activations";
         for (const Take& b : buffers)
             if (b.bytes > most.second) most = {b.name, b.bytes};
         if (process > most.second) most = {"the process itself", process};
@@ -199,3 +197,15 @@ void print_gpu_answer(FILE* to, const RunConfig& o, const MemoryReport& r);
 // What --plan json says of the named GPU: its memory, how much of that a run may use, and whether this run
 // fits.
 nlohmann::ordered_json gpu_answer_json(const KnownGpu& gpu, const MemoryReport& r);
+
+// ---- the timeline (plan_timeline.cpp): the bytes that live after each take, release and operation of a step
+
+// What the page of --report shows of a step's memory: the bytes of each kind from moment to moment, and the
+// table of buffers with the moments at which each begins and ceases to live. In a long step several events
+// are one moment, which has the bytes of the event with the most.
+nlohmann::ordered_json timeline_page(const MemoryReport& report, const Plan& update, const Rates& rates);
+
+// Writes the timeline, with one operation per line, and one transfer per line if there are any. Fails, naming
+// --timeline, if the file cannot be written.
+void write_timeline(const std::string& path, const MemoryReport& report, const Plan& update,
+                    const Rates& rates);

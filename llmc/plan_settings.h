@@ -301,18 +301,14 @@ inline bool has_files(const RunConfig& o) {
 }
 
 // The bytes that are free for files of the run's own, in the folder for temporary files; 0 if files there
-// cannot bypass the page cache.
-inline size_t ask_space_on_disk() {
-    const std::string folder = temporary_folder();
-    const int fd = make_nameless_file(folder, O_DIRECT);
-    if (fd < 0) return 0;
-    close(fd);
-    return free_disk_bytes(folder).value_or(0);
-}
-// The same, asked once: a search and the plan that it leads to see the same space, even if other programs
-// write.
+// cannot bypass the page cache. Asked once: a search and the plan that it leads to see the same space, even
+// if other programs write.
 inline size_t space_on_disk() {
-    static const size_t space = ask_space_on_disk();
+    static const size_t space = [] {
+        const std::string folder = temporary_folder();
+        const int fd = make_nameless_file(folder, O_DIRECT);
+        return fd >= 0 && close(fd) == 0 ? free_disk_bytes(folder).value_or(0) : 0;
+    }();
     return space;
 }
 

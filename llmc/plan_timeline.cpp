@@ -1,7 +1,7 @@
-// plan_timeline.cpp - replays a step's plan event by event.
-#include "llmc/plan_timeline.h"
+// plan_timeline.cpp - replays a step's plan event by event, for --timeline and the page of --report.
+#include "llmc/plan_report.h"
 
-#include <cmath>
+#include <algorithm>
 
 #include "llmc/file.h"
 

@@ -1,5 +1,5 @@
 // rates.h - how fast the device does each kind of operation: by nominal rates, or by a table of measured ones
-// (rates_calibrate.h, rates_file.h); and how long a plan then takes, phase by phase, and what limits it.
+// (rates_calibrate.h, rates_file.cpp); and how long a plan then takes, phase by phase, and what limits it.
 //
 // A product's rate is looked up in a grid of shapes, every other operation's by its name and its bytes,
 // attention's by its length. Between measured sizes the logarithms of rates are interpolated.
@@ -15,6 +15,8 @@
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include <nlohmann/json_fwd.hpp>
 
 #include "llmc/build.h"
 #include "llmc/step_plan.h"
@@ -226,12 +228,7 @@ inline Rates mean_of(const Rates& a, const Rates& b) {
     return mean;
 }
 
-inline double seconds_of(const std::vector<Work>& work, const DeviceRates& rates) {
-    double seconds = 0;
-    for (const Work& w : work) seconds += seconds_of(w, rates);
-    return seconds;
-}
-// By a run's rates, without waits for transfers.
+// Without waits for transfers.
 inline double seconds_of(const std::vector<Work>& work, const Rates& rates) {
     double seconds = 0;
     for (const Work& w : work) seconds += rates.seconds(w);
@@ -425,3 +422,19 @@ inline PhaseTimes phases_of(const Plan& plan, const Rates& rates) {
     add_phases(phases, plan, 1, rates);
     return phases;
 }
+
+// ---- the file of measured rates (rates_file.cpp): JSON that names the device, the precision and the threads
+// that it was measured with, and is accepted only if these are the same
+
+// The CPU's name by the kernel; empty if none is known.
+std::string cpu_name();
+
+// Fails if a file cannot be written at `path`.
+void check_rates_writable(const std::string& path);
+
+// Writes the rates that were measured `on` this device, in place of any file at `path`.
+void write_rates(const std::string& path, const Rates& rates, const nlohmann::ordered_json& on);
+
+// Reads a file of rates, measured `on` the same device. `nominal` is for what the file has no rates of. If
+// something is wrong with it, fails with one line that says where.
+Rates read_rates(const std::string& path, const DeviceRates& nominal, const nlohmann::ordered_json& on);

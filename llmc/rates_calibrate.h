@@ -43,7 +43,6 @@
 #include "llmc/quant_formats.h"
 #include "llmc/rates.h"
 #include "llmc/rates_device.h"
-#include "llmc/rates_file.h"
 #include "llmc/rmsnorm.cuh"
 #include "llmc/rope.cuh"
 #include "llmc/temporary_file.h"

@@ -12,11 +12,13 @@
 #include <functional>
 #include <string>
 
+#include <nlohmann/json.hpp>
+
 #include "llmc/gpus.h"
 #include "llmc/matmul.h"
 #include "llmc/run_config.h"
 #include "llmc/random.h"
-#include "llmc/rates_file.h"
+#include "llmc/rates.h"
 #include "llmc/simt_vector.h"
 
 // Timed work is enqueued this many times before the host looks at the clock, so that the time to start work

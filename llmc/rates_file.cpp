@@ -1,11 +1,13 @@
 // rates_file.cpp - writes measured rates as JSON, and reads and checks such a file.
-#include "llmc/rates_file.h"
+#include "llmc/rates.h"
 
 #include <algorithm>
 #include <cmath>
 #include <fstream>
 #include <functional>
 #include <vector>
+
+#include <nlohmann/json.hpp>
 
 #include "llmc/file.h"
 

@@ -142,8 +142,7 @@ std::vector<OperationLine> BenchReport::operations() const {
         sorted.push_back(line);
     }
     assert(times.size() == lines.size());
-    std::ranges::stable_sort(
-        sorted, [](const OperationLine& a, const OperationLine& b) { return a.seconds > b.seconds; });
+    std::ranges::stable_sort(sorted, std::greater(), &OperationLine::seconds);
     return sorted;
 }
 

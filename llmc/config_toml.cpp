@@ -91,6 +91,6 @@ std::vector<ConfigItem> read_toml(const std::string& text, const std::string& pa
         fail("%s:%zu: no TOML: outside of quotes, names have only ASCII letters, digits, - and _", path,
              line_of_broken_assertion(text));
     }
-    std::ranges::stable_sort(items, [](const ConfigItem& a, const ConfigItem& b) { return a.line < b.line; });
+    std::ranges::stable_sort(items, {}, &ConfigItem::line);
     return items;
 }

@@ -10,23 +10,6 @@
 #include "llmc/options_placement.h"
 #include "llmc/resume.h"
 
-// Fails if both --steps and --epochs say how long the training is.
-inline void check_length(const Asked& o) {
-    if (o.has("--steps") && o.has("--epochs") && o.steps == 0)
-        fail("--epochs %s: nothing is trained without --data", o.first("--epochs"));
-    if (o.has("--steps") && o.has("--epochs"))
-        fail("--epochs %s and --steps %s both say how long to train: give one of them", o.first("--epochs"),
-             o.first("--steps"));
-}
-
-// Fails if an option compares the validations of a run, and there is at most the one at its end.
-inline void check_best(const Asked& o) {
-    if (o.keep_best && o.out.empty()) fail("--keep-best: nothing is saved without --out");
-    const char* const name = o.keep_best ? "--keep-best" : o.early_stopping > 0 ? "--early-stopping" : "";
-    if (*name && (o.eval_every == 0 || o.steps == 0))
-        fail("%s compares validations, and there are none during this run: give --eval-every N", name);
-}
-
 // A bench only measures a run and does not make it: fails on options that only a real run needs.
 inline void check_bench_options(const Asked& o) {
     if (o.bench.empty()) return;
@@ -131,8 +114,7 @@ inline void check_auto_length(const Asked& o) {
     if (parse_new_model(o.model))
         fail(
             "--seq-len auto is for a trained model; --model %s makes a new one, which gets as many positions "
-            "as "
-            "--seq-len says",
+            "as --seq-len says",
             o.model);
 }
 
@@ -176,23 +158,13 @@ inline void check_memory(const Asked& o) {
     if (o.has("--memory") && o.steps == 0)
         fail("--memory %s: there is nothing to choose without training, --steps 0", o.memory);
     if (!o.has("--memory.host")) return;
-    const char* const size = o.host_memory.c_str();
+    const std::string& size = o.host_memory;
     if (kBuild.host_is_device)
         fail("--memory host=%s is for a GPU; on a CPU, --memory itself is the host's memory", size);
     if (!o.has("--memory"))
         fail("--memory host=%s needs the device's size too, as in 8GiB,host=%s", size, size);
     if (o.batch == 0)
         fail("--memory host=%s: --batch auto leaves everything where it is; give a number", size);
-}
-
-// Fails if --gpu is combined with more than a plan.
-inline void check_gpu_plan(const Asked& o) {
-    if (!o.has("--gpu")) return;
-    if (o.gpu.empty()) fail("--gpu: names no GPU, such as RTX 4090 or H100");
-    if (!o.plan) fail("--gpu %s only plans: add --plan", o.gpu);
-    if (!o.rates.empty())
-        fail("--gpu %s plans with the GPU's nominal rates, and --rates %s with measured ones: leave one out",
-             o.gpu, o.rates);
 }
 
 // Fails on options for another build, or for another optimizer than the one that was chosen.
@@ -208,16 +180,6 @@ inline void check_build(const Asked& o) {
                                  "--optimizer.beta2", "--optimizer.eps"})
         if (o.optimizer == "sgd" && o.has(of_adamw))
             fail("%s is AdamW's, and --optimizer sgd keeps no moments", o.spelled(of_adamw));
-}
-
-// Fails if several devices cannot divide a frozen model (--zero 3).
-inline void check_divided_base(const Asked& o) {
-    if (parse_new_model(o.model))
-        fail("--zero 3: divides a frozen model that is in files, and --model %s is a new one: give --zero 1",
-             o.model);
-    if (!o.save_base.empty())
-        fail("--zero 3: no device has all of the base that --save-base %s would save: give --zero 1",
-             o.save_base);
 }
 
 // Fails if several devices cannot share this run.
@@ -255,23 +217,16 @@ inline void check_devices(const Asked& o) {
     if (keeps_slices && o.gradients != "device")
         fail("--zero %s: with --offload gradients=%s they are not on the device: give --zero 1", o.zero,
              o.gradients);
-    if (o.zero == "3" && o.trains_adapter()) check_divided_base(o);
+    const bool divides_base = o.zero == "3" && o.trains_adapter();
+    if (divides_base && parse_new_model(o.model))
+        fail("--zero 3: divides a frozen model that is in files, and --model %s is a new one: give --zero 1",
+             o.model);
+    if (divides_base && !o.save_base.empty())
+        fail("--zero 3: no device has all of the base that --save-base %s would save: give --zero 1",
+             o.save_base);
     if (o.zero == "3" && o.weights != "device")
         fail("--zero 3: with --offload weights=%s the blocks' weights are not on the devices: give --zero 1",
              o.weights);
-}
-
-// Fails if gradients would be needed in backward that are not complete yet.
-inline void check_update_in_backward(const Asked& o) {
-    if (o.update_in_backward && o.own_micro_batches() > 1 && !o.by_block)
-        fail(
-            "--update-in-backward consumes gradients at once: with --grad-accum %d it needs --by-block, so "
-            "that a block's are complete",
-            o.grad_accum);
-    if (o.update_in_backward && o.clip > 0 && o.has("--advanced.clip") && !o.clip_per_block)
-        fail(
-            "--advanced clip=model: --update-in-backward updates blocks before the gradient's norm is known "
-            "and clips each by its own: leave it out, or give --clip 0");
 }
 
 // Fails if options that are valid by themselves cannot be combined.
@@ -279,9 +234,16 @@ inline void check_options(const Asked& o) {
     check_adapter_options(o);
     check_auto_length(o);
     check_answers(o);
-    check_length(o);
+    if (o.has("--steps") && o.has("--epochs") && o.steps == 0)
+        fail("--epochs %s: nothing is trained without --data", o.first("--epochs"));
+    if (o.has("--steps") && o.has("--epochs"))
+        fail("--epochs %s and --steps %s both say how long to train: give one of them", o.first("--epochs"),
+             o.first("--steps"));
     check_bench_options(o);
-    check_best(o);
+    if (o.keep_best && o.out.empty()) fail("--keep-best: nothing is saved without --out");
+    const char* const compares = o.keep_best ? "--keep-best" : o.early_stopping > 0 ? "--early-stopping" : "";
+    if (*compares && (o.eval_every == 0 || o.steps == 0))
+        fail("%s compares validations, and there are none during this run: give --eval-every N", compares);
     check_calibration(o);
     check_chunk_rows(o);
     check_build(o);
@@ -296,8 +258,20 @@ inline void check_options(const Asked& o) {
         fail("--tokenizer %s is for a new model, such as --model d12: --model %s has its own", o.tokenizer,
              o.model);
     check_devices(o);
-    check_gpu_plan(o);
-    check_update_in_backward(o);
+    if (o.has("--gpu") && o.gpu.empty()) fail("--gpu: names no GPU, such as RTX 4090 or H100");
+    if (o.has("--gpu") && !o.plan) fail("--gpu %s only plans: add --plan", o.gpu);
+    if (o.has("--gpu") && !o.rates.empty())
+        fail("--gpu %s plans with the GPU's nominal rates, and --rates %s with measured ones: leave one out",
+             o.gpu, o.rates);
+    if (o.update_in_backward && o.own_micro_batches() > 1 && !o.by_block)
+        fail(
+            "--update-in-backward consumes gradients at once: with --grad-accum %d it needs --by-block, so "
+            "that a block's are complete",
+            o.grad_accum);
+    if (o.update_in_backward && o.clip > 0 && o.has("--advanced.clip") && !o.clip_per_block)
+        fail(
+            "--advanced clip=model: --update-in-backward updates blocks before the gradient's norm is known "
+            "and clips each by its own: leave it out, or give --clip 0");
     if (!o.val_data.empty() && o.data.empty() && o.steps > 0)
         fail("--val-data needs --data, or --steps 0: to validate the model as it is");
     if (!o.val_data.empty() && o.batch == 0 && o.steps == 0)

@@ -133,12 +133,6 @@ inline void set_saved(CLI::App& app, Asked& o, const SavedOptions& before, bool 
     if (automatic && o.seq_len == 0) o.seq_len = Asked().seq_len, o.settings.erase("--seq-len");
 }
 
-// True if a run generates without training, because it has a model and a prompt but no data.
-inline bool only_generates(const Asked& o) {
-    return o.has("--prompt") && o.data.empty() && !o.has("--steps") && !parse_new_model(o.model) && !o.plan &&
-           o.bench.empty();
-}
-
 // --model ORG/NAME and --adapter ORG/NAME become the folders that Hugging Face's tools have downloaded.
 inline void open_from_hub(Asked& o) {
     const auto open = [&](const char* option, std::string& value) {
@@ -201,7 +195,10 @@ inline void complete_options(Asked& o) {
                : o.trains_adapter()       ? kLoraRate
                : parse_new_model(o.model) ? kNewRate
                                           : kFineTuningRate;
-    if (only_generates(o)) o.steps = 0, o.settings["--steps"] = {"0"};
+    // A model and a prompt without data generate only.
+    if (o.has("--prompt") && o.data.empty() && !o.has("--steps") && !parse_new_model(o.model) && !o.plan &&
+        o.bench.empty())
+        o.steps = 0, o.settings["--steps"] = {"0"};
     if (o.bench.empty()) return;
     const Asked standard;
     if (o.has("--steps")) o.bench_steps = static_cast<int>(std::min<int64_t>(o.steps, INT32_MAX));

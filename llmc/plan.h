@@ -178,7 +178,7 @@ inline PhaseTimes phases_of(const Plans& plans, int micro_batches, const Rates& 
     if (!plans.update_phases) plans.update_phases = phases_of(plans.update, rates);
     for (const PhaseTime& of_update : *plans.update_phases) {
         const auto same =
-            std::ranges::find_if(phases, [&](const PhaseTime& p) { return p.name == of_update.name; });
+            std::ranges::find(phases, of_update.name, &PhaseTime::name);
         PhaseTime& p = same == phases.end() ? phases.emplace_back(PhaseTime{of_update.name}) : *same;
         for (size_t c = 0; c < kCosts; c++) {
             p.seconds[c] += of_update.seconds[c];

@@ -240,29 +240,13 @@ inline DataKinds kinds_of_data(const RunConfig& o) {
     return kinds;
 }
 
-// The options of a plan that reads no data, for the search of --seq-len auto.
-inline RunConfig options_without_data(RunConfig o) {
-    o.plan = true;
-    o.data.clear(), o.val_data.clear();
-    o.eval_every = 0;
-    o.out = o.resume = o.timeline = o.loss_by_position = "";
-    return o;
-}
-
-// True if `o` itself is a plan for a GPU without data or files. with_chosen_setting() would then find again
-// what the search for the length has found.
-inline bool needs_no_second_search(const RunConfig& o) {
-    return o.planned_gpu && o.plan && o.data.empty() && o.val_data.empty() && o.out.empty() &&
-           o.resume.empty() && o.timeline.empty() && o.loss_by_position.empty();
-}
-
 // The longest sequences that the model and the data allow, and which of them is the limit.
 struct LengthLimit {
     int tokens;
     const char* why;
 };
 
-// `tried` are options_without_data() of `o`.
+// `tried` is `o` without data.
 inline LengthLimit length_limit(const Asked& asked, const RunConfig& o, RunConfig tried,
                                 const DataKinds& data) {
     tried.seq_len = 1;
@@ -284,7 +268,11 @@ inline RunConfig with_longest_length(const Asked& asked, const RunConfig& given,
     if (kHostIsDevice) measure_free_memory();
     const FreeMemory space = memory_for(given);
     const DataKinds data = kinds_of_data(chosen);
-    RunConfig tried = options_without_data(chosen);
+    RunConfig tried = chosen;  // as a plan that reads no data
+    tried.plan = true;
+    tried.data.clear(), tried.val_data.clear();
+    tried.eval_every = 0;
+    tried.out = tried.resume = tried.timeline = tried.loss_by_position = "";
     tried.plans_examples = data.has_examples;
     struct Planned {
         size_t bytes;
@@ -333,7 +321,10 @@ inline RunConfig with_longest_length(const Asked& asked, const RunConfig& given,
     if (plan.bytes > space.bytes)
         fail("--seq-len auto: sequences of %d tokens take %.1f MiB and there are %.1f (%s)", fewest,
              mebibytes(plan.bytes), mebibytes(space.bytes), space.limit);
-    if (needs_no_second_search(given)) {
+    // A plan for a GPU without data or files would find again what this search has found.
+    if (given.planned_gpu && given.plan && given.data.empty() && given.val_data.empty() &&
+        given.out.empty() && given.resume.empty() && given.timeline.empty() &&
+        given.loss_by_position.empty()) {
         choices = plan.choices;
         choices.for_length = plan.options;
     }

@@ -443,12 +443,17 @@ inline MemorySetting fit_memory(const RunConfig& given, RunInputs& inputs, Choic
     if (!best.solution.chosen || (offered && best.solution.chosen->seconds > 1.01 * fastest))
         try_others(kHostIsDevice, false);
     if (!best.solution.chosen && offered && !has_any_host_memory(given)) try_others(true, !kHostIsDevice);
-    if (given.open.prefetch) {
-        if (!best.solution.chosen)
-            try_all(without_prefetching(configurations(kHostIsDevice || offered)), space);
-        else if (streams_blocks_of(best.configuration))
-            try_all(with_more_buffers(best.configuration), space);
+    std::vector<RunConfig> with_other_distances;
+    if (given.open.prefetch && !best.solution.chosen) {  // without prefetching, blocks take the least memory
+        for (RunConfig& o : configurations(kHostIsDevice || offered))
+            if (streams_blocks_of(o)) with_other_distances.emplace_back(o).prefetch = 0;
+    } else if (given.open.prefetch && streams_blocks_of(best.configuration)) {
+        // If transfers take longer than the computation, a step gains the blocks that are still in buffers
+        // when it turns from forward to backward: these are not fetched again.
+        for (const int ahead : {2, 4, 8, 16})
+            with_other_distances.emplace_back(best.configuration).prefetch = ahead;
     }
+    try_all(with_other_distances, space);
     // The least memory that is reported must be exact.
     const auto may_be_least = static_cast<double>(best.solution.least.exact) * kMostSaved;
     for (const Fit& estimate : estimates)

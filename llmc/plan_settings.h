@@ -279,22 +279,6 @@ inline std::vector<RunConfig> placements_to_try(const RunConfig& given, const Mo
     return shared;
 }
 
-// The combinations that stream blocks, with prefetching turned off: these take the least memory.
-inline std::vector<RunConfig> without_prefetching(std::vector<RunConfig> configurations) {
-    std::erase_if(configurations, [](const RunConfig& o) { return !streams_blocks_of(o); });
-    for (RunConfig& o : configurations) o.prefetch = 0;
-    return configurations;
-}
-
-// A combination with larger prefetch distances than the default, and so with more buffers. If transfers take
-// longer than the computation, a step gains the blocks that are still in buffers when it turns from forward
-// to backward: these are not fetched again.
-inline std::vector<RunConfig> with_more_buffers(const RunConfig& configuration) {
-    std::vector<RunConfig> all;
-    for (const int ahead : {2, 4, 8, 16}) all.emplace_back(configuration).prefetch = ahead;
-    return all;
-}
-
 // True if something that is trained is in files.
 inline bool has_files(const RunConfig& o) {
     return o.weights == "disk" || o.gradients == "disk" || o.state == "disk";

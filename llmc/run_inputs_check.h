@@ -232,23 +232,22 @@ inline void RunInputs::check_placements() const {
     const bool trains_model = o_.steps > 0 && !adapter;
     if (o_.steps > 0) check_placement("state", o_.state);
     if (o_.gradients != "device" && o_.steps > 0) {
-        const char* const gradients = o_.gradients.c_str();
-        if (adapter) fail("--offload gradients=%s is for a model that is trained whole", gradients);
+        if (adapter) fail("--offload gradients=%s is for a model that is trained whole", o_.gradients);
         if (o_.update_in_backward)
             fail("--offload gradients=%s: with --update-in-backward only one block's are there at a time",
-                 gradients);
+                 o_.gradients);
         check_placement("gradients", o_.gradients);
     }
     if (o_.updates == "host" && o_.steps > 0) check_updates();
     if (asked_.has_here("--prefetch") && !streams_blocks_of(o_) && o_.memory.empty())
         fail("--prefetch %d: is for offloaded blocks: add --offload weights=disk", o_.prefetch);
     if (o_.embeddings != "device") {
-        const char* const embeddings = o_.embeddings.c_str();
         if (trains_model)
             fail("--offload embeddings=%s is for a frozen model; --train lora or prompt trains beside one",
-                 embeddings);
+                 o_.embeddings);
         if (!o_.head.empty())
-            fail("--offload embeddings=%s: --base head=%s is of a head on the device", embeddings, o_.head);
+            fail("--offload embeddings=%s: --base head=%s is of a head on the device", o_.embeddings,
+                 o_.head);
         check_frozen_placement("embeddings", o_.embeddings);
     }
     if (o_.weights == "device") return;
@@ -269,8 +268,8 @@ inline void RunInputs::check_placements() const {
 // Fails if --save-base cannot be written, or would overwrite a folder. For a resumed run, a folder that
 // exists is the one that it has saved itself.
 inline void RunInputs::check_saved_base() const {
-    const char* const folder = o_.save_base.c_str();
-    if (!*folder) return;
+    const std::string& folder = o_.save_base;
+    if (folder.empty()) return;
     if (gguf) fail("--save-base %s: the matrices of a GGUF are not in NF4", folder);
     if (!o_.head.empty())
         fail("--save-base %s: such a base has its head in 16 or 32 bits: leave head=%s to the training",
@@ -334,7 +333,7 @@ inline void RunInputs::keep_merged() {
 
 // Fails unless --report-with is a log that this run does not write.
 inline void RunInputs::check_other_log() const {
-    const char* const path = o_.report_with.c_str();
+    const std::string& path = o_.report_with;
     if (!o_.log.empty() && same_file(o_.log, path))
         fail("--report-with %s: this run writes it (--log)", path);
     bool has_records = false;

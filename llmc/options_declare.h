@@ -29,10 +29,10 @@ inline std::string number_text(double value) {
 }
 
 // What an option accepts: what is wrong with a text, or "". It may replace the text by what it means.
-using Range = std::function<std::string(std::string&)>;
+using Accepts = std::function<std::string(std::string&)>;
 
 // A number from low to high; unlike CLI::Range, it refuses "nan".
-inline Range between(double low, double high) {
+inline Accepts between(double low, double high) {
     return [=](const std::string& text) -> std::string {
         char* end = nullptr;
         const double value = strtod(text.c_str(), &end);
@@ -45,7 +45,7 @@ inline Range between(double low, double high) {
 }
 
 // A whole number from low to high. It may have an exponent: 1e3, 1.5e4.
-inline Range whole(double low, double high) {
+inline Accepts whole(double low, double high) {
     return [=](std::string& text) -> std::string {
         const std::string wrong = between(low, high)(text);
         if (!wrong.empty()) return wrong;
@@ -59,7 +59,7 @@ inline Range whole(double low, double high) {
 }
 
 // A whole number from low to high, or the word `word`, which it replaces by `meant`.
-inline Range whole_or(const char* word, const char* meant, double low, double high) {
+inline Accepts whole_or(const char* word, const char* meant, double low, double high) {
     return [=](std::string& text) {
         return text == word ? text = meant, std::string() : whole(low, high)(text);
     };
@@ -72,7 +72,7 @@ inline std::string rows_at_a_time(std::string& text) {
 }
 
 // One of the names.
-inline Range one_of(std::vector<std::string> names) {
+inline Accepts one_of(std::vector<std::string> names) {
     return [names](const std::string& text) {
         const bool is_one = std::ranges::find(names, text) != names.end();
         return is_one ? std::string() : "'" + printable(text) + "' is none of " + joined(names, ", ");
@@ -105,7 +105,7 @@ class OptionGroup {
 
     template <class Field>
     CLI::Option* add(const std::string& name, Field& field, const char* value, const std::string& help,
-                     const Range& range = {}, const std::optional<std::string>& standard = {}) {
+                     const Accepts& range = {}, const std::optional<std::string>& standard = {}) {
         CLI::Option* const option = dress(app_.add_option(name, field), value, help, standard);
         return range ? option->transform(CLI::Validator(range, "")) : option;
     }

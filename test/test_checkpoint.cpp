@@ -14,6 +14,7 @@
 
 #include <gtest/gtest.h>
 
+#include "llmc/family_gpt2.h"
 #include "llmc/checkpoint.h"
 #include "llmc/outputs.h"
 #include "test/file_helpers.h"

@@ -306,7 +306,7 @@ TEST(HeadRows, TheUpdateHasNoSay) {
     Plan plan;
     plan.work = {{"forward block 0", "matmul", 100, 0}, {"backward update 3", "adamw", 0, 900}};
     EXPECT_DOUBLE_EQ(seconds_without_update(plan, DeviceRates{10, 10, 0}), 10);
-    EXPECT_DOUBLE_EQ(seconds_of(plan.work, {10, 10, 0}), 100);
+    EXPECT_DOUBLE_EQ(seconds_of(plan.work, DeviceRates{10, 10, 0}), 100);
 }
 
 }  // namespace

@@ -60,7 +60,7 @@ class OffloadedInputs {
         piece_bytes_ = in_chunks() ? chunk_bytes(shape, chunk_rows_) : stored_bytes(shape);
         for (Slot& slot : slots_) {
             slot.buffer.take(in_chunks() ? "offloaded_input_rows" : "offloaded_input",
-                             StoredPieces::buffer_bytes(piece_bytes_), "activation",
+                             aligned_buffer_bytes(piece_bytes_), "activation",
                              {Transfer::Offloaded, route_from(kActivationPlacement), store_});
             if (!in_chunks()) slot.input = Tensor<T>(slot.buffer.template aligned<T>(), shape);
         }
@@ -235,15 +235,14 @@ class OffloadedKeys {
         columns_ = columns;
         keys_.piece_bytes = piece_bytes(rows_, most_columns);
         const auto take = [&](OffloadBuffer& buffer, const char* name) {
-            buffer.take(name, StoredPieces::buffer_bytes(keys_.piece_bytes), "activation",
-                        pieces_in(stored_keys_));
+            buffer.take(name, aligned_buffer_bytes(keys_.piece_bytes), "activation", pieces_in(stored_keys_));
         };
         take(own_, "keys_and_values");
         for (OffloadBuffer& buffer : keys_.buffers) take(buffer, "offloaded_keys");
         if (!with_sums) return;
         sums_.piece_bytes = sums_bytes(rows_, most_columns);
         for (OffloadBuffer& buffer : sums_.buffers)
-            buffer.take("offloaded_key_sums", StoredPieces::buffer_bytes(sums_.piece_bytes), "gradient",
+            buffer.take("offloaded_key_sums", aligned_buffer_bytes(sums_.piece_bytes), "gradient",
                         pieces_in(stored_sums_));
     }
     void release() {

@@ -8,12 +8,10 @@
 #include <cstdint>
 #include <cstring>
 #include <deque>
-#include <functional>
 #include <map>
 #include <memory>
 #include <numeric>
 #include <optional>
-#include <span>
 #include <utility>
 #include <vector>
 
@@ -28,7 +26,7 @@
 // In this file a block is whatever is streamed as a whole: a block of the model, its gradients, or a slice of
 // the head (offload_embeddings.h). Blocks are numbered in the order of the model.
 //
-// HostBlockSource and DiskBlockSource have the matrices of a frozen model; StoredPieces has blocks that are
+// PinnedPieces and DiskBlockSource have the matrices of a frozen model; an OffloadStorage has blocks that are
 // trained, or gradients. BlockStream takes the buffers, so that the plan contains them, and decides what is
 // fetched when.
 
@@ -180,37 +178,6 @@ class BlockStream {
     std::vector<Slot> slots_;
     size_t held_ = kNoSlot;     // the slot in use
     std::deque<int> expected_;  // never the same block twice in a row
-};
-
-// ---- from host memory
-//
-// Streams a frozen model's blocks from pinned host memory beside a GPU: each is copied to the device, on a
-// separate stream, whenever it is needed.
-
-class HostBlockSource : public PieceSource {
-  public:
-    // For `buffers` buffers. bytes_of(block) returns a block's bytes in pinned memory.
-    HostBlockSource(size_t buffers, std::function<std::span<const char>(int block)> bytes_of)
-        : bytes_of_(std::move(bytes_of)), arrived_(buffers) {}
-
-    size_t start(char* buffer, [[maybe_unused]] std::optional<int> to, std::optional<int> block,
-                 Stream stream) override {
-        assert(!to && block);
-        const std::span<const char> from = bytes_of_(*block);
-        free_.record(stream);
-        free_.block(copies_.get());
-        move_async(Route::FromHost, buffer, from.data(), from.size(), copies_.get());
-        arrived_[begun_ % arrived_.size()].record(copies_.get());
-        return begun_++;
-    }
-    void finish(size_t number, Stream stream) override { arrived_[number % arrived_.size()].block(stream); }
-
-  private:
-    std::function<std::span<const char>(int)> bytes_of_;
-    OwnStream copies_;
-    Event free_;
-    std::vector<Event> arrived_;
-    size_t begun_ = 0;
 };
 
 // ---- from the files of a frozen model

@@ -12,41 +12,6 @@
 #include "llmc/offload_storage.h"
 #include "llmc/work.h"
 
-// Pieces outside the device, by number. A source transfers bytes to and from a buffer, and knows nothing of
-// the step.
-class PieceSource {
-  public:
-    virtual ~PieceSource() = default;
-    // Starts storing the bytes of `buffer` as piece `to`, and after that fetching piece `from` into it;
-    // either may be absent. Both run after the work queued on the stream so far. Returns a number for
-    // finish(). At most as many transfers may be under way as there are buffers.
-    virtual size_t start(char* buffer, std::optional<int> to, std::optional<int> from, Stream stream) = 0;
-    // Work queued on the stream from here on runs after this transfer and all that started before it. Fails
-    // if a transfer failed.
-    virtual void finish(size_t number, Stream stream) = 0;
-};
-
-// Pieces of the same size in working memory, one after another.
-class StoredPieces : public PieceSource {
-  public:
-    // The bytes of a buffer for a piece, including what aligning it takes.
-    static size_t buffer_bytes(size_t piece_bytes) { return piece_bytes + kStorageAlignment; }
-
-    StoredPieces(OffloadStorage& storage, size_t piece_bytes) : storage_(storage), bytes_(piece_bytes) {}
-
-    size_t start(char* buffer, std::optional<int> to, std::optional<int> from, Stream stream) override {
-        const auto at = [this](std::optional<int> piece) {
-            return piece ? std::optional(static_cast<uint64_t>(*piece) * bytes_) : std::nullopt;
-        };
-        return storage_.exchange(aligned_buffer(buffer), bytes_, at(to), at(from), stream);
-    }
-    void finish(size_t number, Stream stream) override { storage_.join(number, stream); }
-
-  private:
-    OffloadStorage& storage_;
-    const size_t bytes_;
-};
-
 // Where offloaded activations are stored: in host memory beside a GPU, on a CPU in a file.
 constexpr Placement kActivationPlacement = kHostIsDevice ? Placement::Disk : Placement::Host;
 
@@ -87,7 +52,7 @@ class OffloadBuffer {
     bool is_taken() const { return static_cast<bool>(memory_); }
     // The buffer's address, which stays known after release() for replays of a recording. Null in a dry run.
     char* at() const { return at_; }
-    // The part of the buffer that StoredPieces transfers.
+    // The part of the buffer that working memory transfers.
     template <class T>
     T* aligned() const {
         return reinterpret_cast<T*>(aligned_buffer(at_));

@@ -79,9 +79,9 @@ class OffloadedEmbeddings {
             source_ = std::make_unique<DiskBlockSource>(slice_bytes(0), buffers());
         } else {
             host_ = pinned_buffer(bytes_, shared);
-            source_ = std::make_unique<HostBlockSource>(buffers(), [this](int slice) {
+            source_ = std::make_unique<PinnedPieces>([this](int slice) {
                 const Matrix& head = matrices_.back();
-                const char* const all = host_->data() + head.at;
+                char* const all = host_->data() + head.at;
                 return std::span(all + row_bytes(head) * first_row(slice), slice_bytes(slice));
             });
         }

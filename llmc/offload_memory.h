@@ -22,7 +22,7 @@ struct Place {
     const char* option;          // the option that asks for it
     Placement placement;         // counts only if bytes are not 0
     size_t bytes;                // 0: there is no such memory
-    size_t buffer_bytes;         // the bytes of a transfer,
+    size_t piece_bytes;          // the bytes of a transfer,
     size_t buffers;              // and how many transfers are under way at a time
     bool with_host = false;      // the host works on the data itself: none of it is fetched to the device
     bool may_be_shared = false;  // all ranks store the same bytes: in host memory they share it
@@ -30,7 +30,7 @@ struct Place {
     // The pinned host memory that it takes: all of it, or beside a GPU the buffers of a file.
     size_t pinned() const {
         if (placement == Placement::Host || bytes == 0) return bytes;
-        return is_staged() ? StagedStorage::pinned_bytes(buffer_bytes, buffers) : 0;
+        return is_staged() ? StagedStorage::pinned_bytes(piece_bytes, buffers) : 0;
     }
     // The part of that which the ranks of a machine have together.
     size_t shared() const { return may_be_shared && placement == Placement::Host ? pinned() : 0; }
@@ -41,13 +41,13 @@ struct Place {
 
     // Allocates the memory, zeroed; null if there is none. `shared_memory` may be null unless ranks share it.
     // Fails if there is too little memory.
-    std::unique_ptr<OffloadStorage> make(const SharedHostMemory* shared_memory) const {
+    std::unique_ptr<OffloadStorage> make(const SharedHostMemory* shared_memory = nullptr) const {
         if (bytes == 0) return nullptr;
-        if (shared() > 0) return std::make_unique<HostStorage>(shared_memory->map(bytes));
-        if (placement == Placement::Host) return std::make_unique<HostStorage>(bytes);
-        auto file = std::make_unique<DiskStorage>(temporary_folder(), bytes, option);
+        if (shared() > 0) return std::make_unique<HostStorage>(shared_memory->map(bytes), piece_bytes);
+        if (placement == Placement::Host) return std::make_unique<HostStorage>(bytes, piece_bytes);
+        auto file = std::make_unique<DiskStorage>(temporary_folder(), bytes, piece_bytes, option);
         if (!is_staged()) return file;
-        return std::make_unique<StagedStorage>(std::move(file), buffer_bytes, buffers);
+        return std::make_unique<StagedStorage>(std::move(file), piece_bytes, buffers);
     }
 };
 
@@ -78,7 +78,7 @@ class OffloadedMemory {
         return matrices_ ? matrices_->streamed_bytes() : std::vector<size_t>();
     }
     std::vector<size_t> streamed_gradient_bytes() const {
-        return std::vector<size_t>(blocks_of_stage(), StoredPieces::buffer_bytes(model_.block_bytes()));
+        return std::vector<size_t>(blocks_of_stage(), aligned_buffer_bytes(model_.block_bytes()));
     }
     // How many layers' inputs are offloaded; and how many rows of a sequence at a time, as attention takes
     // them (0: all).
@@ -96,22 +96,17 @@ class OffloadedMemory {
     void make(const SharedHostMemory* shared);
     // The sources of streamed blocks and gradients, and the other memory; null before make(), and if there is
     // none.
-    PieceSource* blocks() const { return matrices_ ? frozen_blocks_.get() : trained_blocks_.pieces.get(); }
-    PieceSource* gradients() const { return block_gradients_.pieces.get(); }
+    PieceSource* blocks() const { return matrices_ ? frozen_blocks_.get() : trained_blocks_.get(); }
     DiskBlockSource* blocks_in_files() const { return dynamic_cast<DiskBlockSource*>(frozen_blocks_.get()); }
-    PieceSource* state_chunks() const { return updated_state_.pieces.get(); }
-    OffloadStorage* updated_state() const { return updated_state_.storage.get(); }
-    PieceSource* inputs() const { return inputs_.pieces.get(); }
-    PieceSource* keys() const { return keys_.pieces.get(); }
-    PieceSource* key_sums() const { return key_sums_.pieces.get(); }
-    bool any() const { return blocks() || gradients() || state_chunks() || inputs() || keys(); }
+    OffloadStorage* updated_state() const { return updated_state_.get(); }
+    bool any() const { return blocks() || block_gradients_ || updated_state_ || inputs_ || keys_; }
     // Where the weights or the gradients of a unit are. `on_device` is their address if they are on the
     // device. `with_host`: blocks' gradients are used in host memory, and not fetched to the device.
     UnitMemory<T> weights_of(int unit, T* on_device) const {
-        return memory_of(unit, on_device, streams_trained(), trained_blocks_.storage.get());
+        return memory_of(unit, on_device, streams_trained(), trained_blocks_.get());
     }
     UnitMemory<const T> gradients_of(int unit, const T* on_device, bool with_host) const {
-        return memory_of(unit, on_device, with_host, block_gradients_.storage.get());
+        return memory_of(unit, on_device, with_host, block_gradients_.get());
     }
     // Tells the parts of a model what they stream, and where from. The model has weights(), gradients(),
     // embedding_and_head(), offloaded_inputs() and keys(). Call it again after make().
@@ -120,11 +115,11 @@ class OffloadedMemory {
         model.weights().stream_blocks_from(blocks(),
                                            route_from(named<Placement>(kPlacementNames, o_.weights)),
                                            streamed_block_bytes(), o_.prefetch);
-        model.gradients().stream_blocks_from(gradients(), streamed_gradient_bytes(), o_.prefetch);
+        model.gradients().stream_blocks_from(block_gradients_.get(), streamed_gradient_bytes(), o_.prefetch);
         model.embedding_and_head().stream_head();
-        model.offloaded_inputs().use(inputs(), offloaded_layers(), o_.micro_batches_together(),
+        model.offloaded_inputs().use(inputs_.get(), offloaded_layers(), o_.micro_batches_together(),
                                      input_chunk_rows());
-        model.keys().offload_to(keys(), key_sums(), key_chunk_rows());
+        model.keys().offload_to(keys_.get(), key_sums_.get(), key_chunk_rows());
     }
     // Adds the memory that they take outside the device.
     void add_to(OutsideDevice& report) const;
@@ -178,8 +173,8 @@ class OffloadedMemory {
     template <class E>
     UnitMemory<E> memory_of(int unit, E* on_device, bool offloaded, const OffloadStorage* place) const {
         if (!offloaded || !model_.layout.is_block(unit)) return {on_device, false};
-        const auto block = static_cast<uint64_t>(model_.layout.block_of(Layout::layer_of(unit)));
-        return {place ? reinterpret_cast<E*>(place->address(block * model_.block_bytes())) : nullptr, true};
+        const int block = model_.layout.block_of(Layout::layer_of(unit));
+        return {place ? reinterpret_cast<E*>(place->address(block)) : nullptr, true};
     }
 
     const RunConfig& o_;
@@ -187,17 +182,9 @@ class OffloadedMemory {
     const State<T>& model_;
     State<T>& trained_;
     const QuantizedWeights* const matrices_;  // of a frozen model, if offloaded, or null
-    // A memory and its pieces; both null if there is none.
-    struct Stored {
-        std::unique_ptr<OffloadStorage> storage;
-        std::unique_ptr<StoredPieces> pieces;
-    };
-    static Stored stored_in(const Place& place, const SharedHostMemory* shared = nullptr) {
-        Stored s{place.make(shared), nullptr};
-        if (s.storage) s.pieces = std::make_unique<StoredPieces>(*s.storage, place.buffer_bytes);
-        return s;
-    }
-    Stored trained_blocks_, block_gradients_, updated_state_, inputs_, keys_, key_sums_;
+    // Null if there is none.
+    std::unique_ptr<OffloadStorage> trained_blocks_, block_gradients_, updated_state_, inputs_, keys_,
+        key_sums_;
     std::unique_ptr<PieceSource> frozen_blocks_;
 };
 
@@ -216,19 +203,19 @@ Place OffloadedMemory<T>::place_of_inputs() const {
 
 template <class T>
 void OffloadedMemory<T>::make(const SharedHostMemory* shared) {
-    trained_blocks_ = stored_in(place_of_trained_blocks(), shared);
-    block_gradients_ = stored_in(place_of_block_gradients());
-    updated_state_ = stored_in(place_of_updated_state());
-    inputs_ = stored_in(place_of_inputs());
-    keys_ = stored_in(place_of_keys());
-    key_sums_ = stored_in(place_of_key_sums());
-    trained_.lie_in(trained_blocks_.storage.get(), block_gradients_.storage.get(), updated_state());
+    trained_blocks_ = place_of_trained_blocks().make(shared);
+    block_gradients_ = place_of_block_gradients().make();
+    updated_state_ = place_of_updated_state().make();
+    inputs_ = place_of_inputs().make();
+    keys_ = place_of_keys().make();
+    key_sums_ = place_of_key_sums().make();
+    trained_.lie_in(trained_blocks_.get(), block_gradients_.get(), updated_state());
     if (matrices_ && matrices_->placement() == Placement::Disk)
         frozen_blocks_ =
             std::make_unique<DiskBlockSource>(matrices_->largest_streamed(), buffers_of_matrices());
     else if (matrices_)
-        frozen_blocks_ = std::make_unique<HostBlockSource>(
-            buffers_of_matrices(), [m = matrices_](int block) { return m->block(block); });
+        frozen_blocks_ =
+            std::make_unique<PinnedPieces>([m = matrices_](int block) { return m->block(block); });
 }
 
 template <class T>

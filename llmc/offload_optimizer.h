@@ -4,7 +4,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdint>
 #include <deque>
 #include <memory>
 #include <optional>
@@ -54,7 +53,7 @@ class StateRing {
         const Pieces pieces = {Transfer::State, route_from(state.options.updated), chunks_};
         for (size_t i = 0; i < std::min(most_buffers(state, wanted), most); i++)
             pass->buffers.emplace_back(arena_, stream_)
-                .take("streamed_state", StoredPieces::buffer_bytes(pass->bytes), "optimizer_state", pieces);
+                .take("streamed_state", aligned_buffer_bytes(pass->bytes), "optimizer_state", pieces);
         pass_ = pass;
         if (pass->buffers.empty()) return;
         host_act([pass] {
@@ -143,8 +142,8 @@ class HostUpdates {
         return buffers_of(state) * buffer_bytes(state) + (is_on_disk(state) ? kStorageAlignment : 0);
     }
     // Allocates it. `place` has the state's chunks; a rank may have none, and then it is null. If it is on a
-    // disk, it must not be staged, so that its join() makes the host wait; and it must end before this does,
-    // since its transfers use the buffers.
+    // disk, it must not be staged, so that its finish() makes the host wait; and it must end before this
+    // does, since its transfers use the buffers.
     void allocate(const State<T>& state, OffloadStorage* place) {
         place_ = place;
         link_ = std::make_unique<Link>(state);
@@ -178,10 +177,10 @@ class HostUpdates {
             size_t last = 0;
             while (done_ < begun_) {
                 Buffer& buffer = finish();
-                if (state_bytes_ > 0) last = exchange(buffer, {});
+                if (state_bytes_ > 0) last = transfer_state(buffer, {});
             }
             link_->came.block(stream_);
-            if (state_bytes_ > 0) place_->join(last, stream_);
+            if (state_bytes_ > 0) place_->finish(last, stream_);
         });
     }
 
@@ -196,8 +195,8 @@ class HostUpdates {
         UpdateArrays<T> arrays = {};
         T* weights = nullptr;  // on the device, to which they are copied back
         Event arrived, came;
-        std::optional<uint64_t> state_at = {};  // offset on the disk of the state that is in the buffer,
-        size_t exchange = 0;                    // and the exchange that fetched it
+        std::optional<int> chunk = {};  // whose state from the disk is in the buffer,
+        size_t transfer = 0;            // and the transfer that fetched it
     };
     // What the copies need. A dry run has none.
     struct Link {
@@ -245,9 +244,9 @@ class HostUpdates {
         buffer.came.wait();
         T* const gradients_here = reinterpret_cast<T*>(buffer.at);
         T* const weights_here = reinterpret_cast<T*>(buffer.at + kPart);
-        const uint64_t state_at = uint64_t{number} * state.chunk_bytes();
-        if (state_bytes_ > 0) buffer.exchange = exchange(buffer, state_at);
-        char* const state_here = state_bytes_ > 0 ? buffer.at + kStateAt : place_->address(state_at);
+        const auto piece = static_cast<int>(number);
+        if (state_bytes_ > 0) buffer.transfer = transfer_state(buffer, piece);
+        char* const state_here = state_bytes_ > 0 ? buffer.at + kStateAt : place_->address(piece);
         buffer.arrays = arrays_of_chunk<T>(state, unit, chunk, state_here, weights.at, gradients.at);
         buffer.weights = weights.on_host ? nullptr : buffer.arrays.weights;
         if (gradients_go) move_async(Route::ToHost, gradients_here, buffer.arrays.gradients, bytes, stores);
@@ -261,7 +260,7 @@ class HostUpdates {
     Buffer& finish() {
         Buffer& buffer = link_->buffers[done_++ % link_->buffers.size()];
         buffer.arrived.wait();
-        if (state_bytes_ > 0) place_->join(buffer.exchange, stream_);
+        if (state_bytes_ > 0) place_->finish(buffer.transfer, stream_);
         count_moved(Route::HostUpdate, static_cast<size_t>(update_bytes(buffer.arrays)));
         update_on_host(&buffer.arrays, &factors_, *reinterpret_cast<const float*>(buffer.at + kNormAt));
         if (!buffer.weights) return buffer;
@@ -271,11 +270,11 @@ class HostUpdates {
         link_->came.record(link_->fetches.get());
         return buffer;
     }
-    // Starts writing the updated state in a buffer, if any, back to the disk, and then reading the state at
-    // offset `from`, if given. Returns the number for join().
-    size_t exchange(Buffer& buffer, std::optional<uint64_t> from) {
-        const std::optional<uint64_t> to = std::exchange(buffer.state_at, from);
-        return place_->exchange(buffer.at + kStateAt, state_bytes_, to, from, stream_);
+    // Starts writing the updated state in a buffer, if any, back to the disk, and then reading that of chunk
+    // `from`, if given. Returns the number for finish().
+    size_t transfer_state(Buffer& buffer, std::optional<int> from) {
+        const std::optional<int> to = std::exchange(buffer.chunk, from);
+        return place_->start(buffer.at + kStateAt, to, from, stream_);
     }
 
     // In a dry run: records that a transfer starts, and returns its number.

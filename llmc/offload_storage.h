@@ -1,6 +1,7 @@
-// offload_storage.h - working memory of a training outside the device: a file, which a GPU reaches through
-// buffers in host memory, or pinned host memory beside a GPU. The other offload_ headers keep in it what they
-// store and fetch again.
+// offload_storage.h - data outside the device that is fetched to buffers on the device, and stored again,
+// while the device computes: sources of pieces of data, and working memory of a training in a file, which a
+// GPU reaches through buffers in host memory, or in pinned host memory beside a GPU. The other offload_
+// headers keep in it what they store and fetch again.
 #pragma once
 
 #include <algorithm>
@@ -24,49 +25,58 @@
 #include "llmc/work.h"
 
 // ---- the interface
-//
-// The contents are fetched to buffers in the arena and stored again while the device computes. Optimizer
-// state on a disk that a GPU's host updates itself is fetched to buffers in host memory
-// (offload_optimizer.h).
 
-// Alignment of the offsets in this memory, and of the buffers: a disk transfers whole sectors.
+// Pieces of data outside the device, by number. A source transfers them to and from buffers, and knows
+// nothing of the step.
+class PieceSource {
+  public:
+    virtual ~PieceSource() = default;
+    // Starts storing the bytes of `buffer` as piece `to`, and after that fetching piece `from` into it;
+    // either may be absent. Both run after the work queued on the stream so far. Returns a number for
+    // finish(). At most as many transfers may be under way as there are buffers.
+    virtual size_t start(char* buffer, std::optional<int> to, std::optional<int> from, Stream stream) = 0;
+    // Work queued on the stream from here on runs after this transfer and all that started before it. Fails
+    // if a transfer failed.
+    virtual void finish(size_t number, Stream stream) = 0;
+};
+
+// Alignment of the pieces in working memory, and of the buffers: a disk transfers whole sectors.
 constexpr size_t kStorageAlignment = kSector;
 
-// The aligned buffer in memory that was taken with kStorageAlignment additional bytes. Null in a dry run.
-inline char* aligned_buffer(void* take) {
-    const auto address = reinterpret_cast<uintptr_t>(take);
+// The bytes to take for a buffer of a piece, and the aligned part of what was taken, which transfers use.
+// Null in a dry run.
+constexpr size_t aligned_buffer_bytes(size_t piece_bytes) { return piece_bytes + kStorageAlignment; }
+inline char* aligned_buffer(void* taken) {
+    const auto address = reinterpret_cast<uintptr_t>(taken);
     return reinterpret_cast<char*>((address + kStorageAlignment - 1) / kStorageAlignment * kStorageAlignment);
 }
 
-class OffloadStorage {
+// Working memory: pieces of the same size, one after another.
+class OffloadStorage : public PieceSource {
   public:
-    virtual ~OffloadStorage() = default;
-    // Copy any range of bytes to or from the host, synchronously. No exchange may be under way.
+    explicit OffloadStorage(size_t piece_bytes) : piece_bytes_(piece_bytes) {}
+    // Copy any range of bytes to or from the host, synchronously. No transfer may be under way.
     virtual void read(uint64_t at, size_t bytes, void* host) const = 0;
     virtual void write(uint64_t at, size_t bytes, const void* host) = 0;
-    // The host address of offset `at`; null if this memory is not in host memory.
-    virtual char* address(uint64_t /*at*/) const { return nullptr; }
-    // Starts storing the bytes of `buffer` at offset `to`, and after that fetching as many from
-    // offset `from` into it; either may be absent. Both run after the work queued on the stream so far.
-    // Returns a number for join().
-    virtual size_t exchange(char* buffer, size_t bytes, std::optional<uint64_t> to,
-                            std::optional<uint64_t> from, Stream stream) = 0;
-    // Work queued on the stream from here on runs after this exchange and all that started before it. Fails
-    // if a transfer failed.
-    virtual void join(size_t number, Stream stream) = 0;
+    // The address of a piece; null if this memory is not in host memory.
+    virtual char* address(int /*piece*/) const { return nullptr; }
+
+  protected:
+    uint64_t offset_of(int piece) const { return static_cast<uint64_t>(piece) * piece_bytes_; }
+
+    const size_t piece_bytes_;
 };
 
 // ---- in a file
 //
-// Working memory of a training in a file without a name. Transfers bypass the page cache: the disk reads and
-// writes the buffers themselves.
+// The file has no name. Transfers bypass the page cache: the disk reads and writes the buffers themselves.
 
 class DiskStorage : public OffloadStorage {
   public:
     // Makes the file in `folder`, of `bytes` bytes, all zero. Messages name `option`, which asked for it.
     // Fails if the disk lacks the space, or if the file system has no such files.
-    DiskStorage(const std::string& folder, uint64_t bytes, const char* option)
-        : folder_(folder), option_(option), file_(make()), queue_(nullptr) {
+    DiskStorage(const std::string& folder, uint64_t bytes, size_t piece_bytes, const char* option)
+        : OffloadStorage(piece_bytes), folder_(folder), option_(option), file_(make()), queue_(nullptr) {
         if (const int error = posix_fallocate(file_.fd(), 0, static_cast<off_t>(whole_sectors(bytes))); error)
             fail("%s: %s cannot be had in %s (TMPDIR names another folder): %s", option, size_text(bytes),
                  folder, write_error(error));
@@ -93,18 +103,18 @@ class DiskStorage : public OffloadStorage {
         });
     }
 
-    size_t exchange(char* buffer, size_t bytes, std::optional<uint64_t> to, std::optional<uint64_t> from,
-                    Stream) override {
-        const size_t all = whole_sectors(bytes);
-        if (to) count_moved(Route::DiskWrite, bytes);
-        if (from) count_moved(Route::DiskRead, bytes);
+    size_t start(char* buffer, std::optional<int> to, std::optional<int> from, Stream) override {
+        char* const at = aligned_buffer(buffer);
+        const size_t all = whole_sectors(piece_bytes_);
+        if (to) count_moved(Route::DiskWrite, piece_bytes_);
+        if (from) count_moved(Route::DiskRead, piece_bytes_);
         return queue_.start((all + kRequestBytes - 1) / kRequestBytes, [=, this](size_t i, char*) {
             const size_t first = i * kRequestBytes, count = std::min(kRequestBytes, all - first);
-            if (to) write_sectors(*to + first, count, buffer + first);
-            if (from) read_sectors(*from + first, count, buffer + first);
+            if (to) write_sectors(offset_of(*to) + first, count, at + first);
+            if (from) read_sectors(offset_of(*from) + first, count, at + first);
         });
     }
-    void join(size_t number, Stream) override { queue_.wait(number); }
+    void finish(size_t number, Stream) override { queue_.wait(number); }
 
   private:
     static constexpr size_t kBounceBytes = 1 << 20;  // the buffer of read() and write()
@@ -157,16 +167,57 @@ class DiskStorage : public OffloadStorage {
 };
 
 // ---- in pinned host memory, beside a GPU
-//
-// Working memory of a training in pinned host memory, beside a GPU. It has one stream for each direction,
-// since a link carries data both ways at the same time at full speed.
+
+// Pieces in pinned host memory. Each direction has a stream of its own, since a link carries data both ways
+// at the same time at full speed.
+class PinnedPieces : public PieceSource {
+  public:
+    // bytes_of(piece) returns where a piece is.
+    explicit PinnedPieces(std::function<std::span<char>(int piece)> bytes_of)
+        : bytes_of_(std::move(bytes_of)) {}
+
+    size_t start(char* buffer, std::optional<int> to, std::optional<int> from, Stream stream) override {
+        before_.record(stream);
+        if (to) {
+            const std::span<char> piece = bytes_of_(*to);
+            before_.block(stores_.get());
+            move_async(Route::ToHost, piece.data(), buffer, piece.size(), stores_.get());
+            stored_.record(stores_.get());
+            stored_.block(fetches_.get());
+        } else {
+            before_.block(fetches_.get());
+        }
+        if (from) {
+            const std::span<char> piece = bytes_of_(*from);
+            move_async(Route::FromHost, buffer, piece.data(), piece.size(), fetches_.get());
+        }
+        done_[next_ % done_.size()].record(fetches_.get());
+        return next_++;
+    }
+    // Only the latest done_.size() transfers have an event each. Instead of an older one, it waits for the
+    // oldest of these.
+    void finish(size_t number, Stream stream) override {
+        const size_t known = next_ < done_.size() ? number : std::max(number, next_ - done_.size());
+        done_[known % done_.size()].block(stream);
+    }
+
+  private:
+    std::function<std::span<char>(int)> bytes_of_;
+    OwnStream stores_, fetches_;  // a fetch runs after the stores that started before it
+    Event before_, stored_;
+    std::array<Event, 64> done_;
+    size_t next_ = 0;
+};
 
 class HostStorage : public OffloadStorage {
   public:
     // Allocates the memory, zeroed.
-    explicit HostStorage(size_t bytes) : memory_(bytes) { std::memset(memory_.data(), 0, bytes); }
+    HostStorage(size_t bytes, size_t piece_bytes) : OffloadStorage(piece_bytes), memory_(bytes) {
+        std::memset(memory_.data(), 0, bytes);
+    }
     // Takes over a mapping of zeroed memory.
-    explicit HostStorage(std::span<char> mapping) : memory_(mapping) {}
+    HostStorage(std::span<char> mapping, size_t piece_bytes)
+        : OffloadStorage(piece_bytes), memory_(mapping) {}
 
     void read(uint64_t at, size_t bytes, void* host) const override {
         std::memcpy(host, memory_.data() + at, bytes);
@@ -174,92 +225,74 @@ class HostStorage : public OffloadStorage {
     void write(uint64_t at, size_t bytes, const void* host) override {
         std::memcpy(memory_.data() + at, host, bytes);
     }
-    char* address(uint64_t at) const override { return memory_.data() + at; }
-    size_t exchange(char* buffer, size_t bytes, std::optional<uint64_t> to, std::optional<uint64_t> from,
-                    Stream stream) override {
-        before_.record(stream);
-        if (to) {
-            before_.block(stores_.get());
-            move_async(Route::ToHost, memory_.data() + *to, buffer, bytes, stores_.get());
-            stored_.record(stores_.get());
-            stored_.block(fetches_.get());
-        } else {
-            before_.block(fetches_.get());
-        }
-        if (from) move_async(Route::FromHost, buffer, memory_.data() + *from, bytes, fetches_.get());
-        done_[next_ % done_.size()].record(fetches_.get());
-        return next_++;
+    char* address(int piece) const override { return memory_.data() + offset_of(piece); }
+    size_t start(char* buffer, std::optional<int> to, std::optional<int> from, Stream stream) override {
+        return pieces_.start(aligned_buffer(buffer), to, from, stream);
     }
-    // Only the latest done_.size() exchanges have an event each. Instead of an older one, it waits for the
-    // oldest of these.
-    void join(size_t number, Stream stream) override {
-        const size_t known = next_ < done_.size() ? number : std::max(number, next_ - done_.size());
-        done_[known % done_.size()].block(stream);
-    }
+    void finish(size_t number, Stream stream) override { pieces_.finish(number, stream); }
 
   private:
     PinnedBuffer memory_;
-    OwnStream stores_, fetches_;  // a fetch runs after the stores that started before it
-    Event before_, stored_;
-    std::array<Event, 64> done_;
-    size_t next_ = 0;
+    PinnedPieces pieces_{[this](int piece) { return std::span(address(piece), piece_bytes_); }};
 };
 
 // ---- in a file, beside a GPU
 //
-// Working memory of a training in a file, beside a GPU. Data passes through buffers of pinned host memory:
-// the disk reads or writes one while the link copies another.
+// Data passes through buffers of pinned host memory: the disk reads or writes one while the link copies
+// another.
 //
 // Only the host can send requests to the disk, and before a write it must know that the GPU's data is in host
-// memory. So exchange() only queues that copy; the first later call that finds it done sends the disk
-// request. join() waits for the disk, queues the copy to the GPU, and makes the GPU's stream wait for it.
+// memory. So start() only queues that copy; the first later call that finds it done sends the disk request.
+// finish() waits for the disk, queues the copy to the GPU, and makes the GPU's stream wait for it.
 
 class StagedStorage : public OffloadStorage {
   public:
     // The pinned memory that it takes, in bytes.
-    static size_t pinned_bytes(size_t buffer_bytes, size_t buffers) {
-        return buffers * whole_sectors(buffer_bytes) + kSector;
+    static size_t pinned_bytes(size_t piece_bytes, size_t buffers) {
+        return buffers * whole_sectors(piece_bytes) + kSector;
     }
 
-    // Allocates that memory for `buffers` exchanges of at most buffer_bytes: exchange i + buffers may start
-    // only after exchange i was joined. The data is in `file`.
-    StagedStorage(std::unique_ptr<OffloadStorage> file, size_t buffer_bytes, size_t buffers)
-        : memory_(pinned_bytes(buffer_bytes, buffers)), stages_(buffers), file_(std::move(file)) {
+    // Allocates that memory for `buffers` transfers: transfer i + buffers may start only after transfer i was
+    // finished. The pieces are in `file`.
+    StagedStorage(std::unique_ptr<OffloadStorage> file, size_t piece_bytes, size_t buffers)
+        : OffloadStorage(piece_bytes),
+          memory_(pinned_bytes(piece_bytes, buffers)),
+          stages_(buffers),
+          file_(std::move(file)) {
         for (size_t i = 0; i < buffers; i++)
-            stages_[i].memory = aligned_buffer(memory_.data()) + i * whole_sectors(buffer_bytes);
+            stages_[i].memory = aligned_buffer(memory_.data()) + i * whole_sectors(piece_bytes);
     }
 
     void read(uint64_t at, size_t bytes, void* host) const override { file_->read(at, bytes, host); }
     void write(uint64_t at, size_t bytes, const void* host) override { file_->write(at, bytes, host); }
 
-    size_t exchange(char* buffer, size_t bytes, std::optional<uint64_t> to, std::optional<uint64_t> from,
-                    Stream stream) override {
-        assert(next_ - joined_ < stages_.size());
+    size_t start(char* buffer, std::optional<int> to, std::optional<int> from, Stream stream) override {
+        assert(next_ - finished_ < stages_.size());
         Stage& s = stage(next_);
         s.fetched.wait();
-        s.buffer = buffer, s.bytes = bytes, s.to = to, s.from = from;
+        s.buffer = aligned_buffer(buffer), s.to = to, s.from = from;
         s.asked.record(stream);
         if (to) {
             s.asked.block(stores_.get());
-            move_async(Route::ToHost, s.memory, buffer, bytes, stores_.get());
+            move_async(Route::ToHost, s.memory, s.buffer, piece_bytes_, stores_.get());
             s.stored.record(stores_.get());
         }
         next_++;
         begin_what_is_there();
         return next_ - 1;
     }
-    void join(size_t number, Stream stream) override {
+    void finish(size_t number, Stream stream) override {
         begin_what_is_there();
-        for (; joined_ <= number; joined_++) {
-            Stage& s = stage(joined_);
-            if (begun_ == joined_) {
+        for (; finished_ <= number; finished_++) {
+            Stage& s = stage(finished_);
+            if (begun_ == finished_) {
                 s.stored.wait();
                 begin();
             }
-            file_->join(s.number, stream);
+            file_->finish(s.number, stream);
             if (s.from) {
                 s.asked.block(fetches_.get());
-                move_async(Route::FromHost, s.buffer, s.memory, s.bytes, fetches_.get());
+                move_async(Route::FromHost, s.buffer, s.memory, piece_bytes_, fetches_.get());
                 s.fetched.record(fetches_.get());
                 fetched_.record(fetches_.get());
             }
@@ -268,18 +301,18 @@ class StagedStorage : public OffloadStorage {
     }
 
   private:
-    // An exchange under way.
+    // A transfer under way.
     struct Stage {
         char *memory = nullptr, *buffer = nullptr;
-        size_t bytes = 0, number = 0;  // the number is that of the file's exchange
-        std::optional<uint64_t> to, from;
+        size_t number = 0;  // of the file's transfer
+        std::optional<int> to, from;
         Event asked, stored, fetched;  // at the call; after the copies to and from `memory`
     };
     Stage& stage(size_t number) { return stages_[number % stages_.size()]; }
-    // Sends the disk the next exchange that it was not sent yet.
+    // Sends the disk the next transfer that it was not sent yet.
     void begin() {
         Stage& s = stage(begun_++);
-        s.number = file_->exchange(s.memory, s.bytes, s.to, s.from, nullptr);
+        s.number = file_->start(s.memory, s.to, s.from, nullptr);
     }
     // Sends it those whose data has arrived in host memory, in order.
     void begin_what_is_there() {
@@ -290,6 +323,6 @@ class StagedStorage : public OffloadStorage {
     OwnStream stores_, fetches_;
     Event fetched_;  // after the latest copy to the GPU
     std::vector<Stage> stages_;
-    size_t next_ = 0, begun_ = 0, joined_ = 0;  // how many exchanges were asked for, sent to the disk, joined
-    std::unique_ptr<OffloadStorage> file_;      // declared last, so that it ends before the memory does
+    size_t next_ = 0, begun_ = 0, finished_ = 0;  // transfers that were asked for, sent to the disk, finished
+    std::unique_ptr<OffloadStorage> file_;        // declared last, so that it ends before the memory does
 };

@@ -96,9 +96,7 @@ inline void check_stored(const std::vector<StoredAs>& stored, const ModelConfig&
 
 // ---- the matrices
 //
-// The weight matrices of a frozen model's linear layers, or of its head, if they are stored in formats of
-// their own (quant_matrix.h): which matrices there are, where they are stored, and how they are loaded. The
-// model's other tensors are in a State whose layout lacks these matrices.
+// The model's other tensors are in a State whose layout lacks these matrices.
 //
 // The matrices are on the device, or in host memory or on disk (offload_blocks.h), from where they are
 // streamed block by block; or each of several devices has a slice of every block (ranks_exchange.h). Streamed
@@ -200,8 +198,8 @@ class QuantizedWeights {
     }
 
     // The bytes of a block where the weights are stored in memory; null before allocate(), and on disk.
-    std::span<const char> block(int number) const {
-        const char* const all = host_ ? host_->data() : memory_.data();
+    std::span<char> block(int number) const {
+        char* const all = host_ ? host_->data() : memory_.data();
         return {all ? all + start_of(number) : nullptr, start_of(number + 1) - start_of(number)};
     }
     // The size of each transfer: of a whole block.

@@ -76,24 +76,12 @@ std::string digest_of_weights(const State<T>& state) {
 // Fails on a rank whose facts differ from those of the first rank.
 inline void check_ranks_agree(Exchange& exchange, const Rank& rank, const RankFacts& own) {
     std::string text;
-    for (const auto& [name, value] : own) text += name + '\x1f' + value + '\x1e';
-    const auto lengths = exchange.gather(std::vector<uint64_t>{text.size()});
-    std::string padded = text;
-    padded.resize(*std::ranges::max_element(lengths));
-    const auto all = exchange.gather(std::vector<char>(padded.begin(), padded.end()));
-    const std::string first_text(all.data(), lengths[0]);
-    if (text != first_text) {
-        RankFacts first;
-        for (size_t begin = 0; begin < first_text.size();) {
-            const size_t middle = first_text.find('\x1f', begin), end = first_text.find('\x1e', begin);
-            first.emplace_back(first_text.substr(begin, middle - begin),
-                               first_text.substr(middle + 1, end - middle - 1));
-            begin = end + 1;
-        }
-        fail("%s", first_difference(own, first));
-    }
-    for (size_t r = 0; r < lengths.size(); r++)
-        if (first_text.compare(0, std::string::npos, all.data() + r * padded.size(), lengths[r]) != 0) {
+    nlohmann::json::to_cbor(own, text);
+    const std::vector<std::string> all = exchange.gather_texts(text);
+    if (text != all[0])
+        fail("%s", first_difference(own, nlohmann::json::from_cbor(all[0]).get<RankFacts>()).c_str());
+    for (size_t r = 0; r < all.size(); r++)
+        if (all[r] != text) {
             usleep(2000000);  // that rank says what differs, and ends all
             fail("rank %zu does not do what rank %d does", r, rank.number);
         }
@@ -136,8 +124,7 @@ RunConfig chosen_by_first_rank(RankEngine* engine, const RunConfig& given, Choos
         chosen = choose();
         text = choices_text(chosen);
     }
-    text.resize(exchange.gather(std::vector<uint64_t>{text.size()})[0]);
-    const auto all = exchange.gather(std::vector<char>(text.begin(), text.end()));
-    if (!given.rank.is_first()) take_choices(chosen, {all.data(), text.size()});
+    text = exchange.gather_texts(text)[0];
+    if (!given.rank.is_first()) take_choices(chosen, text);
     return chosen;
 }

@@ -13,7 +13,6 @@
 
 #include <algorithm>
 #include <cassert>
-#include <functional>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -148,6 +147,17 @@ class Exchange {
         std::vector<T> all(own.size() * static_cast<size_t>(slices_.ranks));
         engine_->gather(own.data(), own.size() * sizeof(T), all.data(), slices_.ranks);
         return all;
+    }
+
+    // The ranks' texts, of any lengths.
+    std::vector<std::string> gather_texts(std::string own) {
+        const auto lengths = gather(std::vector{own.size()});
+        own.resize(*std::max_element(lengths.begin(), lengths.end()));
+        const auto all = gather(std::vector<char>(own.begin(), own.end()));
+        std::vector<std::string> texts;
+        for (const size_t length : lengths)
+            texts.emplace_back(all.data() + texts.size() * own.size(), length);
+        return texts;
     }
 
     // Calls act() on the first rank, then on the first rank of every other machine, then on all others: later
@@ -331,8 +341,7 @@ class DividedBlocks {
             const DividedBytes b = block(number);
             const auto size = static_cast<size_t>(b.all);
             const SentBytes sent = sent_bytes(rounds(number, nullptr), b.slices);
-            all.emplace_back(matrices_ ? size : StoredPieces::buffer_bytes(size), sent.to_ranks,
-                             sent.to_machines);
+            all.emplace_back(matrices_ ? size : aligned_buffer_bytes(size), sent.to_ranks, sent.to_machines);
         }
         return all;
     }

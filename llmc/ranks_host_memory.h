@@ -12,7 +12,6 @@
 #include <cstring>
 #include <memory>
 #include <span>
-#include <vector>
 
 #include "llmc/device.h"
 #include "llmc/error.h"

@@ -515,41 +515,37 @@ class Calibration {
             static_cast<char*>(std::aligned_alloc(kStorageAlignment, kTransferred)), &std::free);
         if (!buffer) fail("--calibrate: no %zu MiB of memory are free", kTransferred >> 20);
         std::memset(buffer.get(), 1, kTransferred);
-        DiskStorage disk(temporary_folder(), kTransfers * kTransferred, "--calibrate");
-        const auto write = [&](uint64_t i) {
-            return disk.exchange(buffer.get(), kTransferred, i * kTransferred, std::nullopt, stream_);
-        };
-        const auto read = [&](uint64_t i) {
-            return disk.exchange(buffer.get(), kTransferred, std::nullopt, i * kTransferred, stream_);
-        };
-        measure_route(Route::DiskWrite, [&](uint64_t i) { disk.join(write(i), stream_); });
-        measure_route(Route::DiskRead, [&](uint64_t i) { disk.join(read(i), stream_); });
+        DiskStorage disk(temporary_folder(), kTransfers * kTransferred, kTransferred, "--calibrate");
+        const auto write = [&](int i) { return disk.start(buffer.get(), i, {}, stream_); };
+        const auto read = [&](int i) { return disk.start(buffer.get(), {}, i, stream_); };
+        measure_route(Route::DiskWrite, [&](int i) { disk.finish(write(i), stream_); });
+        measure_route(Route::DiskRead, [&](int i) { disk.finish(read(i), stream_); });
         if (kHostIsDevice) {
             measure_beside(Route::DiskWrite, disk, write);
             measure_beside(Route::DiskRead, disk, read);
             return;
         }
-        const DeviceBuffer slot(kTransferred, "what the calibration copies");
-        HostStorage host(kTransfers * kTransferred);
-        const auto copy = [&](std::optional<uint64_t> to, std::optional<uint64_t> from) {
-            host.join(host.exchange(slot.data(), kTransferred, to, from, stream_), stream_);
+        const DeviceBuffer slot(aligned_buffer_bytes(kTransferred), "what the calibration copies");
+        HostStorage host(kTransfers * kTransferred, kTransferred);
+        const auto copy = [&](std::optional<int> to, std::optional<int> from) {
+            host.finish(host.start(slot.data(), to, from, stream_), stream_);
         };
-        measure_route(Route::ToHost, [&](uint64_t i) { copy(i * kTransferred, std::nullopt); });
-        measure_route(Route::FromHost, [&](uint64_t i) { copy(std::nullopt, i * kTransferred); });
+        measure_route(Route::ToHost, [&](int i) { copy(i, {}); });
+        measure_route(Route::FromHost, [&](int i) { copy({}, i); });
         measure_host_update();
     }
     // Measures how much of its speed a product keeps during transfers. These take cores' time, and more if
     // the disk is a virtual machine's. Starts three transfers, and multiplies for as long as two take.
-    void measure_beside(Route route, OffloadStorage& place, const std::function<size_t(uint64_t)>& start) {
+    void measure_beside(Route route, OffloadStorage& place, const std::function<size_t(int)>& start) {
         beside_products([&](const auto& multiply, double alone) {
             const double products = std::ceil(2 * rates_.seconds_moving(kTransferred, route) / alone);
             const double share = median_of(kTransfers, [&](int i) {
                 size_t last = 0;
-                for (uint64_t k = 0; k < 3; k++) last = start((3 * i + k) % kTransfers);
+                for (int k = 0; k < 3; k++) last = start((3 * i + k) % kTransfers);
                 const WallClock clock;
                 for (int k = 0; k < products; k++) multiply();
                 const double seconds = clock.seconds();
-                place.join(last, stream_);
+                place.finish(last, stream_);
                 return products * alone / seconds;
             });
             rates_.beside[route] = std::min(1.0, share);
@@ -579,7 +575,7 @@ class Calibration {
         };
         measure_route(Route::HostUpdate, update, kChunksUpdated * update_bytes(chunk(0)));
     }
-    void measure_route(Route route, const std::function<void(uint64_t)>& move, double bytes = kTransferred) {
+    void measure_route(Route route, const std::function<void(int)>& move, double bytes = kTransferred) {
         rates_.transfers[route] = bytes / median_of(kTransfers, [&](int i) {
                                       const WallClock clock;
                                       move(i);

@@ -73,7 +73,7 @@ class Updates {
     void allocate() {
         memory_ = DeviceBuffer(sizeof(UpdateFactors), "the step's factors");
         factors_ = reinterpret_cast<UpdateFactors*>(memory_.data());
-        ring_.use(places_.state_chunks());
+        ring_.use(places_.updated_state());
         if (updater() == Updater::Host) on_host_.allocate(trained_, places_.updated_state());
     }
 

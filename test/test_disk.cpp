@@ -210,7 +210,7 @@ TEST(DiskQueue, DoesWhatIsBegunInTurn) {
 TEST(DiskStorage, HasAnyBytesOfTheHosts) {
     const TempFolder folder;
     constexpr size_t kBytes = (3 << 20) + 777;
-    DiskStorage place(folder.path(), kBytes, "--state disk");
+    DiskStorage place(folder.path(), kBytes, kBytes, "--state disk");
     std::string expected(kBytes, '\0');
     std::mt19937 random(7);
     for (int round = 0; round < 60; round++) {
@@ -225,7 +225,7 @@ TEST(DiskStorage, HasAnyBytesOfTheHosts) {
         ASSERT_EQ(got, expected.substr(from, bytes)) << round;
     }
     EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
-    expect_user_error([&] { DiskStorage(folder / "none", 1, "--state disk"); },
+    expect_user_error([&] { DiskStorage(folder / "none", 1, 1, "--state disk"); },
                       {"--state disk", folder / "none", "TMPDIR"});
 }
 
@@ -240,16 +240,16 @@ void exchange_rooms(OffloadStorage& place) {
     };
     std::vector<size_t> numbers;
     for (size_t c = 0; c < kRooms; c++)
-        numbers.push_back(place.exchange(buffer(c), kRoom, {}, c * kRoom, {}));
+        numbers.push_back(place.start(buffer(c), {}, static_cast<int>(c), {}));
     for (size_t c = 0; c < kChunks; c++) {
-        place.join(numbers[c], {});
+        place.finish(numbers[c], {});
         ASSERT_EQ(std::string(buffer(c), kRoom), noise(kRoom, static_cast<unsigned>(c)));
         std::memcpy(buffer(c), noise(kRoom, static_cast<unsigned>(100 + c)).data(), kRoom);
-        std::optional<uint64_t> next;
-        if (c + kRooms < kChunks) next = (c + kRooms) * kRoom;
-        numbers.push_back(place.exchange(buffer(c), kRoom, c * kRoom, next, {}));
+        std::optional<int> next;
+        if (c + kRooms < kChunks) next = static_cast<int>(c + kRooms);
+        numbers.push_back(place.start(buffer(c), static_cast<int>(c), next, {}));
     }
-    place.join(numbers.back(), {});
+    place.finish(numbers.back(), {});
     for (size_t c = 0; c < kChunks; c++) {
         std::string got(kRoom, '.');
         place.read(c * kRoom, kRoom, got.data());
@@ -259,14 +259,14 @@ void exchange_rooms(OffloadStorage& place) {
 
 TEST_F(DiskQueues, ExchangeRooms) {
     const TempFolder folder;
-    DiskStorage place(folder.path(), kChunks * kRoom, "--state disk");
+    DiskStorage place(folder.path(), kChunks * kRoom, kRoom, "--state disk");
     exchange_rooms(place);
 }
 
 // Staged, as beside a GPU.
 TEST_F(DiskQueues, ExchangeRoomsThroughOthers) {
     const TempFolder folder;
-    auto file = std::make_unique<DiskStorage>(folder.path(), kChunks * kRoom, "--state disk");
+    auto file = std::make_unique<DiskStorage>(folder.path(), kChunks * kRoom, kRoom, "--state disk");
     StagedStorage place(std::move(file), kRoom, kRooms);
     exchange_rooms(place);
 }

@@ -635,13 +635,13 @@ void Trainer::finish() {
     saves_.remark_best(done_);
     saves_.remark_loading();
     if (agree_to_sample()) sample();
-    if (export_.wanted() && !agree_to_stop()) {
+    if (finished_.exports() && !agree_to_stop()) {
         metrics_.finish();
-        export_.save(plans_.exported, saves_.reader(), done_ > first_step_, saves_.latest());
+        finished_.write_export(plans_.exported, saves_.reader(), done_ > first_step_, saves_.latest());
     }
     if (!run_.merge.empty() && !agree_to_stop()) {
         metrics_.finish();
-        merge_.save(plans_.merge, done_ > first_step_, saves_.latest());
+        finished_.merge(plans_.merge, done_ > first_step_, saves_.latest());
     }
 }
 
@@ -731,12 +731,10 @@ void rehearse_services(const RunConfig& run, const RunInputs& in, Step& step) {
     Gpt& gpt = step.gpt();
     if (in.samples() && plans.sample.is_empty())
         Sampler(run, in, step.arena(), step.stream(), gpt).rehearse(plans.sample, plans.slide);
-    AdapterMerge merge(run, in, step.model(), step.arena(), step.stream(), gpt.weights(),
-                       gpt.embedding_and_head());
-    if (!run.merge.empty() && plans.merge.is_empty()) plans.merge = merge.rehearse();
-    ModelExport exported(run, in, step.model(), step.arena(), step.stream(), gpt.weights(),
-                         gpt.embedding_and_head());
-    if (exported.uses_arena() && plans.exported.is_empty()) plans.exported = exported.rehearse();
+    FinishedModel finished(run, in, step.model(), step.arena(), step.stream(), gpt.weights(),
+                           gpt.embedding_and_head());
+    if (!run.merge.empty() && plans.merge.is_empty()) plans.merge = finished.rehearse();
+    if (finished.export_uses_arena() && plans.exported.is_empty()) plans.exported = finished.rehearse();
 }
 
 void Step::start(const MemoryReport& report) {
@@ -777,8 +775,7 @@ Trainer::Trainer(const RunConfig& run, RunInputs& inputs, const Choices& choices
       step_(run, in_, arena_, stream_, model_, plans_),
       saves_(run, in_, model_, metrics_, exchange_),
       sampler_(run, in_, arena_, stream_, step_.gpt()),
-      merge_(run, in_, model_, arena_, stream_, step_.gpt().weights(), step_.gpt().embedding_and_head()),
-      export_(run, in_, model_, arena_, stream_, step_.gpt().weights(), step_.gpt().embedding_and_head()) {
+      finished_(run, in_, model_, arena_, stream_, step_.gpt().weights(), step_.gpt().embedding_and_head()) {
     metrics_.explain = [this] { model_.check_streamed_finite(); };
     rehearse();
 }
@@ -820,8 +817,8 @@ void Trainer::prepare() {
     step_.start(report_);
     batches_.open();
     if (in_.progress) batches_.begin_at(in_.progress->step, in_.progress->sequences);
-    saves_.check_room(export_.wanted() && run_.rank.is_first() ? export_.bytes() : 0);
-    export_.remark();
+    saves_.check_room(finished_.exports() && run_.rank.is_first() ? finished_.export_bytes() : 0);
+    finished_.remark_export();
     load();
     if (!exchange_.is_alone())
         check_ranks_agree(exchange_, run_.rank,

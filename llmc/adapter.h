@@ -1,7 +1,7 @@
 // adapter.h - what is trained beside a frozen model: LoRA's matrices at its linear layers (Hu et al.,
 // arXiv:2106.09685), or a soft prompt's vectors before its tokens (Lester et al., arXiv:2104.08691). This
 // file lists these tensors, gives them PEFT's names, makes the table for their Layout (model.h), and
-// describes the frozen model. The computation is in lora.cuh, the files are in adapter_files.h.
+// describes the frozen model. The computation is in lora.cuh; checkpoint.h writes the files.
 #pragma once
 
 #include <map>
@@ -15,8 +15,8 @@
 
 // ---- the model that it was trained with
 //
-// The model that an adapter was trained with. adapter_config.json names its folder. adapter_base.json, a file
-// of our own that PEFT ignores, says how its matrices were quantized, and which GGUF file it was, if any:
+// adapter_config.json names its folder. adapter_base.json, a file of our own that PEFT ignores, says how its
+// matrices were quantized, and which GGUF file it was, if any:
 //
 //     {"linear_layers": {"all": "nf4"}, "head": "8bit", "gguf": "/models/llama.gguf"}
 //
@@ -143,6 +143,10 @@ struct LoraOptions {
 // LoRA has no fewer directions than the matrix, but keys and values of few heads get such ranks beside wider
 // layers.
 void check_rank(const LinearModule& m, int64_t rank, const std::string& where);
+
+// Reads the adapter in a folder, as PEFT saves it, for a model. Fails naming what is missing, belongs to
+// another model, or is not supported.
+AdapterConfig read_adapter(const std::string& folder, const ModelConfig& c);
 
 // A new LoRA for a model. `base` is the model's folder, which PEFT wants to know. Fails naming a target that
 // is not a linear layer.

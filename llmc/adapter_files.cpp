@@ -1,6 +1,6 @@
-// adapter_files.cpp - which settings of an adapter_config.json are followed, refused or without effect, and
-// whether the tensors of an adapter are those that it names.
-#include "llmc/adapter_files.h"
+// adapter_files.cpp - reads adapters as PEFT saves them: which settings of an adapter_config.json are followed,
+// refused or without effect, and whether the tensors of an adapter are those that it names.
+#include "llmc/adapter.h"
 
 #include <cctype>
 #include <cmath>

@@ -25,7 +25,7 @@
 #include <system_error>
 #include <vector>
 
-#include "llmc/adapter_files.h"
+#include "llmc/adapter.h"
 #include "llmc/model_names.h"
 #include "llmc/model_positions.h"
 #include "llmc/quant_formats.h"
@@ -255,8 +255,10 @@ inline bool is_harmless(const std::string& name) {
 // load_more(files, used) loads those of the model's tensors that are not in this State, and adds them to
 // `used`. Fails naming a tensor that is missing, has another shape or dtype, or is a tied head that differs
 // from the embedding. The padding stays zero.
-template <class T, class LoadMore>
-void load_weights(State<T>& state, const std::string& folder, LoadMore&& load_more) {
+using LoadMore = std::function<void(const SafetensorsFolder& files, std::set<const SafetensorsEntry*>& used)>;
+template <class T>
+void load_weights(
+    State<T>& state, const std::string& folder, const LoadMore& load_more = [](auto&&...) {}) {
     const ModelConfig& config = state.layout.config();
     const SafetensorsFolder files(folder, config.family->prefix);
     std::set<const SafetensorsEntry*> used;
@@ -284,11 +286,6 @@ void load_weights(State<T>& state, const std::string& folder, LoadMore&& load_mo
               printable(others[0]),
               others.size() > 1 ? format(" and %zu more tensors", others.size() - 1) : "",
               config.family->name);
-}
-
-template <class T>
-void load_weights(State<T>& state, const std::string& folder) {
-    load_weights(state, folder, [](const SafetensorsFolder&, std::set<const SafetensorsEntry*>&) {});
 }
 
 // Loads an adapter's weights from its folder. read_adapter() has checked its tensors.
@@ -370,6 +367,11 @@ inline void read_tensors(const std::string& path, const Layout& layout, const Bu
             fail("%s: tensor \"%s\" is not in this model", path, printable(entry.name));
 }
 
+// The file of a save's weights.
+inline const char* weights_file(const AdapterConfig& adapter) {
+    return adapter ? kAdapterWeightsFile : "model.safetensors";
+}
+
 // The name of a type in the files of `transformers`.
 template <class T>
 constexpr const char* kTorchName = std::is_same_v<T, float> ? "float32" : "bfloat16";
@@ -398,16 +400,20 @@ void write_settings(const std::string& folder, const ModelConfig& model, const T
     write_tokenizer(tokenizer, folder);
 }
 
-// Writes an adapter's files into a folder, as PEFT does, with the tokenizer and with the tokens that stop
-// generation, to which the training may have added.
+// Writes a model's files into a folder. Those of an adapter are as PEFT writes them, with the tokenizer and
+// with the tokens that stop generation, to which the training may have added.
 template <class T>
-void write_adapter(const std::string& folder, const State<T>& state, const AdapterConfig& adapter,
-                   const TokenizerSource& tokenizer) {
-    write_json(folder + "/" + kAdapterConfigFile, adapter.json);
-    if (adapter.base) write_json(folder + "/" + kAdapterBaseFile, adapter.base->json());
-    write_generation(folder, state.layout.config());
-    write_tokenizer(tokenizer, folder);
-    write_tensors(folder + "/" + kAdapterWeightsFile, state.layout, weight_buffers(state));
+void write_model(const std::string& folder, const State<T>& state, const TokenizerSource& tokenizer,
+                 const AdapterConfig& adapter, const ReadBuffer& read = kReadBuffer) {
+    if (adapter) {
+        write_json(folder + "/" + kAdapterConfigFile, adapter.json);
+        if (adapter.base) write_json(folder + "/" + kAdapterBaseFile, adapter.base->json());
+        write_generation(folder, state.layout.config());
+        write_tokenizer(tokenizer, folder);
+    } else {
+        write_settings<T>(folder, state.layout.config(), tokenizer);
+    }
+    write_tensors(folder + "/" + weights_file(adapter), state.layout, weight_buffers(state), read);
 }
 
 // Writes all files of a save into a folder.
@@ -415,19 +421,13 @@ template <class T>
 void write_save(const std::string& folder, const State<T>& state, const Progress& progress,
                 const TokenizerSource& tokenizer, bool with_training_state, const AdapterConfig& adapter,
                 const ReadBuffer& read) {
-    if (adapter) {
-        write_adapter(folder, state, adapter, tokenizer);
-    } else {
-        write_settings<T>(folder, state.layout.config(), tokenizer);
-        write_tensors(folder + "/model.safetensors", state.layout, weight_buffers(state), read);
-    }
-    if (with_training_state) {
-        write_tensors(folder + "/trainer_state.safetensors", state.layout, training_buffers(state), read);
-        Progress all = progress;
-        all.precision = dtype_name<T>();
-        all.formats = state.options.text();
-        write_progress(folder, all);
-    }
+    write_model(folder, state, tokenizer, adapter, read);
+    if (!with_training_state) return;
+    write_tensors(folder + "/trainer_state.safetensors", state.layout, training_buffers(state), read);
+    Progress all = progress;
+    all.precision = dtype_name<T>();
+    all.formats = state.options.text();
+    write_progress(folder, all);
 }
 
 // Calls write(folder) to write files into a new folder, and syncs it. A folder of an earlier try is removed,
@@ -529,10 +529,9 @@ void load_training_state(State<T>& state, const std::string& folder, const Adapt
         fail("%s was saved by a %s build, this one is %s: make PRECISION=%s", save, saved.precision,
              dtype_name<T>(), saved.precision);
     if (saved.formats != now)
-        fail("%s: its state was kept with %s, this run has %s; a resumed run keeps the save's formats", save,
-             printable(saved.formats), now);
-    read_tensors(save + "/" + (adapter ? kAdapterWeightsFile : "model.safetensors"), state.layout,
-                 weight_buffers(state));
+        fail("%s: its state was kept with %s, this run has %s; a resumed run keeps the save's formats",
+             save.c_str(), printable(saved.formats).c_str(), now.c_str());
+    read_tensors(save + "/" + weights_file(adapter), state.layout, weight_buffers(state));
     read_tensors(save + "/trainer_state.safetensors", state.layout, training_buffers(state));
     if (adapter) return;
     const std::string config = save + "/config.json";  // the number of heads is not visible in any shape

@@ -283,37 +283,20 @@ static void put(std::string& to, const std::string& text) {
     to += text;
 }
 
-void GgufKeys::begin(const std::string& key, uint32_t type) {
+template <class T>
+static void put(std::string& to, const std::vector<T>& list) {
+    put(to, std::is_same_v<T, std::string> ? kString : std::is_same_v<T, float> ? kF32 : kI32);
+    put(to, uint64_t{list.size()});
+    for (const T& item : list) put(to, item);
+}
+static void put(std::string& to, double value) { put(to, static_cast<float>(value)); }
+
+void GgufKeys::add(const std::string& key, const GgufValue& value) {
+    constexpr ValueType types[] = {kU32, kI32, kF32, kBool, kString, kList, kList, kList};
     names_.push_back(key);
     put(bytes_, key);
-    put(bytes_, type);
-}
-void GgufKeys::add(const std::string& key, uint32_t value) { begin(key, kU32), put(bytes_, value); }
-void GgufKeys::add_signed(const std::string& key, int32_t value) { begin(key, kI32), put(bytes_, value); }
-void GgufKeys::add_float(const std::string& key, double value) {
-    begin(key, kF32), put(bytes_, static_cast<float>(value));
-}
-void GgufKeys::add_bool(const std::string& key, bool value) {
-    begin(key, kBool), put(bytes_, uint8_t{value});
-}
-void GgufKeys::add(const std::string& key, std::string_view text) {
-    begin(key, kString), put(bytes_, std::string(text));
-}
-template <class T>
-void GgufKeys::add_list(const std::string& key, uint32_t of, const std::vector<T>& list) {
-    begin(key, kList);
-    put(bytes_, of);
-    put(bytes_, uint64_t{list.size()});
-    for (const T& item : list) put(bytes_, item);
-}
-void GgufKeys::add(const std::string& key, const std::vector<std::string>& texts) {
-    add_list(key, kString, texts);
-}
-void GgufKeys::add(const std::string& key, const std::vector<int32_t>& numbers) {
-    add_list(key, kI32, numbers);
-}
-void GgufKeys::add(const std::string& key, const std::vector<float>& numbers) {
-    add_list(key, kF32, numbers);
+    put(bytes_, types[value.index()]);
+    std::visit([this](const auto& v) { put(bytes_, v); }, value);
 }
 void GgufKeys::append(const GgufKeys& others) {
     bytes_ += others.bytes_;

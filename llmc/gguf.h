@@ -14,6 +14,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <variant>
 #include <vector>
 
 #include <nlohmann/json.hpp>
@@ -78,18 +79,14 @@ class GgufFile {
     std::map<std::string, size_t> index_;
 };
 
+// A value that is written. Doubles are written as F32.
+using GgufValue = std::variant<uint32_t, int32_t, double, bool, std::string, std::vector<std::string>,
+                               std::vector<int32_t>, std::vector<float>>;
+
 // The keys of a file and their values, encoded in the order in which they are added.
 class GgufKeys {
   public:
-    void add(const std::string& key, uint32_t value);
-    void add_signed(const std::string& key, int32_t value);
-    void add_float(const std::string& key, double value);
-    void add_bool(const std::string& key, bool value);
-    void add(const std::string& key, std::string_view text);
-    void add(const std::string& key, const char* text) { add(key, std::string_view(text)); }
-    void add(const std::string& key, const std::vector<std::string>& texts);
-    void add(const std::string& key, const std::vector<int32_t>& numbers);
-    void add(const std::string& key, const std::vector<float>& numbers);
+    void add(const std::string& key, const GgufValue& value);
     void append(const GgufKeys& others);
 
     bool has(const std::string& key) const { return std::ranges::find(names_, key) != names_.end(); }
@@ -97,10 +94,6 @@ class GgufKeys {
     const std::string& bytes() const { return bytes_; }
 
   private:
-    void begin(const std::string& key, uint32_t type);
-    template <class T>
-    void add_list(const std::string& key, uint32_t of, const std::vector<T>& list);
-
     std::string bytes_;
     std::vector<std::string> names_;
 };

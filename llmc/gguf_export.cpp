@@ -37,18 +37,6 @@ const GgufType& export_type_of(const ExportType& type, const ModelConfig& c, con
     return gguf_type(fits(chosen) ? chosen : "F16");
 }
 
-const char* gguf_architecture(const ModelConfig& c) {
-    return c.family == &kMistral ? "llama" : c.family->name;
-}
-
-GgufPart::Rows rows_order(const ModelConfig& c, const std::string& name) {
-    const auto has = [&](const char* part) { return name.find(part) != name.npos; };
-    const bool rotary = has(".q_proj.") || has(".k_proj.");
-    if (std::string_view(gguf_architecture(c)) == "llama" && rotary) return GgufPart::Rows::RotaryPairs;
-    if (c.family->heads_together && has(".query_key_value.")) return GgufPart::Rows::QueriesKeysValues;
-    return GgufPart::Rows::Same;
-}
-
 size_t export_buffers(const ModelConfig& c, int64_t chunk_elements) {
     const size_t chunk = static_cast<size_t>(chunk_elements) * 3 * sizeof(float) + (size_t{1} << 20);
     const auto matrix = static_cast<size_t>(int64_t{c.mlp_width} * c.channels) * sizeof(float);
@@ -184,15 +172,15 @@ void check_rope_for_gguf(const ModelConfig& c, const std::string& where) {
 static void add_rope_keys(GgufKeys& keys, const std::string& arch, const RopeScaling& s) {
     if (s.type == RopeType::kLinear || s.type == RopeType::kYarn) {
         keys.add(arch + ".rope.scaling.type", kRopeNames[static_cast<int>(s.type)]);
-        keys.add_float(arch + ".rope.scaling.factor", s.factor);
+        keys.add(arch + ".rope.scaling.factor", s.factor);
     }
     if (s.type == RopeType::kYarn) {
         keys.add(arch + ".rope.scaling.original_context_length",
                  static_cast<uint32_t>(s.original_max_position_embeddings));
-        keys.add_float(arch + ".rope.scaling.yarn_beta_fast", s.beta_fast);
-        keys.add_float(arch + ".rope.scaling.yarn_beta_slow", s.beta_slow);
+        keys.add(arch + ".rope.scaling.yarn_beta_fast", s.beta_fast);
+        keys.add(arch + ".rope.scaling.yarn_beta_slow", s.beta_slow);
     }
-    keys.add_float(arch + ".rope.freq_base", s.theta);
+    keys.add(arch + ".rope.freq_base", s.theta);
 }
 
 // Adds the keys of sampling that generation_config.json asks for.
@@ -202,14 +190,14 @@ static void add_sampling_keys(GgufKeys& keys, const nlohmann::json& generation) 
         const auto found = generation.find(name);
         return found != generation.end() && found->is_number() ? &*found : nullptr;
     };
-    if (const auto* k = number("top_k")) keys.add_signed("general.sampling.top_k", k->get<int32_t>());
+    if (const auto* k = number("top_k")) keys.add("general.sampling.top_k", k->get<int32_t>());
     constexpr std::pair<const char*, const char*> floats[] = {{"top_p", "top_p"},
                                                               {"min_p", "min_p"},
                                                               {"temperature", "temp"},
                                                               {"repetition_penalty", "penalty_repeat"}};
     for (const auto& [name, key] : floats)
         if (const auto* value = number(name))
-            keys.add_float(std::string("general.sampling.") + key, value->get<double>());
+            keys.add(std::string("general.sampling.") + key, value->get<double>());
 }
 
 GgufKeys model_keys(const ModelConfig& c, const ExportType& type, const std::string& name,
@@ -237,10 +225,10 @@ GgufKeys model_keys(const ModelConfig& c, const ExportType& type, const std::str
     size(keys, "attention.head_count", c.heads);
     if (c.family != &kGpt2) size(keys, "attention.head_count_kv", c.kv_heads);
     if (c.family->norm == NormKind::Layer) {
-        keys.add_float(own + "attention.layer_norm_epsilon", c.norm_epsilon);
+        keys.add(own + "attention.layer_norm_epsilon", c.norm_epsilon);
     } else {
         add_rope_keys(keys, arch, c.rope);
-        keys.add_float(own + "attention.layer_norm_rms_epsilon", c.norm_epsilon);
+        keys.add(own + "attention.layer_norm_rms_epsilon", c.norm_epsilon);
         size(keys, "attention.key_length", c.head_size);
         size(keys, "attention.value_length", c.head_size);
     }
@@ -288,7 +276,7 @@ GgufKeys adapter_keys(const ModelConfig& c, const std::string& name, double alph
     keys.add("general.type", "adapter");
     keys.add("adapter.type", "lora");
     keys.add("general.name", title_of(name));
-    keys.add_float("adapter.lora.alpha", alpha);
+    keys.add("adapter.lora.alpha", alpha);
     keys.add("general.quantization_version", uint32_t{2});
     return keys;
 }

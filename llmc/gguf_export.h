@@ -47,12 +47,8 @@ struct ExportTensor {
 
     int64_t rows() const { return shape[0]; }
     int64_t columns() const { return shape.size() == 1 ? 1 : shape[1]; }
+    int64_t columns_in_model() const { return is_transposed ? rows() : columns(); }
 };
-
-// The architecture's name in llama.cpp.
-const char* gguf_architecture(const ModelConfig& c);
-// The order of the rows of the tensor that has this name in Hugging Face's files.
-GgufPart::Rows rows_order(const ModelConfig& c, const std::string& name);
 
 // The host memory that an export takes: a chunk of elements as they are, as floats and encoded, and the
 // file's buffer; a whole matrix where matrices are transposed.

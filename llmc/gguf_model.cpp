@@ -57,13 +57,23 @@ std::string name_of(const Family& family, std::string_view name) {
     return "";
 }
 
-std::vector<double> llama3_divisors(int head_size, const RopeScaling& rope) {
-    RopeScaling plain = rope;
+std::vector<float> llama3_divisors(int head_size, const RopeScaling& s) {
+    RopeScaling plain = s;
     plain.type = RopeType::kDefault;
-    const std::vector<float> with = inverse_frequencies(head_size, rope),
-                             without = inverse_frequencies(head_size, plain);
-    std::vector<double> divisors;
-    for (size_t i = 0; i < with.size(); i++) divisors.push_back(double{without[i]} / double{with[i]});
+    const auto length = static_cast<float>(s.original_max_position_embeddings);
+    const auto factor = static_cast<float>(s.factor), low = static_cast<float>(s.low_freq_factor),
+               range = static_cast<float>(s.high_freq_factor - s.low_freq_factor);
+    std::vector<float> divisors;
+    for (const float inverse : inverse_frequencies(head_size, plain)) {
+        const float wave = static_cast<float>(2 * std::numbers::pi) / inverse;
+        const float smooth = (length / wave - low) / range;
+        if (wave < static_cast<float>(s.original_max_position_embeddings / s.high_freq_factor))
+            divisors.push_back(1);
+        else if (wave > static_cast<float>(s.original_max_position_embeddings / s.low_freq_factor))
+            divisors.push_back(factor);
+        else
+            divisors.push_back(1 / ((1 - smooth) / factor + smooth));
+    }
     return divisors;
 }
 
@@ -79,9 +89,9 @@ static bool find_llama3(int head_size, const std::vector<float>& divisors, RopeS
     const auto fits = [&](double length) {
         rope.original_max_position_embeddings = static_cast<int>(std::lround(length));
         if (rope.original_max_position_embeddings < 1) return false;
-        const std::vector<double> wanted = llama3_divisors(head_size, rope);
+        const std::vector<float> wanted = llama3_divisors(head_size, rope);
         for (size_t i = 0; i < divisors.size(); i++)
-            if (!(std::abs(double{divisors[i]} - wanted[i]) < 1e-3 * wanted[i])) return false;
+            if (!(std::abs(divisors[i] - wanted[i]) < 1e-3f * wanted[i])) return false;
         return true;
     };
     if (fits(rope.original_max_position_embeddings)) return true;
@@ -113,6 +123,18 @@ std::string published_name(const nlohmann::json& keys, const std::string& otherw
     return is_hub_name(found) && is_it ? found : otherwise;
 }
 
+const char* gguf_architecture(const ModelConfig& c) {
+    return c.family == &kMistral ? "llama" : c.family->name;
+}
+
+GgufPart::Rows rows_order(const ModelConfig& c, const std::string& name) {
+    const auto has = [&](const char* part) { return name.find(part) != name.npos; };
+    const bool rotary = has(".q_proj.") || has(".k_proj.");
+    if (std::string_view(gguf_architecture(c)) == "llama" && rotary) return GgufPart::Rows::RotaryPairs;
+    if (c.family->heads_together && has(".query_key_value.")) return GgufPart::Rows::QueriesKeysValues;
+    return GgufPart::Rows::Same;
+}
+
 GgufModel::GgufModel(const std::string& path) : file_(path), reader_(file_.metadata(), path) {
     arch_ = reader_.text("general.architecture", "");
     constexpr const char* known[] = {"gpt2", "llama", "qwen2", "qwen3", "bloom"};
@@ -132,14 +154,9 @@ GgufPart GgufModel::get(const std::string& name, const std::vector<int64_t>& sha
     const GgufTensor* tensor = file_.find(ours);
     if (!tensor) fail("%s: tensor \"%s\" is missing, which is %s", file_.path(), ours, name);
     if (tensor->shape != shape)
-        fail("%s: tensor \"%s\" has shape %s where %s is needed", file_.path(), ours,
-             shape_text(tensor->shape), shape_text(shape));
-    GgufPart part{tensor, GgufPart::Rows::Same, config_.head_size, config_.heads};
-    const bool rotary = name.find(".q_proj.") != name.npos || name.find(".k_proj.") != name.npos;
-    if (arch_ == "llama" && rotary) part.order = GgufPart::Rows::RotaryPairs;
-    if (config_.family->heads_together && name.find(".query_key_value.") != name.npos)
-        part.order = GgufPart::Rows::QueriesKeysValues;
-    return part;
+        fail("%s: tensor \"%s\" has shape %s where %s is needed", file_.path().c_str(), ours.c_str(),
+             shape_text(tensor->shape).c_str(), shape_text(shape).c_str());
+    return {tensor, rows_order(config_, name), config_.head_size, config_.heads};
 }
 
 // Fails on keys that are not read: ignoring them could mean wrong arithmetic.

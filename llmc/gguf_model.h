@@ -77,9 +77,15 @@ namespace gguf {
 // name.
 std::string name_of(const Family& family, std::string_view name);
 
-// The number by which Llama 3.1's scaling divides each rotary frequency; a GGUF stores these.
-std::vector<double> llama3_divisors(int head_size, const RopeScaling& rope);
+// The number by which Llama 3.1's scaling divides each rotary frequency, which a GGUF stores in
+// rope_freqs.weight; in the order of operations of llama.cpp's converter, for the same bits.
+std::vector<float> llama3_divisors(int head_size, const RopeScaling& s);
 }  // namespace gguf
+
+// The architecture's name in llama.cpp.
+const char* gguf_architecture(const ModelConfig& c);
+// The order of the rows of the tensor that has this name in Hugging Face's files.
+GgufPart::Rows rows_order(const ModelConfig& c, const std::string& name);
 
 // The name on Hugging Face's hub of the model that a GGUF file is of, ORG/NAME; `otherwise` if its keys do
 // not say it. general.base_model.0 may also be the model that it was fine-tuned from: that has another name

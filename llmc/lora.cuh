@@ -1,5 +1,5 @@
 // lora.cuh - LoRA (Hu et al., arXiv:2106.09685) at a linear layer: y += scale B A dropout(x), its backward,
-// and the merge into the layer's matrix. adapter_files.h reads and writes adapters.
+// and the merge into the layer's matrix. adapter_files.cpp reads adapters, checkpoint.h writes them.
 //
 // A (ranks, inputs) holds the A of all parts that share the input, such as q, k and v; the columns A x of the
 // parts lie beside each other, each scaled by its own number. Each part's B (outputs, rank) makes its own

@@ -3,7 +3,7 @@
 //
 // The bytes are those of ggml's reference quantizers without an importance matrix, as ggml has them on x86.
 // These round every product before it is added to something, so a fused multiply-add would change bits here
-// and there. Products that are added later are therefore stored in an array first, and settle() keeps the
+// and there. Products that are added later are therefore made by product() or rounded(), which keep the
 // compiler from fusing them. Sums go from the first element to the last, because their order changes bits
 // too.
 #pragma once
@@ -22,22 +22,29 @@ namespace ggml {
 
 // ---- arithmetic without fused multiply-adds
 
-// Makes the compiler believe that the array may have changed, so that it really rounds what was stored there.
-template <size_t N>
-void settle(std::array<float, N>& x) {
+// f(0) to f(N - 1). The compiler has to believe that the array may change after that, so it really rounds
+// these products.
+template <size_t N, class F>
+std::array<float, N> rounded(F&& f) {
+    std::array<float, N> x;
+    for (size_t i = 0; i < N; i++) x[i] = f(i);
     asm("" : "+m"(x));
+    return x;
 }
 // The product, rounded.
 inline float product(float a, float b) {
-    float rounded = a * b;
-    asm("" : "+m"(rounded));
-    return rounded;
+    return rounded<1>([=](size_t) { return a * b; })[0];
 }
 template <size_t N>
 float sum_in_order(const std::array<float, N>& x) {
     float sum = 0;
     for (const float value : x) sum += value;
     return sum;
+}
+// The sum of f(0) to f(N - 1), each rounded.
+template <size_t N, class F>
+float sum_rounded(F&& f) {
+    return sum_in_order(rounded<N>(f));
 }
 
 // The bits of the fp16 nearest to x, ties to even. Beyond fp16's range: an infinity.
@@ -73,9 +80,7 @@ void quantize_block_of_32(unsigned char* to, const float* x) {
     constexpr int kMiddle = 1 << (kBits - 1), kMost = (1 << kBits) - 1;
     const float scale = largest_of<32>(x) / -kMiddle, inverse = scale != 0 ? 1 / scale : 0;
     put_half(to, scale);
-    std::array<float, 32> scaled;
-    for (size_t k = 0; k < 32; k++) scaled[k] = x[k] * inverse;
-    settle(scaled);
+    const auto scaled = rounded<32>([&](size_t k) { return x[k] * inverse; });
     unsigned q[32];
     for (size_t k = 0; k < 32; k++) {
         const auto cut = static_cast<int8_t>(static_cast<int>(scaled[k] + (kMiddle + 0.5f)));
@@ -101,41 +106,28 @@ struct ScaleAndMinimum {
 // The weighted squared error of scale q + low. Larger elements count more.
 inline float error_of(const float* x, const std::array<float, 32>& weights, const std::array<int, 32>& q,
                       float scale, float low) {
-    std::array<float, 32> terms;
-    for (size_t i = 0; i < 32; i++) terms[i] = scale * static_cast<float>(q[i]);
-    settle(terms);
-    for (size_t i = 0; i < 32; i++) {
-        const float difference = terms[i] + low - x[i];
-        terms[i] = weights[i] * (difference * difference);
-    }
-    settle(terms);
-    return sum_in_order(terms);
+    const auto scaled = rounded<32>([&](size_t i) { return scale * static_cast<float>(q[i]); });
+    return sum_rounded<32>([&](size_t i) {
+        const float difference = scaled[i] + low - x[i];
+        return weights[i] * (difference * difference);
+    });
 }
 
 // Sums over the elements that a weighted least-squares fit of x by scale q + low needs.
 struct FitSums {
-    float q = 0, qq = 0, qx = 0;
+    float q, qq, qx;
     FitSums(const float* x, const std::array<float, 32>& weights, const std::array<int, 32>& numbers) {
-        std::array<float, 32> w_q, w_qq, w_qx;
-        for (size_t i = 0; i < 32; i++) {
-            const auto number = static_cast<float>(numbers[i]);
-            w_q[i] = weights[i] * number;
-            w_qq[i] = w_q[i] * number;
-            w_qx[i] = w_q[i] * x[i];
-        }
-        settle(w_q), settle(w_qq), settle(w_qx);
-        q = sum_in_order(w_q), qq = sum_in_order(w_qq), qx = sum_in_order(w_qx);
+        const auto w_q = rounded<32>([&](size_t i) { return weights[i] * static_cast<float>(numbers[i]); });
+        q = sum_in_order(w_q);
+        qq = sum_rounded<32>([&](size_t i) { return w_q[i] * static_cast<float>(numbers[i]); });
+        qx = sum_rounded<32>([&](size_t i) { return w_q[i] * x[i]; });
     }
 };
 
 // The weights of 32 elements in the error: larger elements count more.
 inline std::array<float, 32> weights_of(const float* x) {
-    std::array<float, 32> squares, weights;
-    for (size_t i = 0; i < 32; i++) squares[i] = x[i] * x[i];
-    settle(squares);
-    const float root = std::sqrt(sum_in_order(squares) / 32);
-    for (size_t i = 0; i < 32; i++) weights[i] = root + std::fabs(x[i]);
-    return weights;
+    const float root = std::sqrt(sum_rounded<32>([&](size_t i) { return x[i] * x[i]; }) / 32);
+    return rounded<32>([&](size_t i) { return root + std::fabs(x[i]); });
 }
 
 // Starts from the range of the elements, then tries 21 scales around it: fits scale and minimum to the
@@ -144,10 +136,8 @@ inline std::array<float, 32> weights_of(const float* x) {
 inline ScaleAndMinimum fit_scale_and_minimum(const float* x) {
     constexpr int kMost = 15;
     const std::array<float, 32> weights = weights_of(x);
-    std::array<float, 32> weighted;
-    for (size_t i = 0; i < 32; i++) weighted[i] = weights[i] * x[i];
-    settle(weighted);
-    const float sum_w = sum_in_order(weights), sum_x = sum_in_order(weighted);
+    const float sum_w = sum_in_order(weights);
+    const float sum_x = sum_rounded<32>([&](size_t i) { return weights[i] * x[i]; });
     const float highest = *std::max_element(x, x + 32);
     float low = std::min(*std::min_element(x, x + 32), 0.f), scale = 0, least_error = 0;
     std::array<int, 32> numbers = {};
@@ -230,14 +220,8 @@ constexpr float kTiny = 1e-15f;
 struct ScaleSums {
     float qx, qq;
     ScaleSums(const float* x, const std::array<float, 16>& q) {
-        std::array<float, 16> w_qx, w_qq;
-        for (size_t i = 0; i < 16; i++) {
-            const float w = x[i] * x[i];
-            w_qx[i] = w * x[i] * q[i];
-            w_qq[i] = w * q[i] * q[i];
-        }
-        settle(w_qx), settle(w_qq);
-        qx = sum_in_order(w_qx), qq = sum_in_order(w_qq);
+        qx = sum_rounded<16>([&](size_t i) { return x[i] * x[i] * x[i] * q[i]; });
+        qq = sum_rounded<16>([&](size_t i) { return x[i] * x[i] * q[i] * q[i]; });
     }
 };
 

@@ -210,7 +210,7 @@ static void add_sentencepiece(GgufKeys& keys, const TokenizerFiles& files, size_
             set_added(table, i, token.value("content", ""), token.value("special", false));
             table.scores[i] = -1000;
         }
-    if (!model.adds_space()) keys.add_bool("tokenizer.ggml.add_space_prefix", false);
+    if (!model.adds_space()) keys.add("tokenizer.ggml.add_space_prefix", false);
     add_llama_model(keys, table);
 }
 
@@ -247,7 +247,7 @@ static void add_byte_fallback(GgufKeys& keys, const TokenizerFiles& files, size_
         return prepends_space(files.tokenizer.value(part, nlohmann::json()));
     };
     if (!prepends("normalizer") && !prepends("pre_tokenizer"))
-        keys.add_bool("tokenizer.ggml.add_space_prefix", false);
+        keys.add("tokenizer.ggml.add_space_prefix", false);
     add_llama_model(keys, table);
 }
 
@@ -327,7 +327,7 @@ static void add_special_tokens(GgufKeys& keys, const TokenizerFiles& files, cons
     }
     // llama.cpp's converter: models of the vocabulary of Granite and SmolLM have none.
     if (std::string_view(c.family->name) == "llama" && c.vocabulary == 49152) adds["bos"] = false;
-    for (const auto& [name, value] : adds) keys.add_bool("tokenizer.ggml.add_" + name + "_token", value);
+    for (const auto& [name, value] : adds) keys.add("tokenizer.ggml.add_" + name + "_token", value);
 }
 
 static void add_chat_templates(GgufKeys& keys, const std::map<std::string, std::string>& templates) {
@@ -360,7 +360,7 @@ static void add_folder_tokenizer(GgufKeys& keys, const std::string& folder, cons
         add_byte_level(keys, files, size);
     if (files.settings.contains("add_prefix_space") && files.settings["add_prefix_space"].is_boolean() &&
         std::string_view(c.family->prefix) == "model." && !keys.has("tokenizer.ggml.add_space_prefix"))
-        keys.add_bool("tokenizer.ggml.add_space_prefix", files.settings["add_prefix_space"].get<bool>());
+        keys.add("tokenizer.ggml.add_space_prefix", files.settings["add_prefix_space"].get<bool>());
     add_special_tokens(keys, files, c);
 }
 
@@ -370,7 +370,7 @@ static void add_bytes_tokenizer(GgufKeys& keys) {
     for (int byte = 0; byte < 256; byte++) table.set(static_cast<size_t>(byte), spell_byte(byte), kNormal);
     add_gpt2_model(keys, "gpt-2", table);
     keys.add("tokenizer.ggml.merges", std::vector<std::string>());
-    keys.add_bool("tokenizer.ggml.add_bos_token", false);
+    keys.add("tokenizer.ggml.add_bos_token", false);
 }
 
 // Adds the tokenizer's keys of another GGUF file, with the types that llama.cpp's converter gives them; but
@@ -381,12 +381,12 @@ static void add_same_tokenizer(GgufKeys& keys, const GgufFile& file) {
             continue;
         const bool list = value.is_array();
         if (value.is_string()) keys.add(key, value.get<std::string>());
-        if (value.is_boolean()) keys.add_bool(key, value.get<bool>());
-        if (value.is_number_float()) keys.add_float(key, value.get<double>());
+        if (value.is_boolean()) keys.add(key, value.get<bool>());
+        if (value.is_number_float()) keys.add(key, value.get<double>());
         if (value.is_number_unsigned())
             keys.add(key, value.get<uint32_t>());
         else if (value.is_number_integer())
-            keys.add_signed(key, value.get<int32_t>());
+            keys.add(key, value.get<int32_t>());
         if (list && key == "tokenizer.ggml.scores") keys.add(key, value.get<std::vector<float>>());
         if (list && !value.empty() && value[0].is_number_integer())
             keys.add(key, value.get<std::vector<int32_t>>());

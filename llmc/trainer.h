@@ -8,8 +8,7 @@
 
 #include "llmc/learning_rate.h"  // learning_rate()
 #include "llmc/ranks_agree.h"    // check_ranks_agree()
-#include "llmc/run_export.h"     // ModelExport: the model as a GGUF file
-#include "llmc/run_merge.h"      // AdapterMerge: an adapter and its model in one
+#include "llmc/run_export.h"     // FinishedModel: the model with its adapter, as a GGUF file too
 #include "llmc/run_saves.h"      // RunSaves: saves, and resumes from them
 #include "llmc/run_start.h"      // remark_what_a_run_needs()
 #include "llmc/sample.h"         // Sampler: draws and prints texts
@@ -89,8 +88,7 @@ class Trainer {
     Metrics& metrics_ = step_.metrics();
     RunSaves saves_;
     Sampler<Gpt> sampler_;
-    AdapterMerge merge_;
-    ModelExport export_;
+    FinishedModel finished_;
     MemoryReport report_;
     size_t used_before_ = 0;       // device memory in use before this run
     int64_t done_ = 0;             // steps that are done: the number of the next one, from 0

@@ -167,18 +167,17 @@ TEST_F(Gguf, ALlamaIsRead) {
 TEST_F(Gguf, RotaryScalingIsReadFromItsDivisors) {
     RopeScaling rope;
     rope.type = RopeType::kLlama3, rope.factor = 32, rope.theta = 1e12;
-    const std::vector<double> divisors = gguf::llama3_divisors(4, rope);
-    const auto file = [&](double times) {
+    const std::vector<float> divisors = gguf::llama3_divisors(4, rope);
+    const auto file = [&](float times) {
         return [=](GgufBytes& w) {
             add_keys(w, "llama", 1e12f), add_tensors(w);
             std::string data;
-            for (const double d : divisors)
-                data += w.number(static_cast<float>(d * (data.empty() ? times : 1)));
+            for (const float d : divisors) data += w.number(d * (data.empty() ? times : 1));
             w.tensor("rope_freqs.weight", {2}, 0, data);
         };
     };
     EXPECT_EQ(GgufModel(write(file(1))).config().rope, rope);
-    expect_no_model(file(1.1), {"rope_freqs.weight", "Llama 3.1"});
+    expect_no_model(file(1.1f), {"rope_freqs.weight", "Llama 3.1"});
 }
 
 TEST_F(Gguf, YarnIsReadFromItsKeys) {

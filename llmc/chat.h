@@ -2,7 +2,6 @@
 // as they are drawn.
 #pragma once
 
-#include <csignal>
 #include <unistd.h>
 
 #include <chrono>

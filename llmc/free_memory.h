@@ -12,8 +12,8 @@
 
 // ---- what there is, and what is free
 //
-// How much memory this process has and how much it may have. That is the least of the machine's memory, the
-// limits of its cgroups (version 1 and 2; Docker and Slurm set such limits), and ulimit -v and -d.
+// A process may have the least of the machine's memory, the limits of its cgroups (version 1 and 2; Docker and
+// Slurm set such limits), and ulimit -v and -d.
 
 // The number of free bytes, and the limit that they come from. SIZE_MAX if unknown.
 struct FreeMemory {
@@ -89,8 +89,6 @@ inline FreeMemory with_reserve(const FreeMemory& free, size_t context) {
 }
 
 // ---- asking before a large allocation
-//
-// Checks that the process may allocate more memory, before calls that would crash without it.
 
 bool limited_address_space();
 

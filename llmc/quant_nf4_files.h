@@ -17,8 +17,6 @@
 
 // ---- reading
 //
-// Reads NF4 matrices from safetensors files, as bitsandbytes and `transformers` write them.
-//
 // A matrix "m.weight" (out, in) of n elements is stored as several tensors:
 //
 //     m.weight                                  U8 (ceil(n / 2), 1): the codes; or the same bytes as another

@@ -221,9 +221,8 @@ class RunSaves {
     std::string save_of(int64_t step) const { return o_.out + "/" + step_name(step); }
     // True if the run has no later save in --out.
     bool is_newest_save(int64_t step) const {
-        const std::vector<std::string> names = list_folder(o_.out);
-        return std::ranges::none_of(names, [&](const std::string& name) {
-            return step_of(name) > step && !folder_.others.contains(step_of(name));
+        return std::ranges::none_of(saved_steps(o_.out), [&](int64_t other) {
+            return other > step && !folder_.others.contains(other);
         });
     }
     // The name of the save that `best` leads to; "" if there is none.

@@ -85,13 +85,21 @@ int64_t step_of(const std::string& name) {
     return std::sscanf(name.c_str(), "step-%18ld", &step) == 1 && step_name(step) == name ? step : -1;
 }
 
+std::set<int64_t> saved_steps(const std::string& out) {
+    std::set<int64_t> steps;
+    for (const std::string& name : list_folder(out))
+        if (const int64_t step = step_of(name); step >= 0) steps.insert(step);
+    return steps;
+}
+
 std::string save_without_link(const std::string& out) {
     std::error_code none;
     if (!link_target(out + "/latest").empty() || !std::filesystem::is_directory(out, none)) return "";
-    int64_t newest = -1;
-    for (const std::string& name : list_folder(out))
-        if (file_exists(out + "/" + name + "/trainer_state.json")) newest = std::max(newest, step_of(name));
-    return newest < 0 ? "" : out + "/" + step_name(newest);
+    std::string newest;
+    for (const int64_t step : saved_steps(out))
+        if (const std::string save = out + "/" + step_name(step); file_exists(save + "/trainer_state.json"))
+            newest = save;
+    return newest;
 }
 
 std::string resolve_save(const std::string& folder) {
@@ -125,10 +133,7 @@ void publish(const std::string& out, const std::string& name) {
 }
 
 int64_t SaveFolder::own_count() const {
-    int64_t count = 0;
-    for (const std::string& name : list_folder(path))
-        if (const int64_t step = step_of(name); step >= 0 && !others.contains(step)) count++;
-    return count;
+    return std::ranges::count_if(saved_steps(path), [&](int64_t step) { return !others.contains(step); });
 }
 
 std::string SaveFolder::shown(int64_t step) const {
@@ -136,21 +141,19 @@ std::string SaveFolder::shown(int64_t step) const {
     return step_name(has_good ? *good : step);
 }
 
-void remove_unfinished(const std::string& out) {
+void remove_unfinished(const std::string& out, bool old_too) {
     for (const std::string& name : list_folder(out))
-        if (name.ends_with(".tmp") && step_of(name.substr(0, name.size() - 4)) >= 0)
+        if ((name.ends_with(".tmp") || (old_too && name.ends_with(".old"))) &&
+            step_of(name.substr(0, name.size() - 4)) >= 0)
             remove_folder(out + "/" + name);
 }
 
 void remove_old_saves(const SaveFolder& folder, int64_t step) {
     const std::string& out = folder.path;
+    remove_unfinished(out, true);
     std::vector<std::pair<bool, int64_t>> saves;  // (not after `step`, step)
-    for (const std::string& name : list_folder(out)) {
-        const int64_t s = step_of(name);
-        if (s >= 0 && !folder.others.contains(s)) saves.emplace_back(s <= step, s);
-        const bool leftover = name.ends_with(".tmp") || name.ends_with(".old");
-        if (leftover && step_of(name.substr(0, name.size() - 4)) >= 0) remove_folder(out + "/" + name);
-    }
+    for (const int64_t s : saved_steps(out))
+        if (!folder.others.contains(s)) saves.emplace_back(s <= step, s);
     std::sort(saves.rbegin(), saves.rend());
     for (size_t i = static_cast<size_t>(folder.keep); folder.keep > 0 && i < saves.size(); i++) {
         const int64_t s = saves[i].second;

@@ -94,6 +94,8 @@ std::string link_target(const std::string& path);
 // "step-00000123", and its inverse: -1 if a name is not of that form.
 inline std::string step_name(int64_t step) { return format("step-%08ld", step); }
 int64_t step_of(const std::string& name);
+// The steps of the saves in a folder.
+std::set<int64_t> saved_steps(const std::string& out);
 
 // Where write_folder() (checkpoint.h) writes a folder before it is complete. What it finds there it removes.
 inline std::string unfinished_folder(const std::string& path) { return without_last_slashes(path) + ".tmp"; }
@@ -139,8 +141,9 @@ struct SaveFolder {
     std::string shown(int64_t step) const;
 };
 
-// Removes unfinished saves. Only for a run that has locked OUT.
-void remove_unfinished(const std::string& out);
+// Removes unfinished saves; `old_too`: and saves that others have replaced. Only for a run that has locked
+// OUT.
+void remove_unfinished(const std::string& out, bool old_too = false);
 
 // Removes what killed saves left behind, and all of the run's saves but `keep`. Kept are the save of `step`,
 // then the latest before it, then the latest after it (which are there if a run was resumed from an earlier

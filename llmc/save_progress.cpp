@@ -124,12 +124,11 @@ static void for_each_key(P& p, Visit&& visit) {
 // more than eight it names the first and the last.
 static std::string list_saves(const std::string& out) {
     if (!std::filesystem::is_directory(out)) return "";
-    std::vector<std::string> names = list_folder(out);
-    std::erase_if(names, [](const std::string& name) { return step_of(name) < 0; });
-    if (names.empty()) return "";
-    std::ranges::sort(names);
-    if (names.size() <= 8) return out + " has " + joined(names, ", ");
-    return format("%s has %zu saves from %s to %s", out, names.size(), names[0], names.back());
+    const std::set<int64_t> steps = saved_steps(out);
+    if (steps.empty()) return "";
+    if (steps.size() <= 8) return out + " has " + joined(steps, ", ", step_name);
+    return format("%s has %zu saves from %s to %s", out.c_str(), steps.size(),
+                  step_name(*steps.begin()).c_str(), step_name(*steps.rbegin()).c_str());
 }
 
 Progress read_progress(const std::string& folder) {
@@ -161,11 +160,10 @@ void write_progress(const std::string& save, const Progress& progress) {
 
 int64_t newest_bad_save(const std::string& out, int64_t good) {
     int64_t newest = -1;
-    for (const std::string& name : list_folder(out)) {
-        const int64_t step = step_of(name);
-        if (step <= good || step <= newest) continue;
+    for (const int64_t step : saved_steps(out)) {
+        if (step <= good) continue;
         try {
-            if (read_progress(out + "/" + name).last_good == good) newest = step;
+            if (read_progress(out + "/" + step_name(step)).last_good == good) newest = step;
         } catch (const UserError&) {  // a damaged save, which this run does not read
         }
     }
@@ -195,8 +193,7 @@ SaveFolder open_save_folder(const std::string& out, int keep, const std::string&
         folder.good = progress.last_good;
         if (progress.best) folder.best = progress.best->step;
     } else if (!goes_on) {
-        for (const std::string& name : list_folder(out))
-            if (step_of(name) >= 0) folder.others.insert(step_of(name));
+        folder.others = saved_steps(out);
     }
     return folder;
 }

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <poll.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -73,6 +72,8 @@ class SignalsBlocked {
     }
     ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
     SignalsBlocked(const SignalsBlocked&) = delete;
+    // The signals that were blocked before.
+    const sigset_t& before() const { return before_; }
 
   private:
     sigset_t before_;
@@ -96,38 +97,26 @@ inline void handle_signal(int signal, void (*handler)(int)) {
 // In a conversation: whether an answer is being written, and whether Ctrl-C has asked to stop it.
 inline volatile std::sig_atomic_t is_answering = 0, stop_answer = 0;
 
-// Becomes readable when a signal asks a conversation to stop.
-inline int stop_event = -1;
-
 // Waits until standard input has something to read, or has ended. Returns false if a signal has asked to
 // stop, also one that came before this call.
 inline bool wait_for_input() {
-    pollfd waited[] = {{STDIN_FILENO, POLLIN, 0}, {stop_event, POLLIN, 0}};
-    while (!interrupted && poll(waited, 2, -1) < 0 && errno == EINTR) continue;
+    const SignalsBlocked blocked;  // except while ppoll() waits
+    pollfd input = {STDIN_FILENO, POLLIN, 0};
+    while (!interrupted && ppoll(&input, 1, nullptr, &blocked.before()) < 0 && errno == EINTR) continue;
     return !interrupted;
-}
-
-// The signal handler's part: notes the signal, and ends wait_for_input().
-inline void stop_waiting(int signal) {
-    const int before = errno;
-    interrupted = signal;
-    [[maybe_unused]] const int told = eventfd_write(stop_event, 1);
-    errno = before;
 }
 
 // From here on, Ctrl-C stops an answer; where none is written, it stops the run, as other signals do. A
 // signal that stops the run also ends wait_for_input().
 inline void signals_of_conversation() {
     when_interrupted = "";
-    stop_event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    struct sigaction action = {};
-    action.sa_handler = [](int signal) {
-        if (is_answering && signal == SIGINT)
-            stop_answer = 1;
-        else
-            stop_waiting(signal);
-    };
-    for (const int signal : {SIGINT, SIGTERM, SIGHUP}) handle_signal(signal, action);
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP})
+        handle_signal(signal, [](int number) {
+            if (is_answering && number == SIGINT)
+                stop_answer = 1;
+            else
+                interrupted = number;
+        });
 }
 
 // For the whole program: a write beyond ulimit -f fails like any other write instead of killing the process,

@@ -45,13 +45,13 @@ void Trainer::run() {
         model_.save_base(run_.save_base, stream_);
         print(run_.notes(), "saved the base in %s\n", run_.save_base);
     }
-    stop_on_signals(saves_.wanted());
-    print_start(run_, in_, first_step_, saves_.wanted());
+    stop_on_signals(run_.saves());
+    print_start(run_, in_, first_step_, run_.saves());
     try {
         train();
     } catch (const RecoverableError&) {
         // What was trained until then is good. One of several ranks cannot save: it needs the others.
-        if (exchange_.is_alone() && saves_.wanted() && done_ > first_step_ && !saves_.has(done_)) save();
+        if (exchange_.is_alone() && run_.saves() && done_ > first_step_ && !saves_.has(done_)) save();
         saves_.remove_fallback();
         throw;
     }
@@ -60,7 +60,7 @@ void Trainer::run() {
         stop();
     else
         finish();
-    metrics_.records().end(interrupted != 0);
+    metrics_.records.end(interrupted != 0);
 }
 
 void Trainer::train() {
@@ -78,7 +78,7 @@ void Trainer::train() {
         if (agree_to_stop() || metrics_.ends_early(run_.early_stopping)) break;
         if (done_ > first_step_ && !saves_.has(done_) && (is_time(run_.save_every) || saves_.is_best(done_)))
             save();
-        metrics_.records().check();
+        metrics_.records.check();
         say_where();
         if (!exchange_.is_alone())
             metrics_.compare_ranks(exchange_.gather(std::vector{metrics_.waited_for_ranks()}));
@@ -609,13 +609,13 @@ void Trainer::sample() {
         return run_.slices_weights() ? exchange_.gather(std::vector{token})[0] : token;
     };
     const std::string text = sampler_.sample(plans_.sample, plans_.slide, done_, stops, explain, agree);
-    metrics_.records().report.add_sample(done_, text);
+    metrics_.records.report.add_sample(done_, text);
 }
 
 // Saves the last complete step if a signal has asked for it. Before this run has completed a step, the
 // request waits.
 void Trainer::save_if_asked() {
-    if (!saves_.wanted() || done_ == first_step_) return;
+    if (!run_.saves() || done_ == first_step_) return;
     const int asked = exchange_.is_alone() ? asked_to_save : exchange_.largest(asked_to_save);
     if (!asked) return;
     asked_to_save = 0;
@@ -629,7 +629,7 @@ void Trainer::finish() {
     // The save comes first, so that a validation that fails loses nothing. The save says already that the
     // validation and the sample are done: a run that resumes it and has steps left does not make them again.
     evaluated_ = true;
-    if (saves_.wanted() && !is_saved_already) save();
+    if (run_.saves() && !is_saved_already) save();
     if (batches_.validation() && validated_step_ != done_) validate_and_log();
     saves_.remove_fallback();
     saves_.remark_best(done_);
@@ -651,7 +651,7 @@ void Trainer::stop() {
         print(run_.notes(), "interrupted before step %ld\n", done_ + 1);
     else
         print(stdout, "interrupted after step %ld\n", done_);
-    if (saves_.wanted() && !saves_.has(done_)) save();
+    if (run_.saves() && !saves_.has(done_)) save();
     saves_.remove_fallback();
 }
 
@@ -802,7 +802,7 @@ void Trainer::open_device() {
 void Trainer::prepare() {
     // On a GPU, memory that is in use already is not this run's. On a CPU the plan counts the process too.
     used_before_ = kHostIsDevice ? 0 : device_bytes_in_use();
-    if (saves_.wanted()) saves_.open();
+    if (run_.saves()) saves_.open();
     if (trains()) {
         remark_no_validation(in_, run_.seq_len);
         print_plan();
@@ -830,11 +830,11 @@ void Trainer::prepare() {
              [this](double most) { return new_peak<floatX>(most, run_.devices, stream_, arena_); }}));
     std::optional<int64_t> done;
     if (!run_.resume.empty()) done = run_.steps > 0 ? first_step_ : INT64_MAX;
-    metrics_.records().open(run_.log, run_.tensorboard, done);
+    metrics_.records.open(run_.log, run_.tensorboard, done);
     step_.loss_by_position().open(run_.loss_by_position, done);
     if (!batches_.training() || !trains()) return;
     const std::string data = print_data(run_, in_, batches_, first_step_);
-    open_report(metrics_.records().report, run_, report_, plans_.update, rates_, data);
+    open_report(metrics_.records.report, run_, report_, plans_.update, rates_, data);
 }
 
 // Makes products use the fastest algorithms, if there is a file of them.

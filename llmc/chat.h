@@ -26,8 +26,8 @@ constexpr const char* kChatHelp =
     "/help          prints this\n"
     "/exit, Ctrl-D  ends; Ctrl-C stops an answer, or ends where none is written\n";
 
-// Is the source of texts of a Decoding with one slot.
-class ChatSession {
+// The texts of a Decoding with one slot.
+class ChatSession : public TextSource {
   public:
     // explain() as for DrawnText.
     ChatSession(const RunConfig& o, const RunInputs& in, std::function<void()> explain)
@@ -39,7 +39,7 @@ class ChatSession {
 
     // Reads what the user says. Returns the tokens of the conversation up to the model's answer, or nothing
     // at its end.
-    std::optional<std::vector<int>> begin_text(int) {
+    std::optional<std::vector<int>> begin_text(int) override {
         while (std::optional<std::string> line = interrupted ? std::nullopt : lines_.read("> ")) {
             const bool is_long = line->size() > in_.longest_text();
             if (is_long) print(stderr, "that is too long: it has more than %zu bytes\n", line->size() - 1);
@@ -62,7 +62,7 @@ class ChatSession {
     }
 
     // The next token of the answer, which is shown as far as it is certain.
-    int next_token(int, std::vector<float> logits) {
+    int next_token(int, std::vector<float> logits) override {
         const int token = answer_->next(std::move(logits));
         show(answer_->take());
         if (token >= 0 && !stop_answer && !interrupted) return token;

@@ -4,12 +4,6 @@
 // one before it in its slot, as the next turn of a conversation does, what is cached of that is kept; if it
 // begins like a text in another slot, that is copied. --prompts answers a file's prompts that way, in JSON
 // lines (AnsweredPrompts).
-//
-// Decoding and append_tokens() are templates, so that any model can be used that has
-//     TensorX forward_only(const Tensor<int>& tokens, const Rows&, KvCache*)   the last block's output
-//     TensorX last_logits(const TensorX& x)              the logits (1, padded vocabulary) of x's last row
-//     TensorX logits_of(const TensorX& x, const Rows&)   those of all rows (rows, padded vocabulary)
-//     int64_t prompt_len()                                                     vectors of a soft prompt
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -28,7 +22,7 @@
 #include "llmc/error.h"
 #include "llmc/arena.h"
 #include "llmc/drawn_text.h"
-#include "llmc/embedding_and_head.h"
+#include "llmc/gpt.h"
 #include "llmc/model_config.h"
 #include "llmc/run_config.h"
 #include "llmc/run_inputs.h"
@@ -37,9 +31,8 @@
 #include "llmc/tensor.h"
 
 // Runs `tokens`, which follow those in the cache, and adds them to it. Returns the last block's output.
-template <class Model>
-TensorX append_tokens(Arena& arena, Stream stream, Model& model, const std::vector<int>& tokens,
-                      KvCache& cache) {
+inline TensorX append_tokens(Arena& arena, Stream stream, Gpt& model, const std::vector<int>& tokens,
+                             KvCache& cache) {
     const Tensor<int> inputs = tokens_on_device(arena, stream, tokens);
     Rows rows;
     // A soft prompt's rows go before the first token.
@@ -50,19 +43,10 @@ TensorX append_tokens(Arena& arena, Stream stream, Model& model, const std::vect
     return x;
 }
 
-// Where texts come from, and who chooses their tokens. This is the source of a dry run, and has none.
-struct NoTexts {
-    // The tokens of the next text for a slot; nothing if there are no more.
-    std::optional<std::vector<int>> begin_text(int) { return std::nullopt; }
-    // The token after these logits (V) in a slot; negative if the text ends here.
-    int next_token(int, std::vector<float>) { return -1; }
-};
-
-template <class Model>
 class Decoding {
   public:
     // `texts` at a time, each of at most `positions` tokens: its prompt and what is drawn.
-    Decoding(Arena& arena, const Stream& stream, const ModelConfig& config, Model& model, int texts,
+    Decoding(Arena& arena, const Stream& stream, const ModelConfig& config, Gpt& model, int texts,
              int positions)
         : arena_(arena),
           stream_(stream),
@@ -71,20 +55,19 @@ class Decoding {
           slots_(static_cast<size_t>(texts)),
           rows_(model.prompt_len() + positions) {}
 
-    // Continues all texts until there are no more of them. Runs inside the arena.
-    template <class Texts>
-    void run(Texts& texts) {
+    // Continues all texts until there are no more of them. Runs inside the arena. A dry run needs no texts.
+    void run(TextSource* texts) {
         Range range("generate");
+        texts_ = texts;
         take_caches();
         arena_.repeat(INT_MAX, [&] {
             auto slot = slots_.begin();
             arena_.repeat(static_cast<int>(slots_.size()), [&] {
-                fill(*slot++, texts);
+                fill(*slot++);
                 return true;
             });
             if (!arena_.rehearsing() && std::ranges::none_of(slots_, &Slot::goes_on)) return false;
-            arena_.repeat(INT_MAX,
-                          [&] { return slots_.size() == 1 ? step_alone(texts) : step_together(texts); });
+            arena_.repeat(INT_MAX, [&] { return slots_.size() == 1 ? step_alone() : step_together(); });
             return true;
         });
     }
@@ -145,18 +128,16 @@ class Decoding {
     }
 
     // Begins texts in a free slot until one goes on after its first tokens, or there are no more.
-    template <class Texts>
-    void fill(Slot& slot, Texts& texts) {
+    void fill(Slot& slot) {
         arena_.repeat(INT_MAX, [&] {
-            if (!arena_.rehearsing() && (slot.goes_on() || !begin_text(slot, texts))) return false;
-            process_text(slot, texts);
+            if (!arena_.rehearsing() && (slot.goes_on() || !begin_text(slot))) return false;
+            process_text(slot);
             return true;
         });
     }
     // Gives a slot its next text. Returns false if there is none.
-    template <class Texts>
-    bool begin_text(Slot& slot, Texts& texts) {
-        const std::optional<std::vector<int>> text = texts.begin_text(number_of(slot));
+    bool begin_text(Slot& slot) {
+        const std::optional<std::vector<int>> text = texts_->begin_text(number_of(slot));
         if (!text) return false;
         // The last token is processed in any case: the next one follows from its logits.
         const auto kept =
@@ -174,18 +155,16 @@ class Decoding {
         slot.pending.erase(slot.pending.begin(), end);
     }
     // If all tokens of the text are processed, chooses the next one from row `row` of the logits.
-    template <class Texts>
-    void choose(Slot& slot, const TensorX& logits, int64_t row, Texts& texts) {
+    void choose(Slot& slot, const TensorX& logits, int64_t row) {
         if (arena_.rehearsing() || slot.goes_on()) return;
         const int token =
-            texts.next_token(number_of(slot), logits_on_host(logits, row, config_.vocabulary, stream_));
+            texts_->next_token(number_of(slot), logits_on_host(logits, row, config_.vocabulary, stream_));
         if (token >= 0) slot.pending = {token};
     }
 
     // Processes a text that begins, piece by piece, and chooses the token that follows it. Tokens
     // behind which the cache has no room for the smallest piece stay pending: steps process them one by one.
-    template <class Texts>
-    void process_text(Slot& slot, Texts& texts) {
+    void process_text(Slot& slot) {
         take_shared_beginning(slot);
         size_t left = slot.pending.size() > 1 ? slot.pending.size() : 0;
         const bool begins = left > 0;
@@ -204,7 +183,7 @@ class Decoding {
         }
         arena_.repeat(1, [&] {
             if (!arena_.rehearsing() && (!begins || slot.goes_on())) return false;
-            choose(slot, model_.last_logits(last), 0, texts);
+            choose(slot, model_.last_logits(last), 0);
             return true;
         });
     }
@@ -246,8 +225,7 @@ class Decoding {
     }
 
     // Continues a single text by one token. Returns whether it goes on.
-    template <class Texts>
-    bool step_alone(Texts& texts) {
+    bool step_alone() {
         Slot& slot = slots_[0];
         if (arena_.rehearsing()) slot.cache.length = static_cast<int>(rows_) - 1;
         const int token = slot.goes_on() ? slot.pending[0] : 0;
@@ -255,14 +233,13 @@ class Decoding {
         const TensorX logits = model_.last_logits(x);
         if (arena_.rehearsing()) return false;
         processed(slot, 1);
-        choose(slot, logits, 0, texts);
+        choose(slot, logits, 0);
         return slot.goes_on();
     }
 
     // Continues all texts by one token. Their rows come first; those of free slots follow and are not used.
     // Returns false if a text has ended, whose slot is then free for another one.
-    template <class Texts>
-    bool step_together(Texts& texts) {
+    bool step_together() {
         std::vector<Slot*> by_row;
         for (Slot& slot : slots_) by_row.push_back(&slot);
         std::stable_partition(by_row.begin(), by_row.end(), [](const Slot* slot) { return slot->goes_on(); });
@@ -290,7 +267,7 @@ class Decoding {
             Slot& slot = *by_row[static_cast<size_t>(row)];
             slot.cache.length++;
             processed(slot, 1);
-            choose(slot, logits, row, texts);
+            choose(slot, logits, row);
             all_go_on = all_go_on && slot.goes_on();
         }
         return all_go_on;
@@ -299,7 +276,8 @@ class Decoding {
     Arena& arena_;
     const Stream& stream_;
     const ModelConfig& config_;
-    Model& model_;
+    Gpt& model_;
+    TextSource* texts_ = nullptr;
     std::vector<TensorX> caches_;  // of each layer: (texts * rows_, 2 kv_width())
     std::vector<Slot> slots_;
     int64_t rows_;  // of a slot in a cache
@@ -309,20 +287,20 @@ class Decoding {
 // each as soon as those before it are; at the end of a run that was interrupted, all that are complete. Token
 // i of answer n uses random number (n, i), so that random numbers do not depend on how many prompts are
 // answered at a time.
-class AnsweredPrompts {
+class AnsweredPrompts : public TextSource {
   public:
     // explain() as for DrawnText.
     AnsweredPrompts(const RunConfig& o, const RunInputs& in, std::function<void()> explain)
         : o_(o), in_(in), explain_(std::move(explain)), window_(in.sample_window()) {}
     AnsweredPrompts(const AnsweredPrompts&) = delete;
-    ~AnsweredPrompts() {
+    ~AnsweredPrompts() override {
         for (const auto& [number, line] : finished_) write(line);
         const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began_;
         print(stderr, "%d prompts answered: %d tokens, %.1f tokens/s\n", written_, tokens_,
               tokens_ / took.count());
     }
 
-    std::optional<std::vector<int>> begin_text(int slot) {
+    std::optional<std::vector<int>> begin_text(int slot) override {
         if (interrupted || begun_ == in_.prompts.size()) return std::nullopt;
         const std::vector<int>& prompt = in_.prompts[begun_].tokens;
         const int room = window_ - static_cast<int>(prompt.size());
@@ -332,7 +310,7 @@ class AnsweredPrompts {
                             explain_);
         return prompt;
     }
-    int next_token(int slot, std::vector<float> logits) {
+    int next_token(int slot, std::vector<float> logits) override {
         Answer& answer = answers_[slot];
         const int token = answer.text->next(std::move(logits));
         if (token < 0) finish(answer);

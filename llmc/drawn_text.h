@@ -107,6 +107,16 @@ inline std::vector<float> logits_on_host(const TensorX& logits, int64_t row, int
     return wide;
 }
 
+// Where the texts come from that a Decoding continues, and who chooses their tokens.
+class TextSource {
+  public:
+    virtual ~TextSource() = default;
+    // The tokens of the next text for a slot; nothing if there are no more.
+    virtual std::optional<std::vector<int>> begin_text(int slot) = 0;
+    // The token after these logits (V) in a slot; negative if the text ends here.
+    virtual int next_token(int slot, std::vector<float> logits) = 0;
+};
+
 class DrawnText {
   public:
     // Continues `prompt` by at most `most` tokens. Token i uses random number (number, i). `begins`: the

@@ -46,8 +46,7 @@ class Metrics {
 
     // From here on, steps are printed and logged.
     void print_to(const StepLines& lines) { lines_ = lines; }
-    RunRecords& records() { return records_; }
-    const RunRecords& records() const { return records_; }
+    RunRecords records;
     // From here on, the lines say how long steps wait for data that is streamed from host or disk, and for
     // other ranks.
     void count_waiting(Stream stream) {
@@ -168,7 +167,7 @@ class Metrics {
                                        {"ms", f.seconds * 1e3}};
         line["tokens_per_second"] = lines_->tokens() / f.seconds;
         if (f.waited >= 0) line["waited_ms"] = f.waited * 1e3;
-        records_.write(line);
+        records.write(line);
     }
 
     struct Pending {
@@ -187,5 +186,4 @@ class Metrics {
     double waited_for_ranks_ = 0;
     std::optional<int> slow_rank_;
     std::optional<StepLines> lines_;
-    RunRecords records_;
 };

@@ -270,11 +270,3 @@ class Nf4Quantizer {
     const Nf4Parts parts_;
     std::vector<float> scales_;
 };
-
-// Quantizes a whole matrix at once.
-template <class T>
-void quantize_nf4(unsigned char* out, const T* w, int64_t n, const WeightFormat& format) {
-    Nf4Quantizer quantizer(out, n, format);
-    quantizer.add(0, w, n);
-    quantizer.finish();
-}

@@ -21,8 +21,6 @@ class RunSaves {
         : o_(o), in_(in), model_(model), metrics_(metrics), exchange_(exchange) {}
     RunSaves(const RunSaves&) = delete;
 
-    // True if the run saves.
-    bool wanted() const { return o_.saves(); }
     // True if the state after `step` steps was saved last.
     bool has(int64_t step) const { return saved_step_ == step; }
     // True if the run resumes a save that is in --out.
@@ -65,7 +63,7 @@ class RunSaves {
     void check_room(size_t export_bytes) const {
         if (!o_.rank.is_first()) return;
         std::vector<Written> all;
-        if (wanted()) {
+        if (o_.saves()) {
             const WrittenFiles save = bytes_of_save(model_.trained(), o_.steps > 0);
             all.push_back({"--out", o_.out, "a save", save, static_cast<double>(saves_at_once())});
         }
@@ -81,7 +79,7 @@ class RunSaves {
             all.push_back({"--export", o_.export_file, "the file", exported});
         }
         check_disk_room(all);
-        if (wanted()) remark_room(all[0].each.bytes);
+        if (o_.saves()) remark_room(all[0].each.bytes);
     }
 
     // Reads elements of the state's buffers on the first rank. All ranks must call it for the same elements.
@@ -146,7 +144,7 @@ class RunSaves {
 
     // The state after `step` steps was validated. If it was saved before that, its save may be the best one.
     void note_validation(int64_t step) {
-        if (!wanted() || !o_.rank.is_first() || (step != saved_step_ && step != resumed_step_)) return;
+        if (!o_.saves() || !o_.rank.is_first() || (step != saved_step_ && step != resumed_step_)) return;
         const std::string save = save_of(step);
         Progress progress = read_progress(save);
         progress.best = metrics_.best, progress.validated = true;
@@ -170,7 +168,7 @@ class RunSaves {
 
     // At the end of a run: says how PEFT, which does not open GGUF files, loads an adapter of one.
     void remark_loading() const {
-        if (!wanted() || !o_.rank.is_first() || !in_.gguf || !in_.adapter) return;
+        if (!o_.saves() || !o_.rank.is_first() || !in_.gguf || !in_.adapter) return;
         const std::string base = in_.adapter.json.value("base_model_name_or_path", "");
         if (is_hub_name(base))
             print(o_.notes(), "in Python, AutoPeftModelForCausalLM.from_pretrained(\"%s\") loads it on %s\n",
@@ -201,7 +199,7 @@ class RunSaves {
             progress.last_good ? folder_above(in_.resumed) + "/" + step_name(*progress.last_good) : "none";
         metrics_.last_save = good ? in_.resumed : last_good;
         metrics_.began_good = good;
-        if (wanted() && goes_on_in_folder()) {
+        if (o_.saves() && goes_on_in_folder()) {
             const bool has_steps = progress.step < o_.steps;
             // Without steps left it makes the validation that an interrupted end has left out.
             const bool makes_up = validates_alike && !progress.validated && is_newest_save(progress.step);

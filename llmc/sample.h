@@ -75,12 +75,11 @@ class Sample {
 // ---- a prompt's continuation
 //
 // Keys and values of the tokens so far are in a KV cache, so that each new token runs one row through the
-// model. Model is as decoding.h says.
+// model.
 
 // As append_tokens(), but returns the logits (1, V) after the last token.
-template <class Model>
-TensorX logits_after(Arena& arena, Stream stream, Model& model, const std::vector<int>& tokens,
-                     KvCache& cache) {
+inline TensorX logits_after(Arena& arena, Stream stream, Gpt& model, const std::vector<int>& tokens,
+                            KvCache& cache) {
     return model.last_logits(append_tokens(arena, stream, model, tokens, cache));
 }
 
@@ -89,9 +88,8 @@ TensorX logits_after(Arena& arena, Stream stream, Model& model, const std::vecto
 constexpr int64_t kPromptRows = 2048;
 
 // Runs a prompt from its first token, part by part. Returns the logits (1, V) after its last token.
-template <class Model>
-TensorX logits_after_prompt(Arena& arena, Stream stream, Model& model, const std::vector<int>& tokens,
-                            KvCache& cache) {
+inline TensorX logits_after_prompt(Arena& arena, Stream stream, Gpt& model, const std::vector<int>& tokens,
+                                   KvCache& cache) {
     const int64_t parts = static_cast<int64_t>(tokens.size()) / kPromptRows;
     if (parts < 2) return logits_after(arena, stream, model, tokens, cache);
     auto next = tokens.begin();
@@ -109,8 +107,8 @@ TensorX logits_after_prompt(Arena& arena, Stream stream, Model& model, const std
 
 // Continues a prompt of at least one token by at most new_tokens tokens. choose(logits) reads the logits (1,
 // V) and returns the next token, or a negative number to stop.
-template <class Model, class Choose>
-void generate(Arena& arena, Stream stream, const ModelConfig& config, Model& model,
+template <class Choose>
+void generate(Arena& arena, Stream stream, const ModelConfig& config, Gpt& model,
               const std::vector<int>& prompt, int new_tokens, Choose&& choose) {
     Range range("generate");
     KvCache cache;
@@ -129,19 +127,17 @@ void generate(Arena& arena, Stream stream, const ModelConfig& config, Model& mod
 // ---- the samples of a run
 
 // Draws samples of a model in memory that was planned for them, or answers in a conversation. A sample that
-// is longer than the model's window goes on from the latest half of it. Model as for generate().
-template <class Model>
+// is longer than the model's window goes on from the latest half of it.
 class Sampler {
   public:
-    Sampler(const RunConfig& o, const RunInputs& in, Arena& arena, const Stream& stream, Model& model)
+    Sampler(const RunConfig& o, const RunInputs& in, Arena& arena, const Stream& stream, Gpt& model)
         : o_(o), in_(in), arena_(arena), stream_(stream), model_(model) {}
     Sampler(const Sampler&) = delete;
 
     // Plans a sample and, if it may be longer than the window, its continuation.
     void rehearse(Plan& sample, Plan& slide) {
-        NoTexts none;
         if (o_.only_answers()) {
-            sample = arena_.rehearse([&] { decoding().run(none); });
+            sample = arena_.rehearse([&] { decoding().run(nullptr); });
             return;
         }
         const auto any = [](const TensorX&) { return 0; };
@@ -155,7 +151,7 @@ class Sampler {
     std::string sample(Plan& sample, Plan& slide, int64_t step, Stops&& stops, std::function<void()> explain,
                        std::function<int(int)> agree) {
         const auto decode = [&](auto&& texts) {
-            arena_.run(sample, [&] { decoding().run(texts); });
+            arena_.run(sample, [&] { decoding().run(&texts); });
             return "";
         };
         if (o_.chat) return decode(ChatSession(o_, in_, explain));
@@ -177,7 +173,7 @@ class Sampler {
   private:
     // Continues as many texts at a time as this run answers: one in a conversation, up to --batch of
     // --prompts.
-    Decoding<Model> decoding() {
+    Decoding decoding() {
         const int texts = o_.chat ? 1 : std::min(o_.batch, static_cast<int>(in_.prompts.size()));
         return {arena_, stream_, in_.config, model_, texts, in_.sample_window()};
     }
@@ -193,5 +189,5 @@ class Sampler {
     const RunInputs& in_;
     Arena& arena_;
     const Stream& stream_;
-    Model& model_;
+    Gpt& model_;
 };

@@ -47,7 +47,7 @@ class Trainer {
     void save() {
         step_.updates().wait_for_all_weights();
         saves_.save(done_, batches_.sequences_after(done_), evaluated_, validated_step_ == done_);
-        metrics_.records().report.save();
+        metrics_.records.report.save();
     }
     void save_if_asked();
     void finish();
@@ -87,7 +87,7 @@ class Trainer {
     Batches& batches_ = step_.batches();
     Metrics& metrics_ = step_.metrics();
     RunSaves saves_;
-    Sampler<Gpt> sampler_;
+    Sampler sampler_;
     FinishedModel finished_;
     MemoryReport report_;
     size_t used_before_ = 0;       // device memory in use before this run

@@ -65,5 +65,5 @@ inline void report_validation(int64_t step, double loss, bool is_due, const RunC
         print(stdout, "validation loss %.6f, perplexity %.4f: %lu sequences of %d tokens\n", loss,
               std::exp(loss), batches.validation_sequences(), o.seq_len);
     metrics.compare_validation(step, loss, is_due);
-    metrics.records().write({{"step", step}, {"val_loss", loss}});
+    metrics.records.write({{"step", step}, {"val_loss", loss}});
 }

@@ -84,10 +84,13 @@ void quantize(const WeightFormat& format) {
     const auto n = static_cast<int64_t>(input.size() / sizeof(T));
     Bytes out(static_cast<size_t>(quantized_bytes(format, n)));
     const T* const w = reinterpret_cast<const T*>(input.data());
-    if (&format == &kQ8_0)
+    if (&format == &kQ8_0) {
         quantize_q8_0(out.data(), w, n);
-    else
-        quantize_nf4(out.data(), w, n, format);
+    } else {
+        Nf4Quantizer quantizer(out.data(), n, format);
+        quantizer.add(0, w, n);
+        quantizer.finish();
+    }
     write_output(out.data(), out.size());
 }
 

@@ -14,6 +14,12 @@
 #include "test/kernel_test.h"
 
 namespace {
+
+void quantize_nf4(unsigned char* out, const float* w, int64_t n, const WeightFormat& format) {
+    Nf4Quantizer quantizer(out, n, format);
+    quantizer.add(0, w, n);
+    quantizer.finish();
+}
 using Bytes = std::vector<unsigned char>;
 const Stream kStream{};
 

@@ -78,11 +78,6 @@ struct LinearModule {
     double scale = 0;          // LoRA scale, alpha / rank
 };
 
-constexpr bool is_linear(Field field) {
-    for (const Field linear : kLinearFields)
-        if (field == linear) return true;
-    return false;
-}
 constexpr bool is_in_attention(Field field) {
     return field == Field::QkvWeight || field == Field::AttentionWeight;
 }

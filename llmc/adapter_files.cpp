@@ -1,5 +1,5 @@
-// adapter_files.cpp - reads adapters as PEFT saves them: which settings of an adapter_config.json are followed,
-// refused or without effect, and whether the tensors of an adapter are those that it names.
+// adapter_files.cpp - reads adapters as PEFT saves them: which settings of an adapter_config.json are
+// followed, refused or without effect, and whether the tensors of an adapter are those that it names.
 #include "llmc/adapter.h"
 
 #include <cctype>
@@ -41,12 +41,14 @@ class NamePattern {
         PCRE2_SIZE at = 0;
         const std::string whole = before + pattern + after;
         code_.reset(pcre2_compile(reinterpret_cast<PCRE2_SPTR>(whole.data()), whole.size(),
-                                  PCRE2_ANCHORED | PCRE2_ENDANCHORED, &error, &at, nullptr));
+                                  PCRE2_ANCHORED | PCRE2_ENDANCHORED, &error, &at, nullptr),
+                    pcre2_code_free);
         if (!code_) refuse();
     }
 
     bool matches(const std::string& name) const {
-        const std::unique_ptr<pcre2_match_data, FreeMatch> match(pcre2_match_data_create(1, nullptr));
+        const std::shared_ptr<pcre2_match_data> match(pcre2_match_data_create(1, nullptr),
+                                                      pcre2_match_data_free);
         const int result = pcre2_match(code_.get(), reinterpret_cast<PCRE2_SPTR>(name.data()), name.size(), 0,
                                        0, match.get(), nullptr);
         if (result < 0 && result != PCRE2_ERROR_NOMATCH)
@@ -55,16 +57,12 @@ class NamePattern {
     }
 
   private:
-    struct FreeCode {
-        void operator()(pcre2_code* code) const { pcre2_code_free(code); }
-    };
-    struct FreeMatch {
-        void operator()(pcre2_match_data* data) const { pcre2_match_data_free(data); }
-    };
-    [[noreturn]] void refuse() const { fail("%s, which is no regular expression of Python's", where_); }
+    [[noreturn]] void refuse() const {
+        fail("%s, which is no regular expression of Python's", where_.c_str());
+    }
 
     std::string where_;
-    std::unique_ptr<pcre2_code, FreeCode> code_;
+    std::shared_ptr<pcre2_code> code_;
 };
 
 // The names in a setting that is null, one text or a list of texts. In target_modules and exclude_modules,
@@ -158,7 +156,7 @@ class ValuePatterns {
         r.object(setting);  // fails if it is not an object
         if (!r.has(setting)) return;
         for (const auto& [key, value] : config[setting].items())
-            keys_.push_back({NamePattern(key, r.file(), setting, "(.*\\.)?(", ")"), key});
+            keys_.emplace_back(NamePattern(key, r.file(), setting, "(.*\\.)?(", ")"), key);
     }
     // The first key in the file that matches a module; null if none does.
     const char* key_of(const std::string& module) const {
@@ -168,11 +166,7 @@ class ValuePatterns {
     }
 
   private:
-    struct Key {
-        NamePattern pattern;
-        std::string key;
-    };
-    std::vector<Key> keys_;
+    std::vector<std::pair<NamePattern, std::string>> keys_;
 };
 
 // Fails if one of these settings is not null, false or empty.
@@ -256,18 +250,9 @@ static void check_other_targets(const TargetModules& targets, const ConfigReader
                 "here",
                 r.file(), module);
     };
-    const auto check_table = [&](const Table& table, const std::string& block, int layer) {
-        for (const Row& row : table)
-            for (const FileTensor& t : row.parts)
-                if (!is_linear(row.field) && t.name.ends_with(".weight"))
-                    check(
-                        (t.has_prefix ? c.family->prefix + block : "") + t.name.substr(0, t.name.rfind('.')),
-                        layer);
-    };
-    check_table(c.family->embeddings(c), "", -1);
-    for (int l = 0; l < c.layers; l++)
-        check_table(c.family->block(c, c.layer(l)), block_prefix(*c.family, l), l);
-    check_table(c.family->head(c), "", -1);
+    for_each_tensor(c, [&](const std::string& name, const FileTensor&, Field field, int layer) {
+        if (!is_linear(field) && name.ends_with(".weight")) check(name.substr(0, name.rfind('.')), layer);
+    });
     check("lm_head", -1);  // no table lists a tied head
 }
 

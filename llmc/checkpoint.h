@@ -511,10 +511,8 @@ inline size_t file_bytes(const Buffers& buffers, const Layout& layout) {
 // The disk space that a save takes.
 template <class T>
 WrittenFiles bytes_of_save(const State<T>& state, bool with_training_state) {
-    WrittenFiles files;
-    files.add(file_bytes(weight_buffers(state), state.layout));
-    if (with_training_state) files.add(file_bytes(training_buffers(state), state.layout));
-    return files;
+    return {file_bytes(weight_buffers(state), state.layout),
+            with_training_state ? file_bytes(training_buffers(state), state.layout) : 0};
 }
 
 // Loads everything from a save with training state, bit for bit; in a folder of saves, from the save that it

@@ -143,11 +143,13 @@ class DiskQueue {
 // of one piece and its destination is aligned to sectors, it is read there directly.
 
 // Bytes of a file and their destination: `at` bytes after the address that is given to the read.
-struct FilePiece {
-    const FileReader* file;
+template <class File>
+struct PieceOf {
+    const File* file;
     uint64_t offset;
     size_t bytes, at;
 };
+using FilePiece = PieceOf<FileReader>;
 
 // What a streamed block consists of: pieces of files, and numbers that the files do not have in this form.
 struct BlockOnDisk {
@@ -195,12 +197,7 @@ class DirectFile {
     OpenFile fd_;
 };
 
-// Like FilePiece, of a file opened for direct reads.
-struct DirectPiece {
-    const DirectFile* file;
-    uint64_t offset;
-    size_t bytes, at;
-};
+using DirectPiece = PieceOf<DirectFile>;
 
 // The requests that read some pieces.
 class DiskReads {

@@ -7,6 +7,8 @@
 // the orientation of the files, so a block has the same bytes in memory as on disk.
 #pragma once
 
+#include <algorithm>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -47,6 +49,9 @@ enum class Field {
 // The linear layers of a block, in the order of their products.
 inline constexpr Field kLinearFields[] = {Field::QkvWeight, Field::AttentionWeight, Field::UpWeight,
                                           Field::DownWeight};
+constexpr bool is_linear(Field field) {
+    return std::ranges::find(kLinearFields, field) != std::end(kLinearFields);
+}
 
 enum class Init { Normal, ResidualNormal, Zero, One, Uniform };
 
@@ -124,4 +129,23 @@ struct Family {
 // The part of a block's tensor names between the family's prefix and their own names.
 inline std::string block_prefix(const Family& family, int layer) {
     return std::string(family.blocks) + "." + std::to_string(layer) + ".";
+}
+
+// The tensors of a unit, as the model's family has them.
+inline Table family_table(const ModelConfig& c, int unit) {
+    if (unit == 0) return c.family->embeddings(c);
+    return unit <= c.layers ? c.family->block(c, c.layer(unit - 1)) : c.family->head(c);
+}
+
+// Calls visit(name, tensor, field, layer) for each tensor of a model's files, with its whole name. The layer
+// is -1 outside of the blocks.
+template <class Visit>
+void for_each_tensor(const ModelConfig& c, Visit&& visit) {
+    for (int unit = 0; unit <= c.layers + 1; unit++) {
+        const bool is_block = unit > 0 && unit <= c.layers;
+        const std::string prefix = c.family->prefix + (is_block ? block_prefix(*c.family, unit - 1) : "");
+        for (const Row& row : family_table(c, unit))
+            for (const FileTensor& t : row.parts)
+                visit((t.has_prefix ? prefix : "") + t.name, t, row.field, is_block ? unit - 1 : -1);
+    }
 }

@@ -326,30 +326,18 @@ void GgufModel::check_tensors() const {
         known.insert("output.weight");
         check_tied_head();
     }
-    const Family& family = *config_.family;
-    const auto check = [&](const std::string& block, const Table& table) {
-        for (const Row& row : table)
-            for (const FileTensor& part : row.parts) {
-                const std::string name = (part.has_prefix ? family.prefix + block : "") + part.name;
-                std::vector<int64_t> shape(part.shape.dims, part.shape.dims + part.shape.count);
-                // A GGUF has all matrices as (out, in).
-                if (!family.by_outputs && std::find(std::begin(kLinearFields), std::end(kLinearFields),
-                                                    row.field) != std::end(kLinearFields))
-                    std::swap(shape[0], shape[1]);
-                const GgufPart found = get(name, shape);
-                if (part.shape.count == 1 && !found.has_floats())
-                    fail("%s: tensor \"%s\" has type %s where F32 is needed", file_.path(),
-                         found.tensor->name, found.tensor->type->name);
-                known.insert(found.tensor->name);
-            }
-    };
-    check("", family.embeddings(config_));
-    check("", family.head(config_));
-    for (int l = 0; l < config_.layers; l++)
-        check(std::string(family.blocks) + "." + std::to_string(l) + ".",
-              family.block(config_, config_.layer(l)));
+    for_each_tensor(config_, [&](const std::string& name, const FileTensor& t, Field field, int) {
+        std::vector<int64_t> shape(t.shape.dims, t.shape.dims + t.shape.count);
+        // A GGUF has all matrices as (out, in).
+        if (!config_.family->by_outputs && is_linear(field)) std::swap(shape[0], shape[1]);
+        const GgufPart found = get(name, shape);
+        if (t.shape.count == 1 && !found.has_floats())
+            fail("%s: tensor \"%s\" has type %s where F32 is needed", file_.path().c_str(),
+                 found.tensor->name.c_str(), found.tensor->type->name);
+        known.insert(found.tensor->name);
+    });
     for (const GgufTensor& tensor : file_.tensors())
         if (!known.contains(tensor.name))
-            fail("%s: tensor \"%s\" is not of a %s model as it is known here", file_.path(),
-                 printable(tensor.name), family.name);
+            fail("%s: tensor \"%s\" is not of a %s model as it is known here", file_.path().c_str(),
+                 printable(tensor.name).c_str(), config_.family->name);
 }

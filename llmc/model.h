@@ -141,12 +141,6 @@ struct Stage {
     int first = 0, end = INT_MAX;
 };
 
-// The tensors of a unit, as the model's family has them.
-inline Table family_table(const ModelConfig& c, int unit) {
-    if (unit == 0) return c.family->embeddings(c);
-    return unit <= c.layers ? c.family->block(c, c.layer(unit - 1)) : c.family->head(c);
-}
-
 // Where every tensor of a model, or of an adapter, is in memory. The same layout holds for weights, gradients
 // and optimizer state.
 class Layout {

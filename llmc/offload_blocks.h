@@ -72,15 +72,13 @@ class BlockStream {
 
     // Sets the transfer direction, the bytes of each block, the prefetch distance, and the source, which may
     // be null in a dry run. Call it before anything else.
-    void stream_from(Route route, std::vector<BlockBytes> bytes, int ahead, PieceSource* source) {
+    template <class Bytes>
+    void stream_from(Route route, const std::vector<Bytes>& bytes, int ahead, PieceSource* source) {
         pieces_ = {kind_.of, route, source};
-        bytes_ = std::move(bytes);
+        bytes_.assign(bytes.begin(), bytes.end());
         slots_.clear();
         for (size_t i = 0; i < buffers_for(ahead, bytes_.size()); i++)
             slots_.push_back({OffloadBuffer(arena_, stream_)});
-    }
-    void stream_from(Route route, const std::vector<size_t>& bytes, int ahead, PieceSource* source) {
-        stream_from(route, std::vector<BlockBytes>(bytes.begin(), bytes.end()), ahead, source);
     }
     // Whether blocks are fetched with their contents; or the user overwrites them, and nothing is fetched.
     enum class Contents { Fetched, Overwritten };

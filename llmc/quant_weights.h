@@ -15,7 +15,7 @@
 #include "llmc/adapter.h"
 #include "llmc/checkpoint.h"
 #include "llmc/gguf_model.h"
-#include "llmc/disk.h"
+#include "llmc/offload_blocks.h"
 #include "llmc/quant_formats.h"
 #include "llmc/quant_nf4_files.h"
 #include "llmc/ranks_host_memory.h"
@@ -241,26 +241,23 @@ class QuantizedWeights {
                 return check_blocks_finite(*m.format, to + own.first, bytes, entry.name, files.folder());
             }
             if (Nf4File::has(files, m.name))
-                read_nf4(files, m, to, used);
+                find_nf4(files, m, used).read(to);
             else
                 quantize<T>(files, m, config, to, used);
         });
     }
-    // Finds each transfer's bytes in those files and calls add(block) with their place, for streaming from
-    // disk.
-    template <class Add>
+    // Finds each transfer's bytes in those files, for `source` to stream them from disk.
     void find(const SafetensorsFolder& files, const ModelConfig& config,
-              std::set<const SafetensorsEntry*>& used, Add&& add) {
-        find_each(add, [&](Matrix& m, BlockOnDisk& block, size_t at) {
+              std::set<const SafetensorsEntry*>& used, DiskBlockSource& source) {
+        find_each(source, [&](Matrix& m, BlockOnDisk& block, size_t at) {
             if (!floats_) return find_nf4(files, m, used).find(block, at);
             const SafetensorsEntry& entry = find_floats(files, config, m, used);
             block.pieces.push_back({entry.file, entry.offset, entry.bytes, at});
         });
     }
     // Does the same for a GGUF file.
-    template <class Add>
-    void find(const GgufModel& file, Add&& add) {
-        find_each(add, [&](const Matrix& m, BlockOnDisk& block, size_t at) {
+    void find(const GgufModel& file, DiskBlockSource& source) {
+        find_each(source, [&](const Matrix& m, BlockOnDisk& block, size_t at) {
             const GgufPart part = file.get(m.name, {m.module.outputs, m.module.inputs});
             part.for_each_run(0, m.module.outputs, [&](uint64_t offset, size_t bytes, size_t from) {
                 block.pieces.push_back({part.tensor->file, offset, bytes, at + from});
@@ -307,15 +304,15 @@ class QuantizedWeights {
     }
     int block_of(const LinearModule& m) const { return m.layer - first_layer_; }
     size_t start_of(int block) const { return blocks_[static_cast<size_t>(block)]; }
-    // Calls find_matrix(matrix, block, at) for each matrix of a transfer, then add(block) with the result.
-    template <class Add, class FindMatrix>
-    void find_each(Add&& add, FindMatrix&& find_matrix) {
+    // Calls find_matrix(matrix, block, at) for each matrix of a transfer, and adds the block to `source`.
+    template <class FindMatrix>
+    void find_each(DiskBlockSource& source, FindMatrix&& find_matrix) {
         for (size_t l = 0, i = 0; l + 1 < blocks_.size(); l++) {
             BlockOnDisk block;
             block.bytes = blocks_[l + 1] - blocks_[l];
             for (; i < matrices_.size() && matrices_[i].offset < blocks_[l + 1]; i++)
                 find_matrix(matrices_[i], block, matrices_[i].offset - blocks_[l]);
-            add(block);
+            source.add(block);
         }
     }
     const SafetensorsEntry& find_floats(const SafetensorsFolder& files, const ModelConfig& config,
@@ -369,10 +366,6 @@ class QuantizedWeights {
         const int64_t outputs = m.module.outputs, inputs = m.module.inputs;
         return {m.format, reinterpret_cast<const unsigned char*>(at), by_outputs_ ? outputs : inputs,
                 by_outputs_ ? inputs : outputs};
-    }
-    static void read_nf4(const SafetensorsFolder& files, Matrix& m, unsigned char* to,
-                         std::set<const SafetensorsEntry*>& used) {
-        find_nf4(files, m, used).read(to);
     }
     static Nf4File find_nf4(const SafetensorsFolder& files, Matrix& m,
                             std::set<const SafetensorsEntry*>& used) {

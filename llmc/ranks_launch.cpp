@@ -37,6 +37,7 @@ struct RunPage {
     char where[1024];
     std::atomic<pid_t> ranks[4096];  // 0: not started yet, or ended
     std::atomic<bool> any_has_begun;
+    std::atomic<int> exit_code;  // of a rank that has ended by itself and not well
     // Signals that the starter was asked to send to all ranks, for ranks that begin after that.
     std::atomic<bool> stop, save;
     // How many files the ranks have noted that they share in /dev/shm, and their paths. Ranks that note at
@@ -45,7 +46,6 @@ struct RunPage {
     char shared_file[1024][256];
 };
 static_assert(std::atomic<pid_t>::is_always_lock_free && std::atomic<bool>::is_always_lock_free);
-constexpr const char* kPageVariable = "LLMC_PAGE";
 static RunPage* run_page = nullptr;
 
 // Maps the page into this process. Without it run_page stays null.
@@ -54,14 +54,13 @@ static void map_run_page(int fd) {
     if (at != MAP_FAILED) run_page = static_cast<RunPage*>(at);
 }
 
-// In the starter: makes the page. Without it, messages say less.
+// In the starter: makes the page.
 static void make_run_page() {
     const int fd = memfd_create("ranks", MFD_CLOEXEC);
-    if (fd < 0 || ftruncate(fd, sizeof(RunPage)) != 0) return;
-    map_run_page(fd);
-    if (!run_page) return;
+    if (fd >= 0 && ftruncate(fd, sizeof(RunPage)) == 0) map_run_page(fd);
+    if (!run_page) fail("--devices: no memory for the ranks to share: %s", strerror(errno));
     snprintf(run_page->where, sizeof run_page->where, "before the first step");
-    setenv(kPageVariable, format("/proc/%d/fd/%d", getpid(), fd).c_str(), 1);
+    setenv(kStarterVariable, format("/proc/%d/fd/%d", getpid(), fd).c_str(), 1);
 }
 
 // In a rank: its entry. It is cleared before the process ends, because another may get its number.
@@ -70,14 +69,17 @@ static void clear_own_entry() {
     if (own_entry) *own_entry = 0;
 }
 
-// In a rank: opens the page, and says which process this rank is. Signals that were sent to all ranks before
-// that reach it now.
+// In a rank: opens the page, if a starter has made one.
+static void open_run_page() {
+    const char* const path = getenv(kStarterVariable);
+    if (run_page || !path) return;
+    const OpenFile file(open(path, O_RDWR | O_CLOEXEC));
+    if (file.fd() >= 0) map_run_page(file.fd());
+}
+
+// In a rank: says which process this rank is. Signals that were sent to all ranks before that reach it now.
 static void tell_starter_of(const Rank& rank) {
-    const char* const path = getenv(kPageVariable);
-    const int fd = path ? open(path, O_RDWR | O_CLOEXEC) : -1;
-    if (fd < 0) return;
-    map_run_page(fd);
-    close(fd);
+    open_run_page();
     if (!run_page) return;
     if (rank.number >= static_cast<int>(std::size(run_page->ranks))) return;
     own_entry = &run_page->ranks[rank.number];
@@ -110,7 +112,6 @@ static void tell_starter_shared_files() {
 // In the starter, when the ranks have ended: removes those files. OpenMPI's launcher does it too, but not
 // always if it is told to end.
 static void remove_shared_files() {
-    if (!run_page) return;
     for (const auto& path : run_page->shared_file)
         if (*path) unlink(path);
 }
@@ -126,10 +127,6 @@ void tell_starter_where(const std::string& where) {
 //
 // The starter passes on Ctrl-C as kStopRanks (signals.h), because MPI's launchers end all ranks when they get
 // SIGINT or SIGTERM themselves.
-
-// The signal by which a rank tells the starter its exit code. In the other direction the same signal is
-// kStopRanks.
-constexpr int kRankEnds = SIGUSR2;
 
 // The starter gives its stdout and stderr to ranks that connect to this socket, which has an abstract name.
 // Their files could not be opened again if they are sockets, or of another user.
@@ -215,35 +212,21 @@ FILE* open_rank_streams(const Rank& rank) {
 
 void tell_starter_exit_code(int code) {
     clear_own_entry();
-    if (const auto starter = number_in_environment(kStarterVariable)) {
-        sigval value{};
-        value.sival_int = code;
-        sigqueue(*starter, kRankEnds, value);
-    }
+    open_run_page();
+    if (!run_page) return;
+    int told = run_page->exit_code;  // an error's goes before a signal's
+    while ((told == 0 || (told > 128 && code < 128)) &&
+           !run_page->exit_code.compare_exchange_weak(told, code))
+        continue;
 }
 
 // ---- the starter's side
 
-static volatile std::sig_atomic_t mpirun_pid = 0;  // MPI's launcher, once it runs
-static volatile std::sig_atomic_t rank_exit_code =
-    0;  // that a rank has sent; an error's goes before a signal's
-
-static void on_exit_code(int, siginfo_t* info, void*) {
-    if (info->si_code != SI_QUEUE) return;
-    const int code = info->si_value.sival_int;
-    if (rank_exit_code == 0 || (rank_exit_code > 128 && code < 128)) rank_exit_code = code;
-}
-
+static volatile std::sig_atomic_t mpirun_pid = 0;                        // MPI's launcher, once it runs
 static volatile std::sig_atomic_t stopped_by = 0, stopped_again_by = 0;  // signals that asked to stop
 
-// Sends kStopRanks or SIGUSR1 to the ranks that have begun; the others see on the page that it was sent.
-// Without a page it goes to MPI's launcher, from which OpenMPI's ranks get it.
+// Sends a signal to the ranks that have begun.
 static void signal_ranks(int signal) {
-    if (!run_page) {
-        kill(mpirun_pid, signal);
-        return;
-    }
-    (signal == kStopRanks ? run_page->stop : run_page->save) = true;
     for (const std::atomic<pid_t>& entry : run_page->ranks)
         if (const pid_t rank = entry; rank > 0) kill(rank, signal);
 }
@@ -254,9 +237,11 @@ static void pass_on_signal(int signal) {
     const int before = errno;
     if (mpirun_pid == 0 && signal != SIGUSR1) _exit(128 + signal);
     if (mpirun_pid > 0 && signal == SIGUSR1) {
+        run_page->save = true;
         signal_ranks(SIGUSR1);
     } else if (mpirun_pid > 0 && !stopped_by) {
         stopped_by = signal;
+        run_page->stop = true;
         signal_ranks(kStopRanks);
     } else if (mpirun_pid > 0) {
         stopped_again_by = signal;
@@ -291,9 +276,7 @@ static std::optional<EndedRank> ended_rank(const std::string& said) {
 }
 
 // " in step 3; the last save: out/step-2", where that is known.
-static std::string where_it_was() {
-    return run_page && *run_page->where ? std::string(" ") + run_page->where : "";
-}
+static std::string where_it_was() { return *run_page->where ? std::string(" ") + run_page->where : ""; }
 static std::string ended_by(int signal) {
     return format("was ended by signal %d (%s)%s", signal, strsignal(signal), where_it_was());
 }
@@ -370,17 +353,6 @@ static std::string why_ranks_ended(const std::string& said, int code) {
     _exit(127);
 }
 
-// From here on, signals go to the ranks, and a rank can tell its exit code.
-static void handle_starter_signals() {
-    struct sigaction action = {};
-    action.sa_flags = SA_RESTART | SA_SIGINFO;
-    action.sa_sigaction = on_exit_code;
-    sigaction(kRankEnds, &action, nullptr);
-    action.sa_flags = SA_RESTART;
-    action.sa_handler = pass_on_signal;
-    for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGUSR1}) handle_signal(signal, action);
-}
-
 // True if this process runs; a zombie does not.
 static bool is_running(pid_t process) {
     std::ifstream file(format("/proc/%d/stat", process));
@@ -397,7 +369,6 @@ struct RanksNow {
 };
 static RanksNow ranks_now() {
     RanksNow now;
-    if (!run_page) return now;
     for (size_t r = 0; r < std::size(run_page->ranks); r++)
         if (const pid_t rank = run_page->ranks[r]; rank > 0) {
             if (is_running(rank))
@@ -434,7 +405,7 @@ static MpirunEnd wait_for_mpirun(int output, int listener) {
             if (end.said.size() > kMostKept) end.said.erase(0, end.said.size() - kMostKept);
         } else if (ready == 0) {
             const RanksNow now = ranks_now();
-            const bool have_all_ended = run_page && run_page->any_has_begun && !now.any_runs;
+            const bool have_all_ended = run_page->any_has_begun && !now.any_runs;
             const bool is_over = now.lost || have_all_ended || ended_rank(end.said);
             seconds_over = is_over ? seconds_over + 1 : 0;
             end.was_stuck = seconds_over == 15;
@@ -442,9 +413,7 @@ static MpirunEnd wait_for_mpirun(int output, int listener) {
         }
     }
     if (end.was_stuck) {
-        if (run_page)
-            for (const std::atomic<pid_t>& entry : run_page->ranks)
-                if (const pid_t rank = entry; rank > 0) kill(rank, SIGKILL);
+        signal_ranks(SIGKILL);
         kill(mpirun_pid, SIGKILL);
     }
     while (waitpid(mpirun_pid, &end.status, 0) < 0 && errno == EINTR) continue;
@@ -455,7 +424,7 @@ static MpirunEnd wait_for_mpirun(int output, int listener) {
 static int exit_code_of_ranks(const MpirunEnd& end, int count, const std::string& mpirun) {
     // A second signal decides; then the error of a rank; then the first signal; then how mpirun ended.
     if (stopped_again_by) return 128 + stopped_again_by;
-    if (rank_exit_code && !(stopped_by && rank_exit_code > 128)) return rank_exit_code;
+    if (const int code = run_page->exit_code; code && !(stopped_by && code > 128)) return code;
     if (end.was_stuck && !ended_rank(end.said)) {  // the starter has ended it, so its status tells nothing
         if (end.lost)
             fail("--devices %d: rank %d (host %s) ended without a word%s", count, *end.lost, host_name(),
@@ -492,12 +461,11 @@ static void check_files_of_mpi(const MpirunCommand& command, int count) {
 int launch_ranks(int count, char** argv) {
     const MpirunCommand command = mpirun_command(count);
     check_files_of_mpi(command, count);
-    setenv(kStarterVariable, std::to_string(getpid()).c_str(), 1);
     make_run_page();
     int output[2];
     if (pipe2(output, O_CLOEXEC) != 0) fail("--devices: no pipe: %s", strerror(errno));
     const int listener = listen_for_streams();
-    handle_starter_signals();
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGUSR1}) handle_signal(signal, pass_on_signal);
     const pid_t child = fork();
     if (child < 0) fail("--devices: no process: %s", strerror(errno));
     if (child == 0) become_mpirun(command, output[1], argv);

@@ -191,8 +191,7 @@ class RunModel {
     void load_folder(DiskBlockSource* blocks_in_files) {
         load_weights(state, in_.model, [&](const SafetensorsFolder& files, auto& used) {
             if (blocks_in_files)
-                quantized->find(files, in_.config, used,
-                                [&](const BlockOnDisk& block) { blocks_in_files->add(block); });
+                quantized->find(files, in_.config, used, *blocks_in_files);
             else if (quantized)
                 quantized->load<floatX>(files, in_.config, used);
             if (quantized_head) quantized_head->load<floatX>(files, in_.config, used);
@@ -210,7 +209,7 @@ class RunModel {
         });
         if (embeddings) embeddings->open(*in_.gguf);
         if (blocks_in_files)
-            quantized->find(*in_.gguf, [&](const BlockOnDisk& block) { blocks_in_files->add(block); });
+            quantized->find(*in_.gguf, *blocks_in_files);
         else
             quantized->load(*in_.gguf);
         in_.gguf->file().drop_pages();  // the file stays open

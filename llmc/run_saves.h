@@ -67,17 +67,11 @@ class RunSaves {
             const WrittenFiles save = bytes_of_save(model_.trained(), o_.steps > 0);
             all.push_back({"--out", o_.out, "a save", save, static_cast<double>(saves_at_once())});
         }
-        if (!o_.merge.empty()) {
-            WrittenFiles merged;
-            merged.add(static_cast<size_t>(model_.whole.count()) * sizeof(floatX) +
-                       128 * model_.whole.parameters().size());
-            all.push_back({"--merge", o_.merge, "the merged model", merged});
-        }
-        if (export_bytes > 0) {
-            WrittenFiles exported;
-            exported.add(export_bytes);
-            all.push_back({"--export", o_.export_file, "the file", exported});
-        }
+        if (!o_.merge.empty())
+            all.push_back({"--merge", o_.merge, "the merged model",
+                           static_cast<size_t>(model_.whole.count()) * sizeof(floatX) +
+                               128 * model_.whole.parameters().size()});
+        if (export_bytes > 0) all.push_back({"--export", o_.export_file, "the file", export_bytes});
         check_disk_room(all);
         if (o_.saves()) remark_room(all[0].each.bytes);
     }

@@ -214,14 +214,12 @@ void write_tokenizer(const TokenizerSource& from, const std::string& to);
 // Checks before the first step whether everything that a run will write fits on its disks and under ulimit
 // -f. A save that fails after the last step would lose the training.
 
-// The size of several files together, and of the largest of them.
+// The size of one or more files together, and of the largest of them.
 struct WrittenFiles {
-    double bytes = 0;
-    size_t largest = 0;
-    void add(size_t file) {
-        bytes += static_cast<double>(file);
-        largest = std::max(largest, file);
-    }
+    double bytes;
+    size_t largest;
+    WrittenFiles(size_t file, size_t another = 0)
+        : bytes(static_cast<double>(file) + static_cast<double>(another)), largest(std::max(file, another)) {}
 };
 
 // Files that an option makes a run write.

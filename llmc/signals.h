@@ -11,8 +11,9 @@
 #include <cstring>
 #include <initializer_list>
 
-// Set for the ranks of --devices: the id of the process that started them (ranks_launch.h).
-constexpr const char* kStarterVariable = "LLMC_PARENT";
+// Set for the ranks of --devices: the file of the memory that they share with the process that started them
+// (ranks_launch.h).
+constexpr const char* kStarterVariable = "LLMC_PAGE";
 // The signal by which that process asks its ranks to stop.
 constexpr int kStopRanks = SIGUSR2;
 

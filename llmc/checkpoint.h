@@ -4,7 +4,7 @@
 // (save_folder.h):
 //
 //   config.json, generation_config.json, model.safetensors, the tokenizer's files;
-//   to resume from: trainer_state.json (save_progress.h), trainer_state.safetensors
+//   to resume from: trainer_state.json (save_folder.h), trainer_state.safetensors
 //
 // The Layout (model.h) says which tensors there are, with their names and shapes.
 //
@@ -31,7 +31,6 @@
 #include "llmc/quant_formats.h"
 #include "llmc/safetensors.h"
 #include "llmc/save_folder.h"
-#include "llmc/save_progress.h"
 #include "llmc/state.h"
 
 // Host copies of device memory hold at most this many elements.

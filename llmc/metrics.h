@@ -15,7 +15,7 @@
 #include "llmc/error.h"
 #include "llmc/graph.h"
 #include "llmc/run_records.h"
-#include "llmc/save_progress.h"
+#include "llmc/save_folder.h"
 #include "llmc/tensor.h"
 #include "llmc/text.h"
 #include "llmc/work.h"

@@ -16,7 +16,6 @@
 #include "llmc/options.h"
 #include "llmc/options_placement.h"
 #include "llmc/save_folder.h"
-#include "llmc/save_progress.h"
 
 // ---- which options hold
 

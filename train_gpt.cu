@@ -731,8 +731,7 @@ void rehearse_services(const RunConfig& run, const RunInputs& in, Step& step) {
     Gpt& gpt = step.gpt();
     if (in.samples() && plans.sample.is_empty())
         Sampler(run, in, step.arena(), step.stream(), gpt).rehearse(plans.sample, plans.slide);
-    FinishedModel finished(run, in, step.model(), step.arena(), step.stream(), gpt.weights(),
-                           gpt.embedding_and_head());
+    FinishedModel finished(run, in, step.model(), step.arena(), step.stream(), gpt);
     if (!run.merge.empty() && plans.merge.is_empty()) plans.merge = finished.rehearse();
     if (finished.export_uses_arena() && plans.exported.is_empty()) plans.exported = finished.rehearse();
 }
@@ -775,7 +774,7 @@ Trainer::Trainer(const RunConfig& run, RunInputs& inputs, const Choices& choices
       step_(run, in_, arena_, stream_, model_, plans_),
       saves_(run, in_, model_, metrics_, exchange_),
       sampler_(run, in_, arena_, stream_, step_.gpt()),
-      finished_(run, in_, model_, arena_, stream_, step_.gpt().weights(), step_.gpt().embedding_and_head()) {
+      finished_(run, in_, model_, arena_, stream_, step_.gpt()) {
     metrics_.explain = [this] { model_.check_streamed_finite(); };
     rehearse();
 }

@@ -115,7 +115,7 @@ class Gpt {
     Weights& weights() { return weights_; }
     Gradients& gradients() { return gradients_; }
     EmbeddingAndHead& embedding_and_head() { return embedding_and_head_; }
-    OffloadedInputs<floatX>& offloaded_inputs() { return offloaded_inputs_; }
+    OffloadedInputs& offloaded_inputs() { return offloaded_inputs_; }
     SequenceKeys& keys() { return attention_.keys(); }
     // Sets the sizes of chunks: rows of the batch in an MLP, queries of a sequence in attention. 0: all.
     void set_chunk_rows(int64_t mlp, int64_t attention) {
@@ -187,6 +187,6 @@ class Gpt {
     MlpLayer mlp_;
     AttentionLayer attention_;
     EmbeddingAndHead embedding_and_head_;  // from tokens to the residual stream, and from there to logits
-    OffloadedInputs<floatX> offloaded_inputs_;  // of blocks
-    int64_t attention_rows_ = 0;                // a chunk's queries of a sequence; 0: all
+    OffloadedInputs offloaded_inputs_;     // of blocks
+    int64_t attention_rows_ = 0;           // a chunk's queries of a sequence; 0: all
 };

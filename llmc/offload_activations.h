@@ -22,7 +22,6 @@
 // while the next is fetched into the other; it reads the chunks of a sequence from the last to the first, as
 // often as the block needs. So the memory on the device does not grow with the sequence.
 
-template <class T>
 class OffloadedInputs {
   public:
     OffloadedInputs(Arena& arena, const Stream& stream)
@@ -45,12 +44,12 @@ class OffloadedInputs {
         return micro_batches > 1 ? layers * micro_batches : std::max(0, layers - 2);
     }
     static size_t stored_bytes(Shape input) {
-        return whole_sectors(static_cast<size_t>(input.size()) * sizeof(T));
+        return whole_sectors(static_cast<size_t>(input.size()) * sizeof(floatX));
     }
     // The number of chunks of an input (B, T, C), and the bytes of one.
     static int64_t chunks(Shape input, int64_t rows) { return input.dims[0] * ceil_div(input.dims[1], rows); }
     static size_t chunk_bytes(Shape input, int64_t rows) {
-        return whole_sectors(static_cast<size_t>(rows * input.dims[2]) * sizeof(T));
+        return whole_sectors(static_cast<size_t>(rows * input.dims[2]) * sizeof(floatX));
     }
 
     // Takes the slots, until release(), for inputs of this shape (B, T, C).
@@ -62,7 +61,7 @@ class OffloadedInputs {
             slot.buffer.take(in_chunks() ? "offloaded_input_rows" : "offloaded_input",
                              aligned_buffer_bytes(piece_bytes_), "activation",
                              {Transfer::Offloaded, route_from(kActivationPlacement), store_});
-            if (!in_chunks()) slot.input = Tensor<T>(slot.buffer.template aligned<T>(), shape);
+            if (!in_chunks()) slot.input = TensorX(slot.buffer.aligned<floatX>(), shape);
         }
         if (in_chunks())
             chunks_of_sequence_ = ceil_div(shape.dims[1], chunk_rows_),
@@ -78,26 +77,26 @@ class OffloadedInputs {
     // Call around the forward of a layer of micro-batch k. A whole input becomes a view of its slot. An input
     // in chunks is stored at once; or, if `by_chunk`, the block calls store() for each chunk in order.
     // Afterwards the input is not on the device.
-    void begin_forward(int layer, int k, Tensor<T>& input, bool by_chunk) {
+    void begin_forward(int layer, int k, TensorX& input, bool by_chunk) {
         if (!offloads(layer)) return;
         if (!in_chunks()) return store_whole(layer, k, input);
         begin_chunks(layer, k, chunks_of_input_);
         stores_by_chunk_ = by_chunk;
         if (!by_chunk)
             for_each_rows_of_sequence(arena_, input, chunk_rows_, From::First,
-                                      [&](Tensor<T> rows) { store(rows); });
+                                      [&](TensorX rows) { store(rows); });
     }
-    void end_forward(int layer, Tensor<T>& input) {
+    void end_forward(int layer, TensorX& input) {
         if (!offloads(layer)) return;
         input.drop();
         stores_by_chunk_ = false;
     }
     // True if the block that goes forward now must call store() for each chunk (1, rows, C) of its input.
     bool stores_by_chunk() const { return stores_by_chunk_; }
-    void store(const Tensor<T>& chunk) {
+    void store(const TensorX& chunk) {
         OffloadBuffer& buffer = slots_[next_ % 2].buffer;
         buffer.join();
-        copy(buffer.template aligned<T>(), chunk);
+        copy(buffer.aligned<floatX>(), chunk);
         buffer.exchange(piece(first_ + next_), {});
         next_++;
     }
@@ -105,7 +104,7 @@ class OffloadedInputs {
     // Call before the backward of a layer of micro-batch k: its input is on the device again. In chunks, if
     // `by_chunk`, the block calls fetch() instead: twice for all chunks of a sequence, from the last to the
     // first, then for those of the next sequence.
-    void begin_backward(int layer, int k, Tensor<T>& input, bool by_chunk) {
+    void begin_backward(int layer, int k, TensorX& input, bool by_chunk) {
         if (!offloads(layer)) return;
         if (!in_chunks()) return fetch_whole(layer, k, input);
         sweeps_ = by_chunk ? 2 : 1;
@@ -113,17 +112,17 @@ class OffloadedInputs {
         for (Slot& slot : slots_) slot.buffer.join();
         load_chunk();
         if (by_chunk) return;
-        input = arena_.take<T>("residual", shape_);
+        input = arena_.take<floatX>("residual", shape_);
         for_each_rows_of_sequence(arena_, input, chunk_rows_, From::Last,
-                                  [&](Tensor<T> rows) { copy(rows.data(), fetch(rows.rows())); });
+                                  [&](TensorX rows) { copy(rows.data(), fetch(rows.rows())); });
     }
     // The next chunk (1, rows, C), valid until the next call.
-    Tensor<T> fetch(int64_t rows) {
+    TensorX fetch(int64_t rows) {
         OffloadBuffer& buffer = slots_[next_ % 2].buffer;
         buffer.join();
         next_++;
         if (next_ < end_ || arena_.rehearsing()) load_chunk();
-        return Tensor<T>(buffer.template aligned<T>(), {1, rows, shape_.dims[2]});
+        return TensorX(buffer.aligned<floatX>(), {1, rows, shape_.dims[2]});
     }
 
   private:
@@ -131,17 +130,17 @@ class OffloadedInputs {
     struct Slot {
         int number = kNone;  // of the whole input in it: layer * micro_batches_ + k
         OffloadBuffer buffer;
-        Tensor<T> input = {};  // a view of the slot, for whole inputs
+        TensorX input = {};  // a view of the slot, for whole inputs
     };
     bool in_chunks() const { return chunk_rows_ > 0; }
     OffloadBuffer::Piece piece(int64_t number) const { return {static_cast<int>(number), piece_bytes_}; }
     int number_of(int layer, int k) const { return layer * micro_batches_ + k; }
-    void copy(T* to, const Tensor<T>& rows) {
+    void copy(floatX* to, const TensorX& rows) {
         const int64_t C = rows.columns();
         copy_rows_on_device(to, C, rows.data(), C, C, rows.rows(), stream_);
     }
 
-    void store_whole(int layer, int k, Tensor<T>& input) {
+    void store_whole(int layer, int k, TensorX& input) {
         join();
         held_ = 1 - held_;
         Slot& slot = slots_[held_];
@@ -151,7 +150,7 @@ class OffloadedInputs {
         if (slot.number < stored(layers_, micro_batches_)) slot.buffer.exchange(piece(slot.number), {});
     }
     // Also starts fetching the next input: the next micro-batch's, or that of the layer below.
-    void fetch_whole(int layer, int k, Tensor<T>& input) {
+    void fetch_whole(int layer, int k, TensorX& input) {
         if (slots_[held_].number != number_of(layer, k)) {
             load_whole(number_of(layer, k));
             held_ = 1 - held_;
@@ -208,7 +207,6 @@ class OffloadedInputs {
 // and in backward two buffers for pieces of sums: while queries attend to one piece, the next one is
 // fetched. So the memory that keys and values take on the device does not grow with the sequence.
 
-template <class T>
 class OffloadedKeys {
   public:
     OffloadedKeys(Arena& arena, const Stream& stream)
@@ -222,7 +220,7 @@ class OffloadedKeys {
     int64_t rows() const { return rows_; }
     // The bytes of a piece of keys and values, and of a piece of sums, for rows of `columns` elements.
     static size_t piece_bytes(int64_t rows, int64_t columns) {
-        return whole_sectors(static_cast<size_t>(rows * columns) * sizeof(T));
+        return whole_sectors(static_cast<size_t>(rows * columns) * sizeof(floatX));
     }
     static size_t sums_bytes(int64_t rows, int64_t columns) {
         return whole_sectors(static_cast<size_t>(rows * columns) * sizeof(float));
@@ -256,21 +254,20 @@ class OffloadedKeys {
     }
     // own() is the buffer for the current chunk's keys and values (rows, columns). store() stores it as a
     // piece.
-    Tensor<T> own(int64_t rows) {
+    TensorX own(int64_t rows) {
         own_.join();
-        return Tensor<T>(own_.template aligned<T>(), {rows, columns_});
+        return TensorX(own_.aligned<floatX>(), {rows, columns_});
     }
     void store(int64_t piece) { own_.exchange(keys_.piece(piece), {}); }
     // A piece (rows, columns). Work queued on the stream may use it until another piece is fetched. `next`
     // is the piece that is likely to be fetched next; it is prefetched.
-    Tensor<T> fetch(int64_t piece, int64_t next) {
-        return Tensor<T>(keys_.fetch(piece, next, false).template aligned<T>(), {rows_, columns_});
+    TensorX fetch(int64_t piece, int64_t next) {
+        return TensorX(keys_.fetch(piece, next, false).aligned<floatX>(), {rows_, columns_});
     }
     // A piece of sums, as fetch() returns a piece: those of the keys, then those of the values, (2 rows,
     // columns / 2). If they change, they are stored again.
     Tensor<float> fetch_sums(int64_t piece, int64_t next, bool change) {
-        return Tensor<float>(sums_.fetch(piece, next, change).template aligned<float>(),
-                             {2 * rows_, columns_ / 2});
+        return Tensor<float>(sums_.fetch(piece, next, change).aligned<float>(), {2 * rows_, columns_ / 2});
     }
 
   private:

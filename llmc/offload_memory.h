@@ -54,11 +54,10 @@ struct Place {
 // All memory of a run outside the device: for the blocks' matrices or weights, for their gradients, for
 // optimizer state that only updates need, for blocks' inputs between forward and backward, and for a
 // sequence's keys and values in one block. Embeddings have their own (offload_embeddings.h).
-template <class T>
 class OffloadedMemory {
   public:
     // The arguments passed by reference must outlive this. They may change until make().
-    OffloadedMemory(const RunConfig& o, int prompt_tokens, const State<T>& model, State<T>& trained,
+    OffloadedMemory(const RunConfig& o, int prompt_tokens, const State<floatX>& model, State<floatX>& trained,
                     const QuantizedWeights* matrices)
         : o_(o),
           prompt_tokens_(prompt_tokens),
@@ -93,7 +92,21 @@ class OffloadedMemory {
     int64_t key_chunk_rows() const { return o_.offload_keys ? input_chunk_rows() : 0; }
 
     // Allocates the memory, and tells the state where its parts are. `shared` is null if ranks share none.
-    void make(const SharedHostMemory* shared);
+    void make(const SharedHostMemory* shared) {
+        trained_blocks_ = place_of_trained_blocks().make(shared);
+        block_gradients_ = place_of_block_gradients().make();
+        updated_state_ = place_of_updated_state().make();
+        inputs_ = place_of_inputs().make();
+        keys_ = place_of_keys().make();
+        key_sums_ = place_of_key_sums().make();
+        trained_.lie_in(trained_blocks_.get(), block_gradients_.get(), updated_state());
+        if (matrices_ && matrices_->placement() == Placement::Disk)
+            frozen_blocks_ =
+                std::make_unique<DiskBlockSource>(matrices_->largest_streamed(), buffers_of_matrices());
+        else if (matrices_)
+            frozen_blocks_ =
+                std::make_unique<PinnedPieces>([m = matrices_](int block) { return m->block(block); });
+    }
     // The sources of streamed blocks and gradients, and the other memory; null before make(), and if there is
     // none.
     PieceSource* blocks() const { return matrices_ ? frozen_blocks_.get() : trained_blocks_.get(); }
@@ -102,10 +115,10 @@ class OffloadedMemory {
     bool any() const { return blocks() || block_gradients_ || updated_state_ || inputs_ || keys_; }
     // Where the weights or the gradients of a unit are. `on_device` is their address if they are on the
     // device. `with_host`: blocks' gradients are used in host memory, and not fetched to the device.
-    UnitMemory<T> weights_of(int unit, T* on_device) const {
+    UnitMemory<floatX> weights_of(int unit, floatX* on_device) const {
         return memory_of(unit, on_device, streams_trained(), trained_blocks_.get());
     }
-    UnitMemory<const T> gradients_of(int unit, const T* on_device, bool with_host) const {
+    UnitMemory<const floatX> gradients_of(int unit, const floatX* on_device, bool with_host) const {
         return memory_of(unit, on_device, with_host, block_gradients_.get());
     }
     // Tells the parts of a model what they stream, and where from. The model has weights(), gradients(),
@@ -122,7 +135,27 @@ class OffloadedMemory {
         model.keys().offload_to(keys_.get(), key_sums_.get(), key_chunk_rows());
     }
     // Adds the memory that they take outside the device.
-    void add_to(OutsideDevice& report) const;
+    void add_to(OutsideDevice& report) const {
+        for (const Place& p : {place_of_inputs(), place_of_keys(), place_of_key_sums()}) {
+            report.pinned += p.pinned();
+            report.offloaded += p.in_file();
+        }
+        for (const Place& p :
+             {place_of_trained_blocks(), place_of_block_gradients(), place_of_updated_state()}) {
+            report.pinned += p.pinned();
+            report.shared += p.shared();
+            report.working += p.in_file();
+        }
+        if (updates_on_host()) report.pinned += HostUpdates::pinned_bytes(trained_);
+        if (!matrices_) return;
+        const bool in_files = matrices_->placement() == Placement::Disk;
+        if (in_files) report.on_disk += matrices_->bytes();
+        if (!kHostIsDevice)
+            report.pinned +=
+                in_files ? DiskBlockSource::bytes(matrices_->largest_streamed(), buffers_of_matrices())
+                         : matrices_->bytes();
+        if (!in_files && shares_host_memory(o_.rank)) report.shared += matrices_->bytes();
+    }
 
   private:
     size_t blocks_of_stage() const { return static_cast<size_t>(model_.layout.blocks()); }
@@ -155,14 +188,24 @@ class OffloadedMemory {
                 StateRing::most_buffers(trained_, o_.state_buffers),
                 updates_on_host()};
     }
-    Place place_of_inputs() const;
+    Place place_of_inputs() const {
+        const Shape input = {o_.batch, length(), model_.layout.config().channels};
+        const int64_t rows = input_chunk_rows();
+        const size_t bytes =
+            rows > 0 ? OffloadedInputs::chunk_bytes(input, rows) : OffloadedInputs::stored_bytes(input);
+        const int64_t count =
+            rows > 0 ? offloaded_layers() * o_.micro_batches_together() * OffloadedInputs::chunks(input, rows)
+                     : OffloadedInputs::stored(offloaded_layers(), o_.micro_batches_together());
+        return {"--offload inputs=disk", kActivationPlacement,
+                o_.steps > 0 ? static_cast<size_t>(count) * bytes : 0, bytes, 2};
+    }
     // For one sequence and one block.
     Place place_of_keys() const {
         const bool needed = o_.steps > 0 || !o_.val_data.empty() || o_.bench == "forward";
-        return place_of_pieces(needed, OffloadedKeys<T>::piece_bytes(key_chunk_rows(), kv_columns()));
+        return place_of_pieces(needed, OffloadedKeys::piece_bytes(key_chunk_rows(), kv_columns()));
     }
     Place place_of_key_sums() const {
-        return place_of_pieces(o_.steps > 0, OffloadedKeys<T>::sums_bytes(key_chunk_rows(), kv_columns()));
+        return place_of_pieces(o_.steps > 0, OffloadedKeys::sums_bytes(key_chunk_rows(), kv_columns()));
     }
     int64_t kv_columns() const { return 2 * model_.layout.config().most_kv_width(); }
     Place place_of_pieces(bool needed, size_t bytes) const {
@@ -179,63 +222,11 @@ class OffloadedMemory {
 
     const RunConfig& o_;
     const int prompt_tokens_;
-    const State<T>& model_;
-    State<T>& trained_;
+    const State<floatX>& model_;
+    State<floatX>& trained_;
     const QuantizedWeights* const matrices_;  // of a frozen model, if offloaded, or null
     // Null if there is none.
     std::unique_ptr<OffloadStorage> trained_blocks_, block_gradients_, updated_state_, inputs_, keys_,
         key_sums_;
     std::unique_ptr<PieceSource> frozen_blocks_;
 };
-
-template <class T>
-Place OffloadedMemory<T>::place_of_inputs() const {
-    using Inputs = OffloadedInputs<T>;
-    const Shape input = {o_.batch, length(), model_.layout.config().channels};
-    const int64_t rows = input_chunk_rows();
-    const size_t bytes = rows > 0 ? Inputs::chunk_bytes(input, rows) : Inputs::stored_bytes(input);
-    const int64_t count = rows > 0
-                              ? offloaded_layers() * o_.micro_batches_together() * Inputs::chunks(input, rows)
-                              : Inputs::stored(offloaded_layers(), o_.micro_batches_together());
-    return {"--offload inputs=disk", kActivationPlacement,
-            o_.steps > 0 ? static_cast<size_t>(count) * bytes : 0, bytes, 2};
-}
-
-template <class T>
-void OffloadedMemory<T>::make(const SharedHostMemory* shared) {
-    trained_blocks_ = place_of_trained_blocks().make(shared);
-    block_gradients_ = place_of_block_gradients().make();
-    updated_state_ = place_of_updated_state().make();
-    inputs_ = place_of_inputs().make();
-    keys_ = place_of_keys().make();
-    key_sums_ = place_of_key_sums().make();
-    trained_.lie_in(trained_blocks_.get(), block_gradients_.get(), updated_state());
-    if (matrices_ && matrices_->placement() == Placement::Disk)
-        frozen_blocks_ =
-            std::make_unique<DiskBlockSource>(matrices_->largest_streamed(), buffers_of_matrices());
-    else if (matrices_)
-        frozen_blocks_ =
-            std::make_unique<PinnedPieces>([m = matrices_](int block) { return m->block(block); });
-}
-
-template <class T>
-void OffloadedMemory<T>::add_to(OutsideDevice& report) const {
-    for (const Place& p : {place_of_inputs(), place_of_keys(), place_of_key_sums()}) {
-        report.pinned += p.pinned();
-        report.offloaded += p.in_file();
-    }
-    for (const Place& p : {place_of_trained_blocks(), place_of_block_gradients(), place_of_updated_state()}) {
-        report.pinned += p.pinned();
-        report.shared += p.shared();
-        report.working += p.in_file();
-    }
-    if (updates_on_host()) report.pinned += HostUpdates<T>::pinned_bytes(trained_);
-    if (!matrices_) return;
-    const bool in_files = matrices_->placement() == Placement::Disk;
-    if (in_files) report.on_disk += matrices_->bytes();
-    if (!kHostIsDevice)
-        report.pinned += in_files
-                             ? DiskBlockSource::bytes(matrices_->largest_streamed(), buffers_of_matrices())
-                             : matrices_->bytes();
-    if (!in_files && shares_host_memory(o_.rank)) report.shared += matrices_->bytes();
-}

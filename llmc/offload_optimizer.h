@@ -31,8 +31,7 @@ class StateRing {
     void use(PieceSource* chunks) { chunks_ = chunks; }
 
     // The most buffers that there can be if `wanted` are asked for; negative: as many as a block has chunks.
-    template <class T>
-    static size_t most_buffers(const State<T>& state, int wanted) {
+    static size_t most_buffers(const State<floatX>& state, int wanted) {
         if (wanted < 0) return std::max<size_t>(1, state.most_chunks_of(1));  // a soft prompt's block has 0
         size_t all = 0;
         for (size_t unit = 0; unit < state.layout.units().size(); unit++)
@@ -41,8 +40,7 @@ class StateRing {
     }
     // Takes the buffers, until release(), for an update of these units of a state in this order, and starts
     // fetching the first chunks.
-    template <class T>
-    void take(const State<T>& state, const std::vector<int>& units, int wanted) {
+    void take(const State<floatX>& state, const std::vector<int>& units, int wanted) {
         const auto pass = std::make_shared<Pass>(Pass{state.chunk_bytes()});
         size_t most = 0;
         for (const int unit : units) {
@@ -63,8 +61,8 @@ class StateRing {
     }
     // Calls update(chunk, buffer) for each chunk of `unit`, the next one in that order. Starts storing each
     // chunk then, and fetching the next one into its buffer.
-    template <class T, class Update>
-    void update(const State<T>& state, int unit, Update update) {
+    template <class Update>
+    void update(const State<floatX>& state, int unit, Update update) {
         host_act([&state, unit, pass = pass_, update = std::move(update)] {
             const size_t end = pass->next + state.chunks_of(unit).count();
             for (size_t& i = pass->next; i < end; i++) {
@@ -132,19 +130,18 @@ struct UnitMemory {
     bool on_host;
 };
 
-template <class T>
 class HostUpdates {
   public:
     HostUpdates(Arena& arena, const Stream& stream) : arena_(arena), stream_(stream) {}
 
     // The pinned memory of the buffers, in bytes.
-    static size_t pinned_bytes(const State<T>& state) {
+    static size_t pinned_bytes(const State<floatX>& state) {
         return buffers_of(state) * buffer_bytes(state) + (is_on_disk(state) ? kStorageAlignment : 0);
     }
     // Allocates it. `place` has the state's chunks; a rank may have none, and then it is null. If it is on a
     // disk, it must not be staged, so that its finish() makes the host wait; and it must end before this
     // does, since its transfers use the buffers.
-    void allocate(const State<T>& state, OffloadStorage* place) {
+    void allocate(const State<floatX>& state, OffloadStorage* place) {
         place_ = place;
         link_ = std::make_unique<Link>(state);
     }
@@ -153,8 +150,8 @@ class HostUpdates {
 
     // Starts the update of a unit, which ends at the latest in release(). `norm` (1) is on the device. Work
     // queued on the stream from here on may overwrite the unit's gradients on the device.
-    void update(const State<T>& state, int unit, UnitMemory<T> weights, UnitMemory<const T> gradients,
-                const Tensor<float>& norm) {
+    void update(const State<floatX>& state, int unit, UnitMemory<floatX> weights,
+                UnitMemory<const floatX> gradients, const Tensor<float>& norm) {
         const auto of_unit = state.chunks_of(unit);
         if (of_unit.first == of_unit.end) return;
         updates_under_way_ = true;
@@ -187,13 +184,13 @@ class HostUpdates {
   private:
     // A buffer's layout: gradients, weights, the norm, and, if the state is on a disk, the state in whole
     // sectors.
-    static constexpr size_t kPart = static_cast<size_t>(kStateChunk) * sizeof(T);
+    static constexpr size_t kPart = static_cast<size_t>(kStateChunk) * sizeof(floatX);
     static constexpr size_t kNormAt = 2 * kPart, kStateAt = kNormAt + kSector;
     static_assert(kStateAt % kStorageAlignment == 0);
     struct Buffer {
         char* at = nullptr;
-        UpdateArrays<T> arrays = {};
-        T* weights = nullptr;  // on the device, to which they are copied back
+        UpdateArrays<floatX> arrays = {};
+        floatX* weights = nullptr;  // on the device, to which they are copied back
         Event arrived, came;
         std::optional<int> chunk = {};  // whose state from the disk is in the buffer,
         size_t transfer = 0;            // and the transfer that fetched it
@@ -204,34 +201,35 @@ class HostUpdates {
         std::vector<Buffer> buffers;
         OwnStream stores, fetches;
         Event asked, gone, came;  // before a unit's copies to the host; after them; after the last copy back
-        explicit Link(const State<T>& state) : memory(pinned_bytes(state)), buffers(buffers_of(state)) {
+        explicit Link(const State<floatX>& state) : memory(pinned_bytes(state)), buffers(buffers_of(state)) {
             char* at = is_on_disk(state) ? aligned_buffer(memory.data()) : memory.data();
             for (Buffer& buffer : buffers) buffer.at = std::exchange(at, at + buffer_bytes(state));
         }
     };
-    static size_t buffers_of(const State<T>& state) { return StateRing::most_buffers(state, -1); }
-    static bool is_on_disk(const State<T>& state) { return state.options.updated == Placement::Disk; }
-    static size_t buffer_bytes(const State<T>& state) {
+    static size_t buffers_of(const State<floatX>& state) { return StateRing::most_buffers(state, -1); }
+    static bool is_on_disk(const State<floatX>& state) { return state.options.updated == Placement::Disk; }
+    static size_t buffer_bytes(const State<floatX>& state) {
         return kStateAt + (is_on_disk(state) ? state.chunk_bytes() : 0);
     }
     // True if an update reads the weights that it writes.
     static bool reads_weights(const StateOptions& s) {
-        return std::is_same_v<T, float> || s.master != Master::Fp32;
+        return std::is_same_v<floatX, float> || s.master != Master::Fp32;
     }
 
     // Starts copying a chunk's gradients, and whatever else the host needs, to a buffer.
-    void begin(const State<T>& state, size_t number, UnitMemory<T> weights, UnitMemory<const T> gradients,
-               const Tensor<float>& norm) {
+    void begin(const State<floatX>& state, size_t number, UnitMemory<floatX> weights,
+               UnitMemory<const floatX> gradients, const Tensor<float>& norm) {
         const StateChunk& chunk = state.chunks()[number];
         const Unit& unit = state.layout.units()[static_cast<size_t>(chunk.unit)];
-        const size_t bytes = static_cast<size_t>(chunk.count) * sizeof(T);
+        const size_t bytes = static_cast<size_t>(chunk.count) * sizeof(floatX);
         const bool gradients_go = !gradients.on_host;
         const bool weights_go = !weights.on_host && reads_weights(state.options);
         if (arena_.rehearsing()) {
             const size_t to_host = sizeof(float) + (gradients_go ? bytes : 0) + (weights_go ? bytes : 0);
             if (noted_.size() == buffers_of(state)) note_finish();
             const int read = state_bytes_ > 0 ? note_state(Route::DiskRead) : 0;
-            const UpdateArrays<T> arrays = arrays_of_chunk<T>(state, unit, chunk, nullptr, nullptr, nullptr);
+            const UpdateArrays<floatX> arrays =
+                arrays_of_chunk<floatX>(state, unit, chunk, nullptr, nullptr, nullptr);
             last_to_host_ = note(Route::ToHost, static_cast<double>(to_host));
             noted_.push_back({read, note(Route::HostUpdate, update_bytes(arrays))});
             if (!weights.on_host) note(Route::FromHost, static_cast<double>(bytes));
@@ -242,12 +240,12 @@ class HostUpdates {
         if (begun_ - done_ == buffers.size()) finish();
         Buffer& buffer = buffers[begun_++ % buffers.size()];
         buffer.came.wait();
-        T* const gradients_here = reinterpret_cast<T*>(buffer.at);
-        T* const weights_here = reinterpret_cast<T*>(buffer.at + kPart);
+        floatX* const gradients_here = reinterpret_cast<floatX*>(buffer.at);
+        floatX* const weights_here = reinterpret_cast<floatX*>(buffer.at + kPart);
         const auto piece = static_cast<int>(number);
         if (state_bytes_ > 0) buffer.transfer = transfer_state(buffer, piece);
         char* const state_here = state_bytes_ > 0 ? buffer.at + kStateAt : place_->address(piece);
-        buffer.arrays = arrays_of_chunk<T>(state, unit, chunk, state_here, weights.at, gradients.at);
+        buffer.arrays = arrays_of_chunk<floatX>(state, unit, chunk, state_here, weights.at, gradients.at);
         buffer.weights = weights.on_host ? nullptr : buffer.arrays.weights;
         if (gradients_go) move_async(Route::ToHost, gradients_here, buffer.arrays.gradients, bytes, stores);
         if (weights_go) move_async(Route::ToHost, weights_here, buffer.weights, bytes, stores);
@@ -264,7 +262,7 @@ class HostUpdates {
         count_moved(Route::HostUpdate, static_cast<size_t>(update_bytes(buffer.arrays)));
         update_on_host(&buffer.arrays, &factors_, *reinterpret_cast<const float*>(buffer.at + kNormAt));
         if (!buffer.weights) return buffer;
-        const size_t bytes = static_cast<size_t>(buffer.arrays.n) * sizeof(T);
+        const size_t bytes = static_cast<size_t>(buffer.arrays.n) * sizeof(floatX);
         move_async(Route::FromHost, buffer.weights, buffer.arrays.weights, bytes, link_->fetches.get());
         buffer.came.record(link_->fetches.get());
         link_->came.record(link_->fetches.get());

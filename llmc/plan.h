@@ -96,7 +96,7 @@ inline void check_room_for_ranks(const RunConfig& o) {
 // What has memory beside the arena.
 struct PartsWithMemory {
     const RunModel& model;
-    const OffloadedMemory<floatX>& offloaded;
+    const OffloadedMemory& offloaded;
     const Batches& batches;
     const Metrics& metrics;
     const LossByPosition& loss_by_position;

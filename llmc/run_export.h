@@ -18,8 +18,8 @@
 #include <vector>
 
 #include "llmc/checkpoint.h"
-#include "llmc/embedding_and_head.h"
 #include "llmc/gguf_export.h"
+#include "llmc/gpt.h"
 #include "llmc/quant_ggml_encode.h"
 #include "llmc/run_model.h"
 
@@ -137,8 +137,8 @@ inline void check_written(const std::vector<float>& values, const std::string& t
 class FinishedModel {
   public:
     FinishedModel(const RunConfig& o, const RunInputs& in, const RunModel& model, Arena& arena,
-                  const Stream& stream, Weights& weights, EmbeddingAndHead& ends)
-        : o_(o), in_(in), model_(model), arena_(arena), stream_(stream), weights_(weights), ends_(ends) {}
+                  const Stream& stream, Gpt& gpt)
+        : o_(o), in_(in), model_(model), arena_(arena), stream_(stream), gpt_(gpt) {}
     FinishedModel(const FinishedModel&) = delete;
 
     Plan rehearse() {
@@ -210,10 +210,11 @@ class FinishedModel {
     template <class Visit>
     void for_each_merged(Visit&& visit) {
         Range range("merge");
-        weights_.expect_blocks();
+        Weights& weights = gpt_.weights();
+        weights.expect_blocks();
         for (int l = 0; l < in_.config.layers; l++) {
-            weights_.fetch(l);
-            for (const auto& [w, field] : linears(weights_.block(l))) {
+            weights.fetch(l);
+            for (const auto& [w, field] : linears(weights.block(l))) {
                 const int64_t outputs = w->outputs(), inputs = w->inputs();
                 TensorX matrix = arena_.take<floatX>(
                     "merged", w->by_outputs ? Shape{outputs, inputs} : Shape{inputs, outputs});
@@ -223,8 +224,8 @@ class FinishedModel {
                 visit(l, field, matrix);
             }
         }
-        weights_.release();
-        ends_.for_each_frozen_row_slice(
+        weights.release();
+        gpt_.embedding_and_head().for_each_frozen_row_slice(
             [&](Field field, const TensorX& rows) { visit(in_.config.layers, field, rows); });
     }
     // True if the matrices of linear layers are made as (out, in) in all families.
@@ -411,6 +412,5 @@ class FinishedModel {
     const RunModel& model_;
     Arena& arena_;
     const Stream& stream_;
-    Weights& weights_;
-    EmbeddingAndHead& ends_;
+    Gpt& gpt_;
 };

@@ -286,5 +286,5 @@ class SequenceKeys {
     const Family& family_;
     TensorF position_factors_;
     const bool hopper_;
-    OffloadedKeys<floatX> offloaded_;
+    OffloadedKeys offloaded_;
 };

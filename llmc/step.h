@@ -111,7 +111,7 @@ class Step {
     Metrics metrics_;
     LossByPosition loss_by_position_;  // of validations
     Updates updates_;
-    OffloadedMemory<floatX> offloaded_;
+    OffloadedMemory offloaded_;
     StepGraphs graphs_;
     bool replays_;  // --advanced graph=on
 };

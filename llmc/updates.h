@@ -39,8 +39,8 @@ class Updates {
   public:
     // `sums`: square_sums_of() for what is trained. Norms and sums are written to `metrics`.
     Updates(const RunConfig& o, Arena& arena, const Stream& stream, const State<floatX>& trained,
-            Weights& weights, Gradients& gradients, const OffloadedMemory<floatX>& places,
-            const SquareSums& sums, Metrics& metrics, Exchange& exchange)
+            Weights& weights, Gradients& gradients, const OffloadedMemory& places, const SquareSums& sums,
+            Metrics& metrics, Exchange& exchange)
         : o_(o),
           stream_(stream),
           trained_(trained),
@@ -330,12 +330,12 @@ class Updates {
     const State<floatX>& trained_;
     Weights& weights_;
     Gradients& gradients_;
-    const OffloadedMemory<floatX>& places_;
+    const OffloadedMemory& places_;
     const SquareSums& sums_;
     Metrics& metrics_;
     Exchange& exchange_;
     StateRing ring_;
-    HostUpdates<floatX> on_host_;
+    HostUpdates on_host_;
     std::vector<Exchange::Started> gathers_;  // of weights, by unit
     Exchange::Started gathered_gradients_;    // with --zero 0
     std::vector<int> ungathered_;  // units that the host updates, and whose weights ranks then gather

@@ -65,15 +65,14 @@ inline std::vector<StoredAs> parse_stored(const std::vector<std::string>& texts)
     return all;
 }
 
-// The format of a layer's matrix: that of the last text that names the layer, else T's own. Fails if the
-// format has more bits than a build with weights of type T computes with.
-template <class T>
-const WeightFormat* stored_format(const std::vector<StoredAs>& stored, const ModelConfig& c,
-                                  const LinearModule& m) {
-    const WeightFormat* format = &kStored<T>;
+// The format of a layer's matrix: that of the last text that names the layer, else the build's own. Fails if
+// the format has more bits than the build computes with.
+inline const WeightFormat* stored_format(const std::vector<StoredAs>& stored, const ModelConfig& c,
+                                         const LinearModule& m) {
+    const WeightFormat* format = &kStored<floatX>;
     for (const StoredAs& s : stored)
         if (is_among(c, m, s.target)) format = s.format;
-    if (format == &kStoredF32 && !std::is_same_v<T, float>)
+    if (format == &kStoredF32 && !std::is_same_v<floatX, float>)
         fail("--base: this build computes in bf16, and %s would be stored in fp32: make PRECISION=fp32",
              m.name);
     return format;
@@ -228,8 +227,7 @@ class QuantizedWeights {
     QuantizedView view() const { return view(matrices_[0], memory_.data()); }
 
     // Loads the matrices from a model's folder. NF4 matrices are read as they are in the files; others are
-    // quantized here from type T, one matrix at a time. The tensors that were read are added to `used`.
-    template <class T>
+    // quantized here, one matrix at a time. The tensors that were read are added to `used`.
     void load(const SafetensorsFolder& files, const ModelConfig& config,
               std::set<const SafetensorsEntry*>& used) {
         load_each([&](Matrix& m, unsigned char* to) {
@@ -243,7 +241,7 @@ class QuantizedWeights {
             if (Nf4File::has(files, m.name))
                 find_nf4(files, m, used).read(to);
             else
-                quantize<T>(files, m, config, to, used);
+                quantize(files, m, config, to, used);
         });
     }
     // Finds each transfer's bytes in those files, for `source` to stream them from disk.
@@ -383,7 +381,6 @@ class QuantizedWeights {
         return file;
     }
     // Quantizes a matrix. One that the files have as (in, out) is read completely first.
-    template <class T>
     static void quantize(const SafetensorsFolder& files, Matrix& m, const ModelConfig& config,
                          unsigned char* to, std::set<const SafetensorsEntry*>& used) {
         const int64_t rows = m.module.outputs, columns = m.module.inputs, n = rows * columns;
@@ -391,27 +388,27 @@ class QuantizedWeights {
         const Shape in_file = by_outputs ? Shape{rows, columns} : Shape{columns, rows};
         const SafetensorsEntry& entry = find_part(files, config, m.module.field, {m.name, in_file, 0});
         used.insert(&entry);
-        m.dtype = kTorchName<T>;
+        m.dtype = kTorchName<floatX>;
         std::optional<Nf4Quantizer> nf4;
         if (m.format == &kNf4 || m.format == &kNf4Double) nf4.emplace(to, n, *m.format);
-        const auto add = [&](int64_t first, const std::vector<T>& elements) {
+        const auto add = [&](int64_t first, const std::vector<floatX>& elements) {
             const auto count = static_cast<int64_t>(elements.size());
             if (nf4) return nf4->add(first, elements.data(), count);
             unsigned char* const at = to + first / m.format->block * m.format->block_bytes;
             if (m.format == &kQ8_0) return quantize_q8_0(at, elements.data(), count);
-            if (m.format == &kStored<T>)
-                std::copy(elements.begin(), elements.end(), reinterpret_cast<T*>(at));
+            if (m.format == &kStored<floatX>)
+                std::copy(elements.begin(), elements.end(), reinterpret_cast<floatX*>(at));
             else
                 std::transform(elements.begin(), elements.end(), reinterpret_cast<bf16*>(at),
-                               [](T x) { return from_float<bf16>(to_float(x)); });
+                               [](floatX x) { return from_float<bf16>(to_float(x)); });
         };
-        std::vector<T> matrix(by_outputs ? 0 : static_cast<size_t>(n));
+        std::vector<floatX> matrix(by_outputs ? 0 : static_cast<size_t>(n));
         read_chunks(entry, n, files.folder(), [&](int64_t first, const std::vector<float>& values) {
             if (by_outputs) matrix.resize(values.size());
             for (size_t k = 0; k < values.size(); k++) {
                 const int64_t i = first + static_cast<int64_t>(k);
                 const size_t at = by_outputs ? k : static_cast<size_t>(i % rows * columns + i / rows);
-                matrix[at] = from_float<T>(values[k]);
+                matrix[at] = from_float<floatX>(values[k]);
             }
             if (by_outputs) add(first, matrix);
         });
@@ -448,8 +445,8 @@ inline const WeightFormat& format_of(const GgufTensor& tensor) {
 
 // Loads the tensors of `state`, those that are not kept quantized, from a GGUF file, dequantizing them piece
 // by piece. buffer(bytes) returns unused device memory, aligned to 16 bytes.
-template <class T, class Buffer>
-void load_weights(State<T>& state, const GgufModel& file, Stream stream, Buffer&& buffer) {
+template <class Buffer>
+void load_weights(State<floatX>& state, const GgufModel& file, Stream stream, Buffer&& buffer) {
     constexpr int64_t kPiece = int64_t{1} << 20;  // bytes
     std::vector<unsigned char> host;
     for (const Parameter& p : state.layout.parameters())

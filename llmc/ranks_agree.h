@@ -56,10 +56,9 @@ inline std::string first_difference(const RankFacts& own, const RankFacts& first
 }
 
 // A digest of the weights: of the first elements of those units that each rank has as a whole.
-template <class T>
-std::string digest_of_weights(const State<T>& state) {
+inline std::string digest_of_weights(const State<floatX>& state) {
     uint64_t digest = 0;
-    std::vector<T> values;
+    std::vector<floatX> values;
     const auto& units = state.layout.units();
     for (size_t unit = 0; unit < units.size(); unit++) {
         if (state.options.slices_blocks && state.layout.is_block(static_cast<int>(unit))) continue;
@@ -68,7 +67,7 @@ std::string digest_of_weights(const State<T>& state) {
         if (values.empty()) continue;
         state.find(StatePart::Weights)->read(u.offset, static_cast<int64_t>(values.size()), values.data());
         const auto* const bytes = reinterpret_cast<const char*>(values.data());
-        digest = mix64(digest ^ name_hash({bytes, values.size() * sizeof(T)}));
+        digest = mix64(digest ^ name_hash({bytes, values.size() * sizeof(floatX)}));
     }
     return std::to_string(digest);
 }

@@ -306,16 +306,6 @@ class Exchange {
 // (offload_blocks.h): while the blocks before it compute, its slices are gathered from all ranks into a
 // buffer.
 
-// The block `layer` of a State that has this rank's slices of the blocks' weights.
-template <class T>
-DividedBytes divided_block(const State<T>& state, int layer) {
-    const int unit = Layout::block_unit(layer);
-    const OwnWeights<T> own = own_slice_of_weights(state, unit);
-    const int64_t size = state.layout.units()[static_cast<size_t>(unit)].size;
-    return {size * static_cast<int64_t>(sizeof(T)), state.options.slices.in_bytes(sizeof(T)),
-            reinterpret_cast<char*>(own.slice)};
-}
-
 // The blocks of a stage: of a frozen model its matrices, if they are not null; else those of its State.
 class DividedBlocks {
   public:
@@ -323,8 +313,11 @@ class DividedBlocks {
         : state_(state), matrices_(matrices) {}
 
     DividedBytes block(int number) const {
-        return matrices_ ? matrices_->divided_block(number)
-                         : divided_block(state_, state_.layout.stage().first + number);
+        if (matrices_) return matrices_->divided_block(number);
+        const int unit = Layout::block_unit(state_.layout.stage().first + number);
+        const int64_t size = state_.layout.units()[static_cast<size_t>(unit)].size;
+        return {size * static_cast<int64_t>(sizeof(floatX)), state_.options.slices.in_bytes(sizeof(floatX)),
+                reinterpret_cast<char*>(own_slice_of_weights(state_, unit).slice)};
     }
     // The rounds in which all ranks gather a block into a buffer, where it begins at `at`.
     std::vector<ExchangeRound> rounds(int number, char* at) const {

@@ -69,10 +69,9 @@ class RunInputs {
     const RunConfig& run() const { return o_; }
 
     // The matrices of the model that are stored in formats of their own: in those of its files, or in those
-    // of --base, in a build with weights of type T. Nothing if there are none. `weights` is their
+    // of --base. Nothing if there are none. `weights` is their
     // placement, a name of kPlacementNames. `not_in_state`: the State has no matrices, so that even those in
     // the build's own format are among these.
-    template <class T>
     std::optional<QuantizedWeights> quantized_weights(Stage stage, const std::string& weights,
                                                       bool not_in_state) const;
     // True if --memory may place the blocks of a frozen model in `placement` instead of where --offload
@@ -403,9 +402,8 @@ inline ModelConfig RunInputs::choose_config() const {
     return saved.value_or(config);
 }
 
-template <class T>
-std::optional<QuantizedWeights> RunInputs::quantized_weights(Stage stage, const std::string& weights,
-                                                             bool not_in_state) const {
+inline std::optional<QuantizedWeights> RunInputs::quantized_weights(Stage stage, const std::string& weights,
+                                                                    bool not_in_state) const {
     using Values = QuantizedWeights::Values;
     const bool trained = o_.steps > 0 && !adapter;
     const Placement placement = trained ? Placement::Device : named<Placement>(kPlacementNames, weights);
@@ -417,7 +415,7 @@ std::optional<QuantizedWeights> RunInputs::quantized_weights(Stage stage, const 
     if (const std::vector<StoredAs> formats = stored(); !formats.empty())
         return QuantizedWeights(
             config, stage, placement, Values::Quantized,
-            [&](const LinearModule& m, const std::string&) { return stored_format<T>(formats, config, m); });
+            [&](const LinearModule& m, const std::string&) { return stored_format(formats, config, m); });
     if (!config.has_nf4 && placement == Placement::Device && !not_in_state) return std::nullopt;
     if (!config.has_nf4 && o_.plan && !has_weights(model))  // most published models are in bf16
         return QuantizedWeights(config, stage, placement, Values::FloatsOfFiles,

@@ -193,8 +193,8 @@ class RunModel {
             if (blocks_in_files)
                 quantized->find(files, in_.config, used, *blocks_in_files);
             else if (quantized)
-                quantized->load<floatX>(files, in_.config, used);
-            if (quantized_head) quantized_head->load<floatX>(files, in_.config, used);
+                quantized->load(files, in_.config, used);
+            if (quantized_head) quantized_head->load(files, in_.config, used);
             if (embeddings) embeddings->open(files, in_.config, used);
         });
     }
@@ -263,7 +263,7 @@ class RunModel {
     static std::optional<QuantizedWeights> frozen_matrices(const RunConfig& o, const RunInputs& in,
                                                            Stage stage) {
         const bool divided = o.slices_weights() && in.adapter;
-        auto matrices = in.quantized_weights<floatX>(stage, o.weights, divided);
+        auto matrices = in.quantized_weights(stage, o.weights, divided);
         if (divided) matrices->divide(o.rank);
         return matrices;
     }

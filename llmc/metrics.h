@@ -17,7 +17,6 @@
 #include "llmc/run_records.h"
 #include "llmc/save_folder.h"
 #include "llmc/tensor.h"
-#include "llmc/text.h"
 #include "llmc/work.h"
 
 class Metrics {

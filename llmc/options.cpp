@@ -3,7 +3,6 @@
 #include "llmc/options.h"
 
 #include "llmc/options_parse.h"
-#include "llmc/outputs.h"
 
 void RunOptions::begin(RankEngine* engine) {
     complete_rank(engine);

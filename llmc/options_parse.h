@@ -19,7 +19,6 @@
 #include "llmc/options_declare.h"
 #include "llmc/options_help.h"
 #include "llmc/options_words.h"
-#include "llmc/outputs.h"
 #include "llmc/ranks.h"
 #include "llmc/resume.h"
 #include "llmc/save_folder.h"

@@ -21,7 +21,6 @@
 #include "llmc/offload_embeddings.h"
 #include "llmc/options.h"
 #include "llmc/options_placement.h"
-#include "llmc/outputs.h"
 #include "llmc/quant_weights.h"
 #include "llmc/resume.h"
 #include "llmc/tokenizer.h"

@@ -10,8 +10,6 @@
 #include "llmc/learning_rate.h"
 #include "llmc/ranks_exchange.h"
 #include "llmc/metrics.h"
-#include "llmc/outputs.h"
-#include "llmc/plan_settings.h"
 #include "llmc/run_model.h"
 #include "llmc/save_folder.h"
 

@@ -16,7 +16,6 @@
 #include "llmc/error.h"
 #include "llmc/run_inputs.h"
 #include "llmc/sequence_keys.h"
-#include "llmc/signals.h"
 #include "llmc/tensor.h"
 
 // ---- a sample

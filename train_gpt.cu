@@ -690,8 +690,7 @@ void Step::connect_streams() {
     offloaded_.connect(gpt_);
     gpt_.weights().wait_for_ranks_with([this](int unit) { updates_.wait_for_weights(unit); });
     if (run_.slices_weights())
-        gpt_.weights().stream_blocks_from(pointer_to(gathered_), Route::ToRanks, divided_blocks().bytes(),
-                                          run_.prefetch);
+        gpt_.weights().stream_blocks_from(&gathered_, Route::ToRanks, gathered_.bytes(), run_.prefetch);
 }
 
 Plan Step::rehearse_training(int first_micro_batch, Offsets offsets) {
@@ -747,7 +746,6 @@ void Step::start(const MemoryReport& report) {
     model_.allocate(in_.uses_batches() ? run_.seq_len + in_.adapter.prompt_tokens : 0, pointer_to(shared),
                     stream_);
     offloaded_.make(pointer_to(shared));
-    if (run_.slices_weights()) gathered_.emplace(divided_blocks(), exchange_.transfers());
     connect_streams();
     updates_.allocate();
     if (offloaded_.any() || model_.embeddings || !exchange_.is_alone()) metrics_.count_waiting(stream_);

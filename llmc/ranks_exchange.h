@@ -307,11 +307,35 @@ class Exchange {
 // buffer.
 
 // The blocks of a stage: of a frozen model its matrices, if they are not null; else those of its State.
-class DividedBlocks {
+class GatheredBlocks : public PieceSource {
   public:
-    DividedBlocks(const State<floatX>& state, const QuantizedWeights* matrices)
-        : state_(state), matrices_(matrices) {}
+    GatheredBlocks(const State<floatX>& state, const QuantizedWeights* matrices, Exchange& exchange)
+        : state_(state), matrices_(matrices), exchange_(exchange) {}
 
+    // The bytes of each block in its buffer, and those that a rank sends when all gather it.
+    std::vector<BlockBytes> bytes() const {
+        std::vector<BlockBytes> all;
+        for (int number = 0; number < state_.layout.blocks(); number++) {
+            const DividedBytes b = block(number);
+            const auto size = static_cast<size_t>(b.all);
+            const SentBytes sent = sent_bytes(rounds(b, nullptr), b.slices);
+            all.emplace_back(matrices_ ? size : aligned_buffer_bytes(size), sent.to_ranks, sent.to_machines);
+        }
+        return all;
+    }
+    // Gathers a block into the buffer, where Weights looks for it. Nothing is stored: updates change the
+    // rank's own slices, and the next gather brings them.
+    size_t start(char* buffer, [[maybe_unused]] std::optional<int> to_store, std::optional<int> number,
+                 Stream stream) override {
+        assert(!to_store && number);
+        const DividedBytes b = block(*number);
+        const auto all = rounds(b, matrices_ ? buffer : aligned_buffer(buffer));
+        count_sent(sent_bytes(all, b.slices));
+        return exchange_.transfers().start(all, stream);
+    }
+    void finish(size_t number, Stream stream) override { exchange_.transfers().finish(number, stream); }
+
+  private:
     DividedBytes block(int number) const {
         if (matrices_) return matrices_->divided_block(number);
         const int unit = Layout::block_unit(state_.layout.stage().first + number);
@@ -319,50 +343,15 @@ class DividedBlocks {
         return {size * static_cast<int64_t>(sizeof(floatX)), state_.options.slices.in_bytes(sizeof(floatX)),
                 reinterpret_cast<char*>(own_slice_of_weights(state_, unit).slice)};
     }
-    // The rounds in which all ranks gather a block into a buffer, where it begins at `at`.
-    std::vector<ExchangeRound> rounds(int number, char* at) const {
-        const DividedBytes b = block(number);
+    // The rounds in which all ranks gather a block to `at`.
+    static std::vector<ExchangeRound> rounds(const DividedBytes& b, char* at) {
         return gather_rounds(b.slices, {b.own, b.own_bytes()}, [&](int rank) -> Part {
             const Slice theirs = b.slices.of(b.all, rank);
             return {at + theirs.first, static_cast<size_t>(theirs.count)};
         });
     }
-    // The bytes of each block in its buffer, and those that a rank sends when all gather it.
-    std::vector<BlockBytes> bytes() const {
-        std::vector<BlockBytes> all;
-        for (int number = 0; number < state_.layout.blocks(); number++) {
-            const DividedBytes b = block(number);
-            const auto size = static_cast<size_t>(b.all);
-            const SentBytes sent = sent_bytes(rounds(number, nullptr), b.slices);
-            all.emplace_back(matrices_ ? size : aligned_buffer_bytes(size), sent.to_ranks, sent.to_machines);
-        }
-        return all;
-    }
-    // Where a block begins in its buffer: where Weights looks for it.
-    char* in_buffer(char* buffer) const { return matrices_ ? buffer : aligned_buffer(buffer); }
 
-  private:
     const State<floatX>& state_;
     const QuantizedWeights* const matrices_;
-};
-
-class GatheredBlocks : public PieceSource {
-  public:
-    GatheredBlocks(const DividedBlocks& blocks, RankTransfers& transfers)
-        : blocks_(blocks), transfers_(transfers) {}
-
-    // Gathers a block into the buffer. Nothing is stored: updates change the rank's own slices, and the next
-    // gather brings them.
-    size_t start(char* buffer, [[maybe_unused]] std::optional<int> to_store, std::optional<int> block,
-                 Stream stream) override {
-        assert(!to_store && block);
-        const auto rounds = blocks_.rounds(*block, blocks_.in_buffer(buffer));
-        count_sent(sent_bytes(rounds, blocks_.block(*block).slices));
-        return transfers_.start(rounds, stream);
-    }
-    void finish(size_t number, Stream stream) override { transfers_.finish(number, stream); }
-
-  private:
-    const DividedBlocks blocks_;
-    RankTransfers& transfers_;
+    Exchange& exchange_;
 };

@@ -87,10 +87,6 @@ class Step {
     void run_in(Plan& plan, Operations&& operations, bool exchanges = false);
     void connect_streams();
     int micro_batches_per_pass() const { return run_.micro_batches_together(); }
-    // With --zero 3: what the ranks gather.
-    DividedBlocks divided_blocks() const {
-        return {model_.state, model_.adapter ? pointer_to(model_.quantized) : nullptr};
-    }
 
     const RunConfig& run_;
     const RunInputs& in_;
@@ -103,11 +99,12 @@ class Step {
     Plans& plans_;
     Gpt gpt_;
     Batches batches_;
-    MicroBatchOptions micro_;                 // how the next micro-batch is run
-    const SquareSums square_sums_;            // the layout of the sums from which the norm is computed
-    const Slices slices_;                     // what each of several ranks has of a unit
-    Exchange exchange_;                       // between them
-    std::optional<GatheredBlocks> gathered_;  // with --zero 3
+    MicroBatchOptions micro_;       // how the next micro-batch is run
+    const SquareSums square_sums_;  // the layout of the sums from which the norm is computed
+    const Slices slices_;           // what each of several ranks has of a unit
+    Exchange exchange_;             // between them
+    GatheredBlocks gathered_{model_.state, model_.adapter ? pointer_to(model_.quantized) : nullptr,
+                             exchange_};  // with --zero 3
     Metrics metrics_;
     LossByPosition loss_by_position_;  // of validations
     Updates updates_;

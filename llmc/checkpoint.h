@@ -173,11 +173,8 @@ void read_chunks(const SafetensorsEntry& entry, int64_t elements, const std::str
     std::vector<float> values;
     for_each_chunk(elements, [&](int64_t first, int64_t count) {
         values.resize(static_cast<size_t>(count));
-        try {
-            read_as_float(entry, values.data(), static_cast<size_t>(first), values.size());
-        } catch (const UserError& e) {
-            fail("%s: %s", folder, e.what());
-        }
+        naming(folder,
+               [&] { read_as_float(entry, values.data(), static_cast<size_t>(first), values.size()); });
         check_finite(values, first, entry.name, folder);
         use(first, values);
     });

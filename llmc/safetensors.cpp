@@ -159,12 +159,6 @@ void SafetensorsFile::check_cover() {
         fail("%s: the last %zu bytes belong to no tensor", path(), left);
 }
 
-SafetensorsWriter::SafetensorsWriter(const std::string& path,
-                                     const std::map<std::string, std::string>& metadata)
-    : file_(path) {
-    header_["__metadata__"] = metadata;
-}
-
 void SafetensorsWriter::declare(const std::string& name, FileType type, const std::vector<int64_t>& shape) {
     assert(!header_.contains(name) && !header_written_);
     size_t bytes = file_type_info(type).bytes;

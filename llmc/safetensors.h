@@ -134,8 +134,9 @@ inline void read_as_float(const SafetensorsEntry& entry, float* out, size_t firs
 class SafetensorsWriter {
   public:
     // transformers refuses files whose metadata lacks {"format": "pt"}.
-    explicit SafetensorsWriter(const std::string& path,
-                               const std::map<std::string, std::string>& metadata = {{"format", "pt"}});
+    explicit SafetensorsWriter(const std::string& path) : file_(path) {
+        header_["__metadata__"]["format"] = "pt";
+    }
 
     void declare(const std::string& name, FileType type, const std::vector<int64_t>& shape);
     void append(const void* data, size_t bytes);

@@ -55,26 +55,25 @@ static std::string size_label(int64_t parameters) {
 }
 
 // A model's name from its folder's: "SmolLM2-135M-instruct" becomes "SmolLM2 135M Instruct".
-static std::string title_of(const std::string& folder) {
-    std::string title, word;
-    const auto end_word = [&] {
-        const bool lower = std::ranges::any_of(word, [](unsigned char c) { return std::islower(c); }) &&
-                           std::ranges::none_of(word, [](unsigned char c) { return std::isupper(c); });
+static std::string title_of(std::string folder) {
+    std::ranges::replace(folder, '-', ' ');
+    std::string title;
+    for (std::string& word : words_of(folder)) {
+        const auto has = [&](int (*kind)(int)) {
+            return std::ranges::any_of(word, [&](unsigned char c) { return kind(c) != 0; });
+        };
         const bool is_version =
             word.size() > 1 && word[0] == 'v' && word.find_first_not_of("0123456789.", 1) == word.npos;
         const bool is_number = !word.empty() && std::isdigit(static_cast<unsigned char>(word[0]));
+        const bool gets_capitals = has(std::islower) && !has(std::isupper) && !is_version && !is_number;
         bool begins = true;
         for (char& letter : word) {
             const auto c = static_cast<unsigned char>(letter);
-            if (lower && !is_version && !is_number && begins && std::isalpha(c))
-                letter = static_cast<char>(std::toupper(c));
+            if (gets_capitals && begins) letter = static_cast<char>(std::toupper(c));
             begins = !std::isalpha(c);
         }
         if (!word.empty()) title += (title.empty() ? "" : " ") + word;
-        word.clear();
-    };
-    for (const char c : folder) c == '-' || c == ' ' ? end_word() : word.push_back(c);
-    end_word();
+    }
     return title;
 }
 

@@ -15,7 +15,8 @@
 
 namespace {
 
-void quantize_nf4(unsigned char* out, const float* w, int64_t n, const WeightFormat& format) {
+template <class T>
+void quantize_nf4(unsigned char* out, const T* w, int64_t n, const WeightFormat& format) {
     Nf4Quantizer quantizer(out, n, format);
     quantizer.add(0, w, n);
     quantizer.finish();

@@ -57,9 +57,7 @@ class NamePattern {
     }
 
   private:
-    [[noreturn]] void refuse() const {
-        fail("%s, which is no regular expression of Python's", where_.c_str());
-    }
+    [[noreturn]] void refuse() const { fail("%s, which is no regular expression of Python's", where_); }
 
     std::string where_;
     std::shared_ptr<pcre2_code> code_;

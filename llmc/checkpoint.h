@@ -523,8 +523,8 @@ void load_training_state(State<T>& state, const std::string& folder, const Adapt
         fail("%s was saved by a %s build, this one is %s: make PRECISION=%s", save, saved.precision,
              dtype_name<T>(), saved.precision);
     if (saved.formats != now)
-        fail("%s: its state was kept with %s, this run has %s; a resumed run keeps the save's formats",
-             save.c_str(), printable(saved.formats).c_str(), now.c_str());
+        fail("%s: its state was kept with %s, this run has %s; a resumed run keeps the save's formats", save,
+             printable(saved.formats), now);
     read_tensors(save + "/" + weights_file(adapter), state.layout, weight_buffers(state));
     read_tensors(save + "/trainer_state.safetensors", state.layout, training_buffers(state));
     if (adapter) return;

@@ -154,8 +154,8 @@ GgufPart GgufModel::get(const std::string& name, const std::vector<int64_t>& sha
     const GgufTensor* tensor = file_.find(ours);
     if (!tensor) fail("%s: tensor \"%s\" is missing, which is %s", file_.path(), ours, name);
     if (tensor->shape != shape)
-        fail("%s: tensor \"%s\" has shape %s where %s is needed", file_.path().c_str(), ours.c_str(),
-             shape_text(tensor->shape).c_str(), shape_text(shape).c_str());
+        fail("%s: tensor \"%s\" has shape %s where %s is needed", file_.path(), ours,
+             shape_text(tensor->shape), shape_text(shape));
     return {tensor, rows_order(config_, name), config_.head_size, config_.heads};
 }
 
@@ -332,12 +332,12 @@ void GgufModel::check_tensors() const {
         if (!config_.family->by_outputs && is_linear(field)) std::swap(shape[0], shape[1]);
         const GgufPart found = get(name, shape);
         if (t.shape.count == 1 && !found.has_floats())
-            fail("%s: tensor \"%s\" has type %s where F32 is needed", file_.path().c_str(),
-                 found.tensor->name.c_str(), found.tensor->type->name);
+            fail("%s: tensor \"%s\" has type %s where F32 is needed", file_.path(), found.tensor->name,
+                 found.tensor->type->name);
         known.insert(found.tensor->name);
     });
     for (const GgufTensor& tensor : file_.tensors())
         if (!known.contains(tensor.name))
-            fail("%s: tensor \"%s\" is not of a %s model as it is known here", file_.path().c_str(),
-                 printable(tensor.name).c_str(), config_.family->name);
+            fail("%s: tensor \"%s\" is not of a %s model as it is known here", file_.path(),
+                 printable(tensor.name), config_.family->name);
 }

@@ -77,8 +77,7 @@ inline void check_ranks_agree(Exchange& exchange, const Rank& rank, const RankFa
     std::string text;
     nlohmann::json::to_cbor(own, text);
     const std::vector<std::string> all = exchange.gather_texts(text);
-    if (text != all[0])
-        fail("%s", first_difference(own, nlohmann::json::from_cbor(all[0]).get<RankFacts>()).c_str());
+    if (text != all[0]) fail("%s", first_difference(own, nlohmann::json::from_cbor(all[0]).get<RankFacts>()));
     for (size_t r = 0; r < all.size(); r++)
         if (all[r] != text) {
             usleep(2000000);  // that rank says what differs, and ends all

@@ -130,7 +130,7 @@ class TensorCopier {
 inline void check_written(const std::vector<float>& values, const std::string& tensor) {
     for (const float value : values)
         if (!std::isfinite(value))
-            fail("%s has %g, and a weight must be a finite number", tensor.c_str(), double{value});
+            fail("%s has %g, and a weight must be a finite number", tensor, double{value});
 }
 
 // The model of a run at its end.
@@ -156,10 +156,10 @@ class FinishedModel {
         try {
             write_folder(o_.merge, [&](const std::string& temporary) { write_merged(temporary, plan); });
         } catch (const UserError& error) {
-            fail_and_keep(format("--merge %s: %s", o_.merge.c_str(), error.what()), "--merge DIR merges it",
+            fail_and_keep(format("--merge %s: %s", o_.merge, error.what()), "--merge DIR merges it",
                           "the adapter", without_last_slashes(o_.merge), trained, latest);
         }
-        print(o_.notes(), "merged the adapter into a model in %s\n", o_.merge.c_str());
+        print(o_.notes(), "merged the adapter into a model in %s\n", o_.merge);
     }
 
     // True if the run exports.
@@ -288,17 +288,16 @@ class FinishedModel {
     // Without --out, `what` was trained is first saved beside it. `latest` is the save that has it.
     [[noreturn]] void fail_and_keep(const std::string& failed, const char* again, const char* what,
                                     const std::string& path, bool trained, const std::string& latest) const {
-        if (!trained || !o_.rank.is_first()) fail("%s", failed.c_str());
-        if (o_.saves())
-            fail("%s; %s is saved: --resume %s --steps 0 %s", failed.c_str(), what, latest.c_str(), again);
+        if (!trained || !o_.rank.is_first()) fail("%s", failed);
+        if (o_.saves()) fail("%s; %s is saved: --resume %s --steps 0 %s", failed, what, latest, again);
         if (o_.slices_weights() && !model_.adapter)
-            fail("%s, and there is no --out that has the model", failed.c_str());
+            fail("%s, and there is no --out that has the model", failed);
         const std::string kept = rescue(
             path + (model_.adapter ? ".adapter" : ".model"), failed, what, [&](const std::string& folder) {
                 write_model(folder, model_.trained(), in_.saved_tokenizer(), in_.adapter);
             });
         const std::string named = model_.adapter ? o_.model + " --adapter " + kept : kept;
-        fail("%s; %s is saved: --model %s --steps 0 %s", failed.c_str(), what, named.c_str(), again);
+        fail("%s; %s is saved: --model %s --steps 0 %s", failed, what, named, again);
     }
 
     // ---- the merged model

@@ -350,28 +350,26 @@ static std::string list_saves(const std::string& out) {
     const std::set<int64_t> steps = saved_steps(out);
     if (steps.empty()) return "";
     if (steps.size() <= 8) return out + " has " + joined(steps, ", ", step_name);
-    return format("%s has %zu saves from %s to %s", out.c_str(), steps.size(),
-                  step_name(*steps.begin()).c_str(), step_name(*steps.rbegin()).c_str());
+    return format("%s has %zu saves from %s to %s", out, steps.size(), step_name(*steps.begin()),
+                  step_name(*steps.rbegin()));
 }
 
 Progress read_progress(const std::string& folder) {
     const std::string file = resolve_save(folder) + "/trainer_state.json";
     if (!file_exists(file)) {
-        if (file_exists(folder))
-            fail("%s holds no training to resume: no trainer_state.json", folder.c_str());
+        if (file_exists(folder)) fail("%s holds no training to resume: no trainer_state.json", folder);
         const std::string saves = list_saves(folder_above(without_last_slashes(folder)));
-        fail("%s: there is no such folder%s", folder.c_str(), saves.empty() ? "" : ("; " + saves).c_str());
+        fail("%s: there is no such folder%s", folder, saves.empty() ? "" : ("; " + saves).c_str());
     }
     const json all = read_json(file);
     Progress p;
     for_each_key(p, [&](const char* key, auto& field, bool needed) {
         if (!all.contains(key) && !needed) return;
-        if (!all.contains(key)) fail("%s: \"%s\" is missing", file.c_str(), key);
-        if (const char* const wanted = load(all[key], field))
-            fail("%s: \"%s\" is not %s", file.c_str(), key, wanted);
+        if (!all.contains(key)) fail("%s: \"%s\" is missing", file, key);
+        if (const char* const wanted = load(all[key], field)) fail("%s: \"%s\" is not %s", file, key, wanted);
     });
     if (p.precision != "fp32" && p.precision != "bf16")
-        fail("%s: \"precision\" is not \"fp32\" or \"bf16\"", file.c_str());
+        fail("%s: \"precision\" is not \"fp32\" or \"bf16\"", file);
     return p;
 }
 
@@ -401,7 +399,7 @@ void remark_newer_bad_save(const char* option, const std::string& folder, const 
     if (const int64_t bad = newest_bad_save(folder, good); bad >= 0)
         print(stderr,
               "%s %s: step %ld was not good when it was saved; going on from the last good save, %s\n",
-              option, folder.c_str(), bad, step_name(good).c_str());
+              option, folder, bad, step_name(good));
 }
 
 SaveFolder open_save_folder(const std::string& out, int keep, const std::string& resumed) {

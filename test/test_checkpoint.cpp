@@ -16,6 +16,7 @@
 
 #include "llmc/family_gpt2.h"
 #include "llmc/checkpoint.h"
+#include "llmc/family_gpt2.h"
 #include "llmc/outputs.h"
 #include "test/file_helpers.h"
 

@@ -94,16 +94,3 @@ constexpr Family kGpt2 = {.name = "gpt2",
                           .head = gpt2::head,
                           .blocks = "h",
                           .drops = true};
-
-// The configuration of a GPT-2 with these sizes.
-inline ModelConfig gpt2_config(int vocabulary, int positions, int layers, int heads, int channels) {
-    ModelConfig c;
-    c.family = &kGpt2;
-    c.vocabulary = vocabulary;
-    c.positions = positions;
-    c.layers = layers;
-    c.channels = channels;
-    c.heads = heads;
-    gpt2::begin(c);
-    return c;
-}

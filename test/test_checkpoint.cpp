@@ -16,9 +16,9 @@
 
 #include "llmc/family_gpt2.h"
 #include "llmc/checkpoint.h"
-#include "llmc/family_gpt2.h"
 #include "llmc/outputs.h"
 #include "test/file_helpers.h"
+#include "test/gpt2_config.h"
 
 namespace {
 

@@ -17,6 +17,7 @@
 #include "llmc/rates_device.h"
 #include "llmc/sample.h"
 #include "llmc/updates.h"
+#include "test/gpt2_config.h"
 
 std::string library_version() { return "none"; }  // of --version
 

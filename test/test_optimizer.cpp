@@ -14,6 +14,7 @@
 #include "llmc/global_norm.cuh"
 #include "llmc/optimizer.cuh"
 #include "llmc/rank_sums.cuh"
+#include "test/gpt2_config.h"
 #include "test/kernel_test.h"
 
 namespace {

@@ -14,7 +14,6 @@
 
 #include <gtest/gtest.h>
 
-#include "llmc/family_gpt2.h"
 #include "llmc/checkpoint.h"
 #include "llmc/outputs.h"
 #include "test/file_helpers.h"

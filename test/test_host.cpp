@@ -5,7 +5,6 @@
 #include <cmath>
 #include <set>
 
-#include "llmc/family_gpt2.h"
 #include "llmc/arena.h"
 #include "llmc/bench.h"
 #include "llmc/learning_rate.h"

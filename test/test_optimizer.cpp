@@ -10,7 +10,6 @@
 
 #include <gtest/gtest.h>
 
-#include "llmc/family_gpt2.h"
 #include "llmc/global_norm.cuh"
 #include "llmc/optimizer.cuh"
 #include "llmc/rank_sums.cuh"

@@ -66,7 +66,7 @@ void Trainer::run() {
 void Trainer::train() {
     // After the first step all device memory is taken; with graphs after the second, which records them.
     const int64_t steps_until_report = std::min<int64_t>(run_.steps, first_step_ + (step_.replays() ? 2 : 1));
-    // Between micro-batches a step can be interrupted, or saved as it was before.
+    // Between micro-batches a step can be abandoned; a save made there is of the state before the step.
     const auto stops = [this] {
         if (agree_to_stop()) return true;
         save_if_asked();
@@ -349,8 +349,8 @@ void Gpt::backward_attention(int layer, BlockGradient<floatX>& g, BlockActivatio
     const Block<floatX>& w = weights_.block(layer);
     AttentionActivations& attention = a.attention;
     constexpr bool for_backward = true;
-    // take_output() moves the norm's output out of a.norm_1. The first product that needs it frees it, and
-    // the second one recomputes it, so that it is not in memory between the two.
+    // take_output() moves the norm's output out of a.norm_1. A product that needs it takes it and frees
+    // it, and the next one recomputes it, so that it is not in memory between the two.
     auto make_norm = [&] { return norm_.take_output(a.norm_1, kNorm1, a.input, w.norm_1); };
     if (!attention.qkv)
         attention_.make_qkv(layer, attention, make_norm, w, rows, for_backward, kv ? kv->rows_before : 0);

@@ -40,7 +40,7 @@ class Batches {
         : o_(o), in_(in), stream_(stream) {}
     Batches(const Batches&) = delete;
 
-    // Takes the sizes from the options. Call it again when they change, until allocate().
+    // Takes the sizes from the options, before allocate().
     void set_sizes() {
         feeders_.resize(static_cast<size_t>(o_.micro_batches_together()));
         for (Feeder& f : feeders_) f.set_sizes(o_.batch, o_.seq_len, in_.config.vocabulary, in_.packs());

@@ -10,6 +10,7 @@
 #include "llmc/attention_layer.h"      // AttentionLayer: qkv, heads, attention
 #include "llmc/embedding_and_head.h"   // EmbeddingAndHead and its gradients
 #include "llmc/gradient_sums.cuh"      // BlockGradient: where gradients go
+#include "llmc/graph.h"                // host_act(): what a graph cannot have
 #include "llmc/gradients.h"            // Gradients: of each unit, until the update
 #include "llmc/mlp_layer.h"            // MlpLayer: norm, products, activation
 #include "llmc/model.h"                // Block, Linear: views of a layer's parameters
@@ -58,7 +59,8 @@ struct MicroBatch {
 };
 
 // How a stage of a model exchanges residual streams (B, T, C) and their gradients with the stages before and
-// after it. Micro-batches are sent in the order in which they are received.
+// after it. Both sides take micro-batches in the same order. Work that is queued on the stream after send()
+// may overwrite the rows.
 enum class Neighbor { Previous, Next };
 class StageLinks {
   public:
@@ -141,10 +143,13 @@ class Gpt {
     void forward_blocks(std::vector<MicroBatch>& micro_batches, const std::vector<Keep>& keep);
     void backward_blocks(std::vector<MicroBatch>& micro_batches, const StepPass& pass);
     void send(Neighbor to, const TensorX& rows) {
-        if (!arena_.rehearsing()) links_->send(to, rows, stream_);
+        if (arena_.rehearsing()) return;
+        host_act([this, to, sent = rows.view()] { links_->send(to, sent, stream_); });
     }
     TensorX receive(Neighbor from, TensorX into) {
-        if (!arena_.rehearsing()) links_->receive(from, into, stream_);
+        if (arena_.rehearsing()) return into;
+        host_act(
+            [this, from, received = into.view()]() mutable { links_->receive(from, received, stream_); });
         return into;
     }
     TensorX head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, TensorF& total_loss,

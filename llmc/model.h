@@ -3,8 +3,8 @@
 // reports are all based on this.
 //
 // The model is a sequence of units: the embeddings, each block, the head. In memory a unit's tensors are
-// together. Those with weight decay come first, so one number says where decay ends. A stage of the model
-// has as many units, but those of other stages are empty.
+// together. Those with weight decay come first, so one number says where decay ends. A stage numbers its
+// units as the whole model does; the units of other stages are empty.
 #pragma once
 
 #include <algorithm>
@@ -154,6 +154,7 @@ class Layout {
     template <class Tables>
     Layout(const ModelConfig& config, const std::string& prefix, Tables&& table, Stage stage = {})
         : config_(config), stage_{stage.first, std::min(stage.end, config.layers)} {
+        assert(stage_.first >= 0 && stage_.first < stage_.end);
         assert(!config.tied || (has_embeddings() && has_head()));  // a tied matrix is in one stage
         add_unit("embeddings", prefix, "", has_embeddings() ? table(0) : Table());
         for (int l = 0; l < config.layers; l++)

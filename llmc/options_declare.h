@@ -224,7 +224,7 @@ inline void declare_training_options(CLI::App& app, RunConfig& o) {
         "10Gbit/s on CPUs, 100Gbit/s with GPUs");
     group.add("--steps", o.steps, "N",
               "Training steps. 0: no training, only --val-data, --merge, --export or --prompt; that is the "
-              "default with --prompt and no --data. With --bench, the steps to measure.",
+              "default with --prompt, --prompts or --chat and no --data. With --bench, the steps to measure.",
               whole(0, 1e12), format("%ld; with --bench %d", o.steps, o.bench_steps));
     group.add("--epochs", o.epochs, "X", "Trains until the data were read X times, instead of --steps.",
               between(1e-6, 1e6), format("%g for JSON examples, if --steps is not given", kExampleEpochs));
@@ -236,11 +236,14 @@ inline void declare_training_options(CLI::App& app, RunConfig& o) {
     group.add("--warmup", o.warmup, "N",
               "Steps in which the learning rate rises. With --bench, steps before those that are measured.",
               whole(0, 1e12), format("%ld; with --bench %d", o.warmup, o.bench_warmup));
-    group.add("--schedule", o.schedule, "NAME", "Learning rate after that: cosine, linear, constant or wsd.",
-              one_of({"constant", "cosine", "linear", "wsd"}));
+    group.add(
+        "--schedule", o.schedule, "NAME",
+        "Learning rate after the warmup: cosine, linear, constant, or wsd, which falls in the last fifth.",
+        one_of({"constant", "cosine", "linear", "wsd"}));
     group.add("--weight-decay", o.weight_decay, "X", "Weight decay of matrices.", between(0.0, 1e3));
     group.add("--clip", o.clip, "NORM",
-              "Largest norm of the gradient; 0 does not clip. With --update-in-backward, of each block's.",
+              "Largest norm of the gradient; 0 does not clip. With --update-in-backward, each block has its "
+              "own norm.",
               between(0.0, 1e30));
     group.add("--optimizer", o.optimizer, "NAME,KEY=VALUE,...",
               "adamw; or sgd, which has no momentum and no state.",
@@ -383,7 +386,7 @@ inline void declare_memory_options(CLI::App& app, RunConfig& o) {
                       return word == "auto" ? "" : "auto, or keys such as m=8bit,v=8bit";
                   });
     group.add_choice("--state-formats.master", o.master, "fp32|split|none",
-                     "What completes bf16 weights; split: the same bits in half the bytes.");
+                     "The fp32 copy of bf16 weights; split stores only the 16 bits that they lack.");
     group.add_choice("--state-formats.m", o.adam_m, "fp32|bf16|8bit", "AdamW's first moments.");
     group.add_choice("--state-formats.v", o.adam_v, "fp32|bf16|8bit", "AdamW's second moments.");
     group.add_flag(
@@ -422,13 +425,13 @@ inline void declare_logging_options(CLI::App& app, RunConfig& o) {
     group.add("--eval-every", o.eval_every, "N", "Steps between validations; 0: only one at the end.",
               whole(0, 1e12));
     group.add("--eval-batches", o.eval_batches, "N",
-              "Size of a validation, in training steps' worth of sequences.", whole(1, kMostCount));
+              "A validation reads as many sequences as N training steps.", whole(1, kMostCount));
     group.add("--early-stopping", o.early_stopping, "N",
               "Ends the training when N validations in a row were no better than the best before them; 0: "
               "never.",
               whole(0, kMostCount));
     group.add("--loss-by-position", o.loss_by_position, "FILE",
-              "Writes a JSON line for each validation: the loss by the length of its context.");
+              "Writes a JSON line for each validation: the mean loss of tokens by how many precede them.");
 }
 
 // Reads --bench: "step", "forward", and with them "ops" and "json". Returns what is wrong, or "".
@@ -449,9 +452,8 @@ inline std::string set_bench(RunConfig& o, const std::string& text) {
 
 inline void declare_output_options(CLI::App& app, RunConfig& o) {
     OptionGroup sampling(app, "Sampling"), saving(app, "Saving");
-    sampling.add(
-        "--prompt", o.prompt, "TEXT",
-        "What a sample answers, as a user's message, if the model is of chats; else what it continues.");
+    sampling.add("--prompt", o.prompt, "TEXT",
+                 "The message that a chat model answers, or the text that another model continues.");
     sampling.add_flag("--chat", o.chat, "Opens a conversation in the terminal.");
     sampling.add("--prompts", o.prompts, "FILE",
                  "Answers the prompts of JSON lines, --batch of them at a time, in JSON lines on stdout.");

@@ -1,5 +1,5 @@
 // options_parse.h - from a command line to checked options, completed by the save that a run resumes and by
-// the rank that this process is; and the lock of the folder to which it saves.
+// the rank that this process is.
 #pragma once
 
 #include <unistd.h>
@@ -205,7 +205,7 @@ inline void complete_options(Asked& o) {
     o.steps = standard.steps, o.warmup = standard.warmup;
 }
 
-// Says in the run's own values what follows from which settings were given.
+// Sets what depends on which options were given.
 inline void note_what_is_open(Asked& o, bool automatic) {
     o.is_default_model = !o.has("--model");
     o.begins_anew = automatic && o.resume.empty();

@@ -45,7 +45,7 @@ class Resolved {
     }
     Resolved(const Resolved&) = delete;
 
-    Choices choices;  // how the length and the setting were chosen, for the report
+    Choices choices;  // what was chosen for the length; how the setting was chosen, for the report
     RunInputs inputs;
     RunConfig run;
 };

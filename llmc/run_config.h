@@ -29,8 +29,8 @@ inline std::string spelled_setting(const std::string& name, const std::string& v
 // How often JSON examples are trained on, unless --steps or --epochs says otherwise.
 constexpr double kExampleEpochs = 3;
 
-// What nobody gave, also after it was chosen: by what the run reads, or by the search for a setting that fits
-// (--memory).
+// Which values no option gave. It stays true when the run has chosen one: by what it reads, or by the search
+// for a setting that fits (--memory).
 struct Open {
     bool length = false, steps = false, warmup = false, batch = false;
     bool recompute = false, prefetch = false, mlp_rows = false, attention_rows = false;

@@ -172,7 +172,7 @@ class RunInputs {
     }
 
   private:
-    const Asked& asked_;  // for refusals
+    const Asked& asked_;  // for refusals, and for values that the model or the data decide unless given
     RunConfig o_;
     mutable std::vector<int> first_tokens_;  // filled by the first call of first_tokens()
 

@@ -99,6 +99,8 @@ class RunModel {
                 state_options_of_model(o, in)),
           o_(o),
           in_(in) {
+        assert(state.layout.blocks() == in.config.layers ||
+               (!quantized_head && !embeddings && in.adapter.kind != Trained::Prompt));
         if (in.adapter)
             adapter.emplace(trained_layout(in.config, in.adapter, stage), state_options<floatX>(o));
     }
@@ -117,7 +119,7 @@ class RunModel {
     bool looks_up_prompt() const {
         return (embeddings || (in_.config.tied && quantized_head)) && !in_.first_prompt.empty();
     }
-    // The parameters that are trained.
+    // The parameters that are trained, and below the FLOPs of a token: of the whole model.
     int64_t trained_count() const { return adapter ? adapter->layout.count() : whole.count(); }
 
     // Applies changed formats of the state.

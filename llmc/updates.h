@@ -90,8 +90,8 @@ class Updates {
         set_factors(factors_, step, stream_);
         on_host_.use(step);
     }
-    // Call before a pass of a step goes forward. In the first one wait_for_weights() must then be called
-    // before a unit's weights are used: ranks gather them while forward computes the units before. With
+    // Call before a pass of a step goes forward. In a step's first pass, call wait_for_weights() before a
+    // unit's weights are used: ranks gather them while forward computes the units before. With
     // --update-in-backward this takes the buffers of the optimizer state, and starts to fetch it.
     void begin_pass(const StepPass& pass) {
         pass_ = pass;

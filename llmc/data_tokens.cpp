@@ -11,6 +11,7 @@
 #include "llmc/data_other_formats.h"
 #include "llmc/error.h"
 #include "llmc/jinja_strings.h"
+#include "llmc/tokenizer_encoder.h"
 #include "llmc/utf8.h"
 
 static constexpr size_t kPart = 256 << 10;  // a longer text is encoded in parts of this many bytes
@@ -88,7 +89,7 @@ void check_bytes(const Dataset& text, int vocabulary) {
 
 void tokenize_text(Dataset& text, const Tokenizer& tokenizer) {
     TokenizingLines lines(text);
-    const std::unique_ptr<TextEncoder> encoder = tokenizer.encoder(Spellings::PlainText);
+    const std::shared_ptr<TextEncoder> encoder = tokenizer.encoder(Spellings::PlainText);
     const int start = tokenizer.document_start();
     std::vector<int32_t> tokens;
     text.tokenize(static_cast<uint32_t>(tokenizer.size()), [&](const FileReader& file, const auto& put) {
@@ -249,7 +250,7 @@ void ExampleEncoder::encode_text(std::string_view text, const std::string& where
 
 void ExampleEncoder::encode_first(std::string_view text, size_t most, std::vector<int32_t>& tokens) {
     if (text.size() <= kPart) return encoder_->encode(text, tokens);
-    const std::unique_ptr<TextEncoder> encoder = tokenizer_.encoder();
+    const std::shared_ptr<TextEncoder> encoder = tokenizer_.encoder();
     while (!text.empty() && tokens.size() < most) {
         encoder->feed(text.substr(0, kPart), tokens);
         text.remove_prefix(std::min(kPart, text.size()));

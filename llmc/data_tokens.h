@@ -105,7 +105,7 @@ class ExampleEncoder {
 
     const Tokenizer& tokenizer_;
     const ExampleOptions options_;
-    std::unique_ptr<TextEncoder> encoder_;
+    std::shared_ptr<TextEncoder> encoder_;
     std::optional<Chat> chat_;  // made at the first conversation
     std::vector<Message> question_;
     std::vector<int32_t> tokens_;

@@ -120,13 +120,13 @@ int Tokenizer::find_spelling(std::string_view spelling) const {
 std::vector<int> Tokenizer::encode(std::string_view text, Ends ends) const {
     std::vector<int> tokens;
     if (ends == Ends::Add) tokens = parts_->before;
-    StepEncoder(parts_->steps, Spellings::Special, SIZE_MAX).encode(text, tokens);
+    TextEncoder(parts_->steps, Spellings::Special, SIZE_MAX).encode(text, tokens);
     if (ends == Ends::Add) tokens.insert(tokens.end(), parts_->after.begin(), parts_->after.end());
     return tokens;
 }
 
-std::unique_ptr<TextEncoder> Tokenizer::encoder(Spellings spellings) const {
-    return std::make_unique<StepEncoder>(parts_->steps, spellings);
+std::shared_ptr<TextEncoder> Tokenizer::encoder(Spellings spellings) const {
+    return std::make_shared<TextEncoder>(parts_->steps, spellings);
 }
 
 // ---- decoding

@@ -16,25 +16,12 @@
 #include <nlohmann/json_fwd.hpp>
 
 struct TokenizerParts;
+class TextEncoder;  // tokenizer_encoder.h
 
 // Whether the tokens that the tokenizer puts before and after a text are added.
 enum class Ends { None, Add };
 // What the spelling of a special token like <s> in a text is.
 enum class Spellings { Special, PlainText };
-
-// Encodes texts that arrive in parts: feed() and finish() append the same tokens as Tokenizer::encode() of
-// the whole text. The tokenizer must outlive the encoder.
-class TextEncoder {
-  public:
-    virtual ~TextEncoder() = default;
-    // Appends the tokens of a text's next part, as far as no later part can change them. A part may end
-    // anywhere, even inside a character.
-    virtual void feed(std::string_view part, std::vector<int32_t>& tokens) = 0;
-    // Appends the tokens of the rest of the text. The next part belongs to a new text.
-    virtual void finish(std::vector<int32_t>& tokens) = 0;
-    // Appends the tokens of a whole text.
-    virtual void encode(std::string_view text, std::vector<int32_t>& tokens) = 0;
-};
 
 class Tokenizer {
   public:
@@ -54,9 +41,9 @@ class Tokenizer {
     // the vocabulary has none for it. Special tokens ("<s>") in the text are found, unless the tokenizer
     // comes from a vocab.json; there their spelling is plain text.
     std::vector<int> encode(std::string_view text, Ends ends = Ends::None) const;
-    // For a text that arrives in parts. A text with a piece that is longer than kLongestPiece
-    // (tokenizer_encoder.h) is refused, naming the byte.
-    std::unique_ptr<TextEncoder> encoder(Spellings spellings = Spellings::Special) const;
+    // For a text that arrives in parts; the tokenizer must outlive it. A text with a piece that is longer
+    // than kLongestPiece (tokenizer_encoder.h) is refused, naming the byte.
+    std::shared_ptr<TextEncoder> encoder(Spellings spellings = Spellings::Special) const;
     // The token that goes before each document of the data: the usual one, else the one that begins a text,
     // else the one that ends a text; -1 if there is none of them.
     int document_start() const {

@@ -84,18 +84,21 @@ struct TokenizerParts {
 // is proportional to its length: at most about 40 bytes per byte.
 inline constexpr size_t kLongestPiece = 256 << 10;
 
-// Encodes one text after the other. Keeps a reference to the steps, which must outlive it.
-class StepEncoder final : public TextEncoder {
+// Encodes one text after the other. A text may arrive in parts: feed() and finish() append the same tokens as
+// encode() of the whole text. Keeps a reference to the steps, which must outlive it.
+class TextEncoder {
   public:
     // A text with a piece longer than `longest_piece` is refused, naming the byte.
-    explicit StepEncoder(const TextSteps& steps, Spellings spellings = Spellings::Special,
+    explicit TextEncoder(const TextSteps& steps, Spellings spellings = Spellings::Special,
                          size_t longest_piece = kLongestPiece)
         : steps_(steps),
           spellings_(spellings),
           longest_piece_(longest_piece),
           block_(kBlock / steps.longest_replacement()) {}
 
-    void feed(std::string_view part, std::vector<int32_t>& tokens) override {
+    // Appends the tokens of a text's next part, as far as no later part can change them. A part may end
+    // anywhere, even inside a character.
+    void feed(std::string_view part, std::vector<int32_t>& tokens) {
         waiting_ += part;
         if (waiting_.size() < retry_) return;
         const size_t done = take(waiting_, true, tokens);
@@ -106,14 +109,16 @@ class StepEncoder final : public TextEncoder {
         retry_ = done > 0 ? 0 : 2 * waiting_.size();
     }
 
-    void finish(std::vector<int32_t>& tokens) override {
+    // Appends the tokens of the rest of the text. The next part belongs to a new text.
+    void finish(std::vector<int32_t>& tokens) {
         take(waiting_, false, tokens);
         segments_ = {};
         waiting_.clear();
         retry_ = taken_ = 0;
     }
 
-    void encode(std::string_view text, std::vector<int32_t>& tokens) override {
+    // Appends the tokens of a whole text.
+    void encode(std::string_view text, std::vector<int32_t>& tokens) {
         segments_ = {};  // left over from a text that was refused
         take(text, false, tokens);
         segments_ = {};

@@ -156,10 +156,12 @@ static std::string name_of_pre_tokenizer(const TokenizerFiles& files, const std:
         path);
 }
 
-static void add_gpt2_model(GgufKeys& keys, const std::string& pre, const TokenTable& table) {
-    keys.add("tokenizer.ggml.model", "gpt2");
+static void add_model(GgufKeys& keys, const std::string& model, const std::string& pre,
+                      const TokenTable& table) {
+    keys.add("tokenizer.ggml.model", model);
     keys.add("tokenizer.ggml.pre", pre);
     keys.add("tokenizer.ggml.tokens", table.tokens);
+    if (model == "llama") keys.add("tokenizer.ggml.scores", table.scores);
     keys.add("tokenizer.ggml.token_type", table.types);
 }
 
@@ -173,7 +175,7 @@ static void set_added_tokens(TokenTable& table, const TokenizerFiles& files) {
 static void add_byte_level(GgufKeys& keys, const TokenizerFiles& files, size_t size) {
     TokenTable table = files.table(size, 0, 0);
     set_added_tokens(table, files);
-    add_gpt2_model(keys, name_of_pre_tokenizer(files, vocabulary_file(files.folder)), table);
+    add_model(keys, "gpt2", name_of_pre_tokenizer(files, vocabulary_file(files.folder)), table);
     std::vector<std::string> merges;
     files.spelt->for_each_merge([&](const SpeltModel::Merge& merge) {
         merges.push_back(std::string(merge.left_spelling) + " " + std::string(merge.right_spelling));
@@ -182,14 +184,6 @@ static void add_byte_level(GgufKeys& keys, const TokenizerFiles& files, size_t s
 }
 
 // ---- SentencePiece
-
-static void add_llama_model(GgufKeys& keys, const TokenTable& table) {
-    keys.add("tokenizer.ggml.model", "llama");
-    keys.add("tokenizer.ggml.pre", "default");
-    keys.add("tokenizer.ggml.tokens", table.tokens);
-    keys.add("tokenizer.ggml.scores", table.scores);
-    keys.add("tokenizer.ggml.token_type", table.types);
-}
 
 static void add_sentencepiece(GgufKeys& keys, const TokenizerFiles& files, size_t size) {
     const std::string path = files.path("tokenizer.model");
@@ -211,7 +205,7 @@ static void add_sentencepiece(GgufKeys& keys, const TokenizerFiles& files, size_
             table.scores[i] = -1000;
         }
     if (!model.adds_space()) keys.add("tokenizer.ggml.add_space_prefix", false);
-    add_llama_model(keys, table);
+    add_model(keys, "llama", "default", table);
 }
 
 // Whether a component of a tokenizer.json, or one inside of it, puts a space before a text.
@@ -248,7 +242,7 @@ static void add_byte_fallback(GgufKeys& keys, const TokenizerFiles& files, size_
     };
     if (!prepends("normalizer") && !prepends("pre_tokenizer"))
         keys.add("tokenizer.ggml.add_space_prefix", false);
-    add_llama_model(keys, table);
+    add_model(keys, "llama", "default", table);
 }
 
 // ---- special tokens and the chat template
@@ -368,7 +362,7 @@ static void add_folder_tokenizer(GgufKeys& keys, const std::string& folder, cons
 static void add_bytes_tokenizer(GgufKeys& keys) {
     TokenTable table(256, 0);
     for (int byte = 0; byte < 256; byte++) table.set(static_cast<size_t>(byte), spell_byte(byte), kNormal);
-    add_gpt2_model(keys, "gpt-2", table);
+    add_model(keys, "gpt2", "gpt-2", table);
     keys.add("tokenizer.ggml.merges", std::vector<std::string>());
     keys.add("tokenizer.ggml.add_bos_token", false);
 }

@@ -176,41 +176,30 @@ inline nlohmann::json read_spelt_json(const std::string& path,
         using Event = nlohmann::json::parse_event_t;
         const auto event = static_cast<Event>(part);
         const bool opens = event == Event::object_start || event == Event::array_start;
+        const bool closes = event == Event::object_end || event == Event::array_end;
         const bool in_vocabulary = stands(vocabulary_keys, "o");
         const bool in_merges = stands(merges_keys, "a"), in_pair = stands(merges_keys, "aa");
         const size_t number = spelt.merge_count();
-        if (in_vocabulary && event == Event::key) {
-            keys.back() = parsed.get<std::string>();
-            return false;
-        }
+        const bool is_text = event == Event::value && parsed.is_string();
+        if ((in_merges && !is_text && event != Event::array_start && !closes) ||
+            (in_pair && !is_text && (!closes || pair.size() != 2)))
+            spelt.refuse_merge(number, "is not a pair of tokens");
         if (in_vocabulary && (opens || event == Event::value))
             spelt.add_token(keys.back(), opens ? nullptr : parsed);
-        if ((in_merges && event == Event::object_start) || (in_pair && opens) ||
-            ((in_merges || in_pair) && event == Event::value && !parsed.is_string()))
-            spelt.refuse_merge(number, "is not a pair of tokens");
-        switch (event) {
-            case Event::object_start:
-            case Event::array_start:
-                open += event == Event::object_start ? 'o' : 'a';
-                keys.emplace_back();
-                pair.clear();
-                return true;
-            case Event::object_end:
-            case Event::array_end:
-                if (in_pair && pair.size() != 2) spelt.refuse_merge(number, "is not a pair of tokens");
-                if (in_pair) spelt.add_merge(pair[0], pair[1], number);
-                open.pop_back();
-                keys.pop_back();
-                return !in_pair;
-            case Event::key:
-                keys.back() = parsed.get<std::string>();
-                return true;
-            case Event::value:
-                if (in_merges) spelt.add_merge(parsed.get_ref<const std::string&>(), number);
-                if (in_pair) pair.push_back(parsed.get<std::string>());
-                return !in_merges && !in_pair;
+        if (in_merges && is_text) spelt.add_merge(parsed.get_ref<const std::string&>(), number);
+        if (in_pair && is_text) pair.push_back(parsed.get<std::string>());
+        if (in_pair && closes) spelt.add_merge(pair[0], pair[1], number);
+        if (event == Event::key) keys.back() = parsed.get<std::string>();
+        if (opens) {
+            open += event == Event::object_start ? 'o' : 'a';
+            keys.emplace_back();
+            pair.clear();
         }
-        return true;
+        if (closes) {
+            open.pop_back();
+            keys.pop_back();
+        }
+        return !in_pair && !(in_merges && is_text) && !(in_vocabulary && event == Event::key);
     });
 }
 
@@ -373,13 +362,7 @@ class TokenizerJsonReader {
                 fail("%s: normalizer: %zu replacements are the most", path_, kMostReplacements);
             if (n.longest_replacement() > kLongestReplacement)
                 refuse_length(c, "what this and those before it make of a character");
-            std::string prefix;
-            for (std::string_view rest = n.prefix; !rest.empty();
-                 rest.remove_prefix(first_character(rest).length)) {
-                const std::string_view character = rest.substr(0, first_character(rest).length);
-                prefix += character == from ? to : character;
-            }
-            n.prefix = prefix;
+            n.prefix = with_replaced(n.prefix, from, to);
             if (n.prefix.size() > kLongestReplacement) refuse_length(c, "what is put in front of a text");
         } else if (c.type() == "Strip") {
             for (const char* side : {"strip_left", "strip_right"})

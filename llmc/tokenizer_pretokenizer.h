@@ -314,11 +314,8 @@ class Pattern {
         size_t begin, end;  // of the match; if kUndecided: no match starts before `begin`
     };
     // PCRE2's buffer for a match; each thread needs its own.
-    struct FreeMatch {
-        void operator()(pcre2_match_data* data) const { pcre2_match_data_free(data); }
-    };
-    using Match = std::unique_ptr<pcre2_match_data, FreeMatch>;
-    static Match make_match() { return Match(pcre2_match_data_create(1, nullptr)); }
+    using Match = std::shared_ptr<pcre2_match_data>;
+    static Match make_match() { return {pcre2_match_data_create(1, nullptr), pcre2_match_data_free}; }
 
     // Compiles an expression in Oniguruma's syntax. Fails with a message that begins with `where`.
     Pattern(std::string_view regex, const std::string& where) {
@@ -327,7 +324,8 @@ class Pattern {
         // A dot matches any character but a line feed, as in Ruby's syntax.
         const std::string translated = "(*LF)" + RegexTranslation(regex, where).result();
         code_.reset(pcre2_compile(reinterpret_cast<PCRE2_SPTR>(translated.data()), translated.size(),
-                                  PCRE2_UTF | PCRE2_UCP, &error, &at, nullptr));
+                                  PCRE2_UTF | PCRE2_UCP, &error, &at, nullptr),
+                    pcre2_code_free);
         uint32_t may_be_empty = 0;
         if (code_) pcre2_pattern_info(code_.get(), PCRE2_INFO_MATCHEMPTY, &may_be_empty);
         if (!code_ || may_be_empty) {
@@ -365,16 +363,12 @@ class Pattern {
     }
 
   private:
-    struct FreeCode {
-        void operator()(pcre2_code* code) const { pcre2_code_free(code); }
-    };
-
     int run(std::string_view text, size_t from, uint32_t options, pcre2_match_data* match) const {
         return pcre2_match(code_.get(), reinterpret_cast<PCRE2_SPTR>(text.data()), text.size(), from, options,
                            match, nullptr);
     }
 
-    std::unique_ptr<pcre2_code, FreeCode> code_;
+    std::shared_ptr<pcre2_code> code_;
 };
 
 // One way to split a text: each match is a piece, and so is the text between two matches.

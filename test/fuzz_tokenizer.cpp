@@ -23,7 +23,7 @@ std::optional<std::vector<int>> encode(const TokenizerParts& parts, std::string_
     std::optional<std::vector<int>> tokens;
     parse_or_refuse([&] {
         std::vector<int> all;
-        StepEncoder encoder(parts.steps);
+        TextEncoder encoder(parts.steps);
         for (std::string_view rest = text; !rest.empty(); rest.remove_prefix(std::min(size, rest.size())))
             encoder.feed(rest.substr(0, size), all);
         encoder.finish(all);

@@ -14,6 +14,7 @@
 #include <nlohmann/json.hpp>
 
 #include "llmc/tokenizer.h"
+#include "llmc/tokenizer_encoder.h"
 #include "llmc/tokenizer_pretokenizer.h"
 #include "test/file_helpers.h"
 
@@ -463,7 +464,7 @@ TEST(Tokenizer, LongPieces) {
 
 std::vector<int> encode_bytewise(const Tokenizer& tokenizer, std::string_view text) {
     std::vector<int> tokens;
-    const std::unique_ptr<TextEncoder> encoder = tokenizer.encoder();
+    const std::shared_ptr<TextEncoder> encoder = tokenizer.encoder();
     for (const char& byte : text) encoder->feed({&byte, 1}, tokens);
     encoder->finish(tokens);
     return tokens;
@@ -500,7 +501,7 @@ TEST(Tokenizer, PartsTakeBoundedMemory) {
     composed["added_tokens"] = {added(500, "<left>"), added(501, "<right>")};
     for (const json& content : {composed, small_characters(true)}) {
         const Tokenizer tokenizer = open_json(content);
-        const std::unique_ptr<TextEncoder> encoder = tokenizer.encoder();
+        const std::shared_ptr<TextEncoder> encoder = tokenizer.encoder();
         std::vector<int> tokens;
         const auto peak = [] {
             rusage usage;

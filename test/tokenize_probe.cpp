@@ -22,12 +22,13 @@
 
 #include "llmc/data_tokens.h"
 #include "llmc/tokenizer.h"
+#include "llmc/tokenizer_encoder.h"
 
 namespace {
 
 std::vector<int32_t> encode_in_parts(const Tokenizer& tokenizer, std::string_view text, size_t bytes) {
     std::vector<int32_t> tokens;
-    const std::unique_ptr<TextEncoder> encoder = tokenizer.encoder();
+    const std::shared_ptr<TextEncoder> encoder = tokenizer.encoder();
     for (; !text.empty(); text.remove_prefix(std::min(bytes, text.size())))
         encoder->feed(text.substr(0, bytes), tokens);
     encoder->finish(tokens);

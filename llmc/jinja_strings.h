@@ -118,11 +118,7 @@ inline std::string replaced(std::string_view text, std::string_view from, std::s
         }
         return most != 0 ? out.append(to) : out;
     }
-    for (size_t at; most != 0 && (at = text.find(from)) != text.npos; most--) {
-        out.append(text.substr(0, at)).append(to);
-        text.remove_prefix(at + from.size());
-    }
-    return out.append(text);
+    return with_replaced(text, from, to, most);
 }
 
 // ---- case
@@ -155,54 +151,40 @@ inline bool has_case(int32_t c) {
     return category == UTF8PROC_CATEGORY_LU || category == UTF8PROC_CATEGORY_LL ||
            category == UTF8PROC_CATEGORY_LT;
 }
-inline void append_lower(std::string& out, int32_t c) {
-    check_case(c, true);
-    append_code(out, utf8proc_tolower(c));
-}
-inline void append_upper(std::string& out, int32_t c) {
-    check_case(c, false);
-    append_code(out, utf8proc_toupper(c));
-}
-
-inline std::string lower(std::string_view text) {
+// A text in upper case where is_upper(before) says so of a character, by the one before it (-1: none), and in
+// lower case elsewhere.
+template <class IsUpper>
+std::string cased(std::string_view text, IsUpper&& is_upper) {
     std::string out;
-    for (const std::string_view c : characters(text)) append_lower(out, first_character(c).code);
-    return out;
-}
-inline std::string upper(std::string_view text) {
-    std::string out;
-    for (const std::string_view c : characters(text)) append_upper(out, first_character(c).code);
-    return out;
-}
-// str.capitalize()
-inline std::string capitalized(std::string_view text) {
-    if (text.empty()) return "";
-    const auto [code, length] = first_character(text);
-    std::string out;
-    append_upper(out, code);
-    return out + lower(text.substr(length));
-}
-// A text in lower case, except for characters that begin a word: upper case. goes_on(character, code) is true
-// if the next character belongs to the same word.
-template <class GoesOn>
-std::string words_in_title_case(std::string_view text, GoesOn&& goes_on) {
-    std::string out;
-    bool inside = false;
+    int32_t before = -1;
     for (const std::string_view c : characters(text)) {
         const int32_t code = first_character(c).code;
-        inside ? append_lower(out, code) : append_upper(out, code);
-        inside = goes_on(c, code);
+        const bool upper = is_upper(before);
+        check_case(code, !upper);
+        append_code(out, upper ? utf8proc_toupper(code) : utf8proc_tolower(code));
+        before = code;
     }
     return out;
 }
+inline std::string lower(std::string_view text) {
+    return cased(text, [](int32_t) { return false; });
+}
+inline std::string upper(std::string_view text) {
+    return cased(text, [](int32_t) { return true; });
+}
+// str.capitalize()
+inline std::string capitalized(std::string_view text) {
+    return cased(text, [](int32_t before) { return before < 0; });
+}
 // str.title(): words are letters without anything between them.
 inline std::string titled(std::string_view text) {
-    return words_in_title_case(text, [](std::string_view, int32_t code) { return has_case(code); });
+    return cased(text, [](int32_t before) { return !has_case(before); });
 }
 // The filter `title`: words begin after white space, a hyphen or a bracket, and only there.
 inline std::string title_words(std::string_view text) {
-    return words_in_title_case(text, [](std::string_view c, int32_t code) {
-        return !is_space(code) && std::string_view("-({[<").find(c) == std::string_view::npos;
+    return cased(text, [](int32_t before) {
+        return before < 0 || is_space(before) ||
+               std::u32string_view(U"-({[<").find(static_cast<char32_t>(before)) != std::u32string_view::npos;
     });
 }
 

@@ -19,6 +19,7 @@
 
 #include "llmc/error.h"
 #include "llmc/file.h"
+#include "llmc/jinja_strings.h"
 #include "llmc/utf8.h"
 
 namespace jinja {
@@ -80,21 +81,9 @@ class Value {
   public:
     Value() = default;  // undefined
     static Value none() { return Value(Kind::None); }
-    static Value boolean(bool b) {
-        Value v(Kind::Bool);
-        v.integer_ = b;
-        return v;
-    }
-    static Value integer(int64_t i) {
-        Value v(Kind::Int);
-        v.integer_ = i;
-        return v;
-    }
-    static Value real(double d) {
-        Value v(Kind::Float);
-        v.real_ = d;
-        return v;
-    }
+    static Value boolean(bool b) { return Value(Kind::Bool, b); }
+    static Value integer(int64_t i) { return Value(Kind::Int, i); }
+    static Value real(double d) { return Value(d); }
     static Value string(std::string text);
     // A value that is not defined; `why` is the message of the error that using it gives.
     static Value undefined(std::string why);
@@ -142,7 +131,8 @@ class Value {
     const Value* find(std::string_view key) const;
 
   private:
-    explicit Value(Kind kind) : kind_(kind) {}
+    explicit Value(Kind kind, int64_t integer = 0) : kind_(kind), integer_(integer) {}
+    explicit Value(double real) : kind_(Kind::Float), real_(real) {}
 
     Kind kind_ = Kind::Undefined;
     bool is_safe_ = false;
@@ -360,20 +350,12 @@ inline const Value& defined(const Value& v) {
 inline std::string float_text(double d) {
     if (std::isnan(d)) return "nan";
     if (std::isinf(d)) return d < 0 ? "-inf" : "inf";
-    char shortest[64];
-    const auto end =
-        std::to_chars(shortest, shortest + sizeof shortest, d, std::chars_format::scientific).ptr;
-    std::string text(shortest, end);
-    const size_t e = text.find('e');
-    const int exponent = std::stoi(text.substr(e + 1));
-    if (exponent < -4 || exponent >= 16) return text;
-    const std::string sign = text[0] == '-' ? "-" : "";
-    std::string digits = text.substr(sign.size(), e - sign.size());
-    std::erase(digits, '.');
-    if (exponent < 0) return sign + "0." + std::string(static_cast<size_t>(-exponent - 1), '0') + digits;
-    const size_t whole = static_cast<size_t>(exponent) + 1;
-    if (digits.size() <= whole) return sign + digits + std::string(whole - digits.size(), '0') + ".0";
-    return sign + digits.substr(0, whole) + "." + digits.substr(whole);
+    const double size = std::abs(d);
+    const bool is_fixed = d == 0 || (size >= 1e-4 && size < 1e16);
+    char digits[64];
+    const auto style = is_fixed ? std::chars_format::fixed : std::chars_format::scientific;
+    const std::string text(digits, std::to_chars(digits, std::end(digits), d, style).ptr);
+    return is_fixed && text.find('.') == text.npos ? text + ".0" : text;
 }
 
 // True for the characters that Python's repr() writes as they are.
@@ -382,31 +364,29 @@ inline bool is_printable(int32_t c) {
     return c == ' ' || (category[0] != 'C' && category[0] != 'Z');
 }
 
+// A text in quotes. escape(code) gives what stands for a character, or "" for the character itself.
+template <class Escape>
+std::string quoted(std::string_view text, char quote, Escape&& escape) {
+    std::string out(1, quote);
+    for (const std::string_view c : characters(text)) {
+        const std::string escaped = c[0] == quote || c[0] == '\\' ? "\\" + std::string(c)
+                                    : c[0] == '\n'                ? "\\n"
+                                    : c[0] == '\r'                ? "\\r"
+                                    : c[0] == '\t'                ? "\\t"
+                                                                  : escape(first_character(c).code);
+        out += escaped.empty() ? c : escaped;
+    }
+    return out + quote;
+}
+
 // A string as Python's repr() writes it.
 inline std::string repr_of_text(std::string_view text) {
     const bool has_single = text.find('\'') != text.npos, has_double = text.find('"') != text.npos;
-    const char quote = has_single && !has_double ? '"' : '\'';
-    std::string out(1, quote);
-    for (size_t at = 0; at < text.size();) {
-        const auto [code, length] = first_character(text.substr(at));
-        if (code == quote || code == '\\')
-            (out += '\\') += static_cast<char>(code);
-        else if (code == '\n' || code == '\r' || code == '\t')
-            out += code == '\n' ? "\\n" : code == '\r' ? "\\r" : "\\t";
-        else if (is_printable(code))
-            out += text.substr(at, length);
-        else
-            out += format("\\%c%0*x",
-                          code < 0x100     ? 'x'
-                          : code < 0x10000 ? 'u'
-                                           : 'U',
-                          code < 0x100     ? 2
-                          : code < 0x10000 ? 4
-                                           : 8,
-                          static_cast<unsigned>(code));
-        at += length;
-    }
-    return out + quote;
+    return quoted(text, has_single && !has_double ? '"' : '\'', [](int32_t code) -> std::string {
+        const auto c = static_cast<unsigned>(code);
+        if (is_printable(code)) return "";
+        return c < 0x100 ? format("\\x%02x", c) : c < 0x10000 ? format("\\u%04x", c) : format("\\U%08x", c);
+    });
 }
 
 // How to write JSON, as in Python's json.dumps().
@@ -416,23 +396,13 @@ struct JsonStyle {
 };
 
 inline std::string json_string(std::string_view text, bool ascii) {
-    std::string out = "\"";
-    for (size_t at = 0; at < text.size();) {
-        constexpr std::string_view kEscaped = "\"\\\n\r\t\f\b", kLetters = "\"\\nrtfb";
-        const auto [code, length] = first_character(text.substr(at));
-        if (const size_t found = code < 0x80 ? kEscaped.find(static_cast<char>(code)) : kEscaped.npos;
-            found != kEscaped.npos)
-            (out += '\\') += kLetters[found];
-        else if (code < 0x20 || (ascii && code >= 0x7f && code < 0x10000))
-            out += format("\\u%04x", static_cast<unsigned>(code));
-        else if (ascii && code >= 0x10000)
-            out += format("\\u%04x\\u%04x", 0xd800 + (static_cast<unsigned>(code - 0x10000) >> 10),
-                          0xdc00 + (static_cast<unsigned>(code) & 0x3ff));
-        else
-            out += text.substr(at, length);
-        at += length;
-    }
-    return out + '"';
+    return quoted(text, '"', [&](int32_t code) -> std::string {
+        const auto c = static_cast<unsigned>(code);
+        if (c == '\f' || c == '\b') return c == '\f' ? "\\f" : "\\b";
+        if (c < 0x20 || (ascii && c >= 0x7f && c < 0x10000)) return format("\\u%04x", c);
+        if (!ascii || c < 0x10000) return "";
+        return format("\\u%04x\\u%04x", 0xd800 + ((c - 0x10000) >> 10), 0xdc00 + (c & 0x3ff));
+    });
 }
 
 // Writes values as JSON in a style, or without one as Python's repr().

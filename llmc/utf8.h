@@ -62,11 +62,14 @@ inline size_t unfinished_utf8(std::string_view text) {
     return 0;
 }
 
-// A text with each `from`, which is not empty, replaced.
-inline std::string with_replaced(std::string_view text, std::string_view from, std::string_view to) {
+// A text with each `from`, which is not empty, replaced; only the first `most` if that is not negative.
+inline std::string with_replaced(std::string_view text, std::string_view from, std::string_view to,
+                                 int64_t most = -1) {
     std::string result;
-    for (size_t at; (at = text.find(from)) != text.npos; text.remove_prefix(at + from.size()))
+    for (size_t at; most != 0 && (at = text.find(from)) != text.npos; most--) {
         result.append(text.substr(0, at)).append(to);
+        text.remove_prefix(at + from.size());
+    }
     return result.append(text);
 }
 
@@ -88,21 +91,16 @@ inline bool is_word(int32_t c) {
            category == "Pc";
 }
 
-// The number of bytes of the first character in a text, by the table of well-formed UTF-8 (Unicode 15.0,
-// table 3-7); 0 if more bytes are needed to tell, -1 if the first byte begins no character.
+// The number of bytes of the first character in a text; 0 if more bytes are needed to tell, -1 if the first
+// byte begins no character.
 inline int whole_character(std::string_view text) {
     if (text.empty()) return 0;
-    const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
-    const int lead = byte(0), count = lead < 0x80 ? 1 : lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : 4;
-    if (count > 1 && (lead < 0xc2 || lead > 0xf4)) return -1;
-    for (size_t i = 1; i < static_cast<size_t>(count); i++) {
-        if (i == text.size()) return 0;
-        int low = 0x80, high = 0xbf;
-        if (i == 1 && lead == 0xe0) low = 0xa0;  // not longer than necessary
-        if (i == 1 && lead == 0xf0) low = 0x90;
-        if (i == 1 && lead == 0xed) high = 0x9f;  // no surrogates
-        if (i == 1 && lead == 0xf4) high = 0x8f;  // up to U+10FFFF
-        if (byte(i) < low || byte(i) > high) return -1;
-    }
-    return count;
+    if (const Character c = first_character(text); c.code >= 0) return static_cast<int>(c.length);
+    // Every beginning of a character is completed by the smallest continuations, or by the largest.
+    for (const char continuation : {'\x80', '\xbf'})
+        for (size_t more = 1; more <= 3; more++) {
+            const std::string longer = std::string(text.substr(0, 4)) + std::string(more, continuation);
+            if (first_character(longer).length == text.size() + more) return 0;
+        }
+    return -1;
 }

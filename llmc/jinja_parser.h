@@ -579,22 +579,25 @@ class Parser {
                 fail_at(now().line, "a parameter without a default follows one with a default");
             s->parameters.push_back(std::move(parameter));
         });
-        const int outer = std::exchange(loops_, 0);
-        s->body = parse_rest({"endmacro"});
-        loops_ = outer;
-        next();
+        s->body = parse_closed("endmacro");
         return s;
     }
 
-    // transformers makes a function of {% generation %}, so a loop around it cannot be left from inside.
+    // Reads a body and its end. A loop around it cannot be left from inside: transformers makes a function of
+    // {% generation %} too.
+    Statements parse_closed(const char* end) {
+        const int outer = std::exchange(loops_, 0);
+        Statements body = parse_rest({end});
+        loops_ = outer;
+        next();
+        return body;
+    }
+
     std::unique_ptr<Statement> parse_generation() {
         auto s = make_statement(StatementKind::Generation);
         has_generation_ = true;
         next();
-        const int outer = std::exchange(loops_, 0);
-        s->body = parse_rest({"endgeneration"});
-        loops_ = outer;
-        next();
+        s->body = parse_closed("endgeneration");
         return s;
     }
 
@@ -610,9 +613,7 @@ class Parser {
             } else {
                 const int line = now().line;
                 ExpressionPtr one = make(ExpressionKind::Name, line, expect_name());
-                static const std::set<std::string> constants = {"true", "false", "none",
-                                                                "True", "False", "None"};
-                if (constants.contains(one->text)) fail_at(line, "can't assign to '" + one->text + "'");
+                if (constants().contains(one->text)) fail_at(line, "can't assign to '" + one->text + "'");
                 if (with_attributes && take_operator(".")) {
                     one = make_of(ExpressionKind::Attribute, line, std::move(one));
                     one->text = expect_name();
@@ -658,17 +659,23 @@ class Parser {
         }
         return value;
     }
-    ExpressionPtr parse_or() {
-        return parse_logic(ExpressionKind::Or, "or", [&] {
-            return parse_logic(ExpressionKind::And, "and", [&] { return parse_not(); });
-        });
-    }
+    // Reads operands with any of these operators between them.
     template <class Operand>
-    ExpressionPtr parse_logic(ExpressionKind kind, const char* name, Operand&& operand) {
+    ExpressionPtr parse_operators(std::initializer_list<std::string_view> operators, Operand&& operand) {
         ExpressionPtr left = operand();
-        for (int line = now().line; take_name(name); line = now().line)
-            left = make_of(kind, line, std::move(left), operand());
+        const auto is_one = [&](std::string_view op) { return is_operator(op) || is_name(op); };
+        while (std::ranges::any_of(operators, is_one)) {
+            const Token op = next();
+            const ExpressionKind kind = op.text == "or"    ? ExpressionKind::Or
+                                        : op.text == "and" ? ExpressionKind::And
+                                                           : ExpressionKind::Arithmetic;
+            left = make_of(kind, op.line, std::move(left), operand());
+            left->text = op.text;
+        }
         return left;
+    }
+    ExpressionPtr parse_or() {
+        return parse_operators({"or"}, [&] { return parse_operators({"and"}, [&] { return parse_not(); }); });
     }
     ExpressionPtr parse_not() {
         const int line = now().line;
@@ -697,20 +704,8 @@ class Parser {
         }
         return compare->parts.empty() ? std::move(first) : std::move(compare);
     }
-    // Reads operands with any of these operators between them.
-    template <class Operand>
-    ExpressionPtr parse_arithmetic(std::initializer_list<std::string_view> operators, Operand&& operand) {
-        ExpressionPtr left = operand();
-        const auto is_one = [&](std::string_view op) { return is_operator(op); };
-        while (std::ranges::any_of(operators, is_one)) {
-            const Token op = next();
-            left = make_of(ExpressionKind::Arithmetic, op.line, std::move(left), operand());
-            left->text = op.text;
-        }
-        return left;
-    }
     ExpressionPtr parse_sum() {
-        return parse_arithmetic({"+", "-"}, [&] { return parse_join(); });
+        return parse_operators({"+", "-"}, [&] { return parse_join(); });
     }
     ExpressionPtr parse_join() {
         const int line = now().line;
@@ -721,7 +716,7 @@ class Parser {
         return join;
     }
     ExpressionPtr parse_product() {
-        return parse_arithmetic({"*", "/", "//", "%"}, [&] {
+        return parse_operators({"*", "/", "//", "%"}, [&] {
             ExpressionPtr value = parse_unary(true);
             if (is_operator("**")) fail_at(now().line, "the operator ** is not supported");
             return value;
@@ -745,11 +740,8 @@ class Parser {
         const Token token = next();
         switch (token.kind) {
             case TokenKind::Name:
-                if (token.text == "true" || token.text == "True")
-                    return constant(token.line, Value::boolean(true));
-                if (token.text == "false" || token.text == "False")
-                    return constant(token.line, Value::boolean(false));
-                if (token.text == "none" || token.text == "None") return constant(token.line, Value::none());
+                if (const auto known = constants().find(token.text); known != constants().end())
+                    return constant(token.line, known->second);
                 return make(ExpressionKind::Name, token.line, token.text);
             case TokenKind::String: {
                 std::string text = token.text;
@@ -768,6 +760,12 @@ class Parser {
                 at_ -= token.kind == TokenKind::End ? 0 : 1;
                 refuse();
         }
+    }
+    static const std::map<std::string, Value>& constants() {
+        static const Value yes = Value::boolean(true), no = Value::boolean(false), none = Value::none();
+        static const std::map<std::string, Value> all = {{"true", yes}, {"false", no}, {"none", none},
+                                                         {"True", yes}, {"False", no}, {"None", none}};
+        return all;
     }
     static Value number_of(const Token& token) {
         if (token.kind == TokenKind::Float) return Value::real(std::strtod(token.text.c_str(), nullptr));

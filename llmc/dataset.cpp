@@ -401,16 +401,6 @@ const FileReader& Dataset::open_unchanged(const File& file) const {
     return *open_;
 }
 
-void Dataset::read_unchanged(const File& file, const FileReader& input, uint64_t at, size_t bytes,
-                             void* out) const {
-    try {
-        input.read(at, bytes, out);
-    } catch (const UserError&) {
-        open_unchanged(file);
-        throw;
-    }
-}
-
 void Dataset::read_file(const File& file, uint64_t first, uint64_t count, int32_t* out) const {
     const FileReader* input = text_tokens_ ? nullptr : &open_unchanged(file);
     unsigned char bytes[1 << 14];
@@ -418,10 +408,12 @@ void Dataset::read_file(const File& file, uint64_t first, uint64_t count, int32_
     for (uint64_t n; count > 0; first += n, out += n, count -= n) {
         n = std::min<uint64_t>(count, sizeof bytes / width);
         const uint64_t at = header + (file.begin + first) * width;
-        if (input)
-            read_unchanged(file, *input, at, n * width, bytes);
-        else
-            text_tokens_->file.read(at, n * width, bytes);
+        try {
+            input ? input->read(at, n * width, bytes) : text_tokens_->file.read(at, n * width, bytes);
+        } catch (const UserError&) {
+            if (input) open_unchanged(file);  // fails if the file has changed
+            throw;
+        }
         if (width == 1) widen<uint8_t>(bytes, n, out);
         if (width == 2) widen<uint16_t>(bytes, n, out);
         if (width == 4) widen<uint32_t>(bytes, n, out);

@@ -171,10 +171,8 @@ class Dataset {
     void add(const std::string& path);
     // Opens the file if it is not open. Fails if it has changed since the run began.
     const FileReader& open_unchanged(const File& file) const;
-    // Reads from an open file. If the read fails because the file changed, fails as open_unchanged() does.
-    void read_unchanged(const File& file, const FileReader& input, uint64_t at, size_t bytes,
-                        void* out) const;
-    // Reads tokens [first, first + count) of a File.
+    // Reads tokens [first, first + count) of a File. If that fails because it changed, fails as
+    // open_unchanged().
     void read_file(const File& file, uint64_t first, uint64_t count, int32_t* out) const;
     void check(const File& file, uint64_t first, uint64_t count, const int32_t* tokens) const;
 

@@ -209,136 +209,6 @@ static const std::vector<ChatFormat>& chat_formats() {
 #undef LLMC_TURNS
 #undef LLMC_ROLES
 
-// ---- what is learnt
-
-// Finds in a written conversation the text of each message. The template says only what it writes for a list
-// of messages, so the lists that end before a message, and with it, are written too and compared.
-class MessageFinder {
-  public:
-    // write(messages, asks): what the template writes; with `asks`, it ends by asking for an answer.
-    using Write = std::function<std::string(const jinja::Values& messages, bool asks)>;
-    // mark(text): the length of the special token that a text begins with; 0 if it begins with another.
-    using Mark = std::function<size_t(std::string_view text)>;
-    MessageFinder(const jinja::Values& messages, const std::string& whole, const Write& write,
-                  const Mark& mark)
-        : messages_(messages), whole_(whole), write_(write), mark_(mark) {}
-
-    // The answer that a message gives: what the template writes after asking for it, and the mark that ends
-    // it, without line ends after that. Fails if the template writes the answer in so different a way when
-    // other messages follow that it cannot be found.
-    jinja::Span answer(size_t i) const {
-        const std::string after = until(i + 1);
-        const std::string closed = without_line_ends(after);
-        const std::optional<std::string> before = prompt_before(i);
-        if (before && whole_.starts_with(closed) && closed.starts_with(*before))
-            return {before->size(), closed.size()};
-        return answer_by_change(i, after, before);
-    }
-
-    // True if the template asks for an answer in another way than it writes one, so that where one begins had
-    // to be guessed.
-    bool guesses() const { return guesses_; }
-
-    // All that a message adds to the conversation; or, if the template writes it differently when others
-    // follow, its content and the mark that ends it.
-    jinja::Span turn(size_t i) const {
-        const std::string before = i > 0 ? until(i) : "", after = until(i + 1);
-        const bool adds = whole_.starts_with(after) && after.starts_with(before);
-        return adds ? jinja::Span{before.size(), after.size()} : answer(i);
-    }
-
-  private:
-    [[noreturn]] static void fail_ambiguous(size_t i) {
-        fail(
-            "message %zu: the chat template writes it differently when messages follow, so the text to learn "
-            "of it cannot be found: end the conversation with this message, or put {%% generation %%} around "
-            "answers in the template",
-            i + 1);
-    }
-    static std::string without_line_ends(const std::string& text) {
-        return text.substr(0, text.find_last_not_of('\n') + 1);
-    }
-
-    jinja::Values first(size_t count) const {
-        return {messages_.begin(), messages_.begin() + static_cast<ptrdiff_t>(count)};
-    }
-    std::string until(size_t count) const {
-        return count == messages_.size() ? whole_ : write_(first(count), false);
-    }
-    // What comes before an answer; nothing if the template refuses to ask for it there.
-    std::optional<std::string> prompt_before(size_t i) const {
-        try {
-            std::string text = write_(first(i), true);
-            if (i == 0 && text.empty()) return std::nullopt;
-            return text;
-        } catch (const UserError&) {
-            return std::nullopt;
-        }
-    }
-
-    // Where two texts differ: [begin, end) of the first.
-    static jinja::Span difference(const std::string& a, const std::string& b) {
-        const size_t shorter = std::min(a.size(), b.size());
-        size_t begin = 0, tail = 0;
-        while (begin < shorter && a[begin] == b[begin]) begin++;
-        while (begin > 0 && begin < a.size() && continues_character(a[begin])) begin--;
-        while (tail < shorter - begin && a[a.size() - 1 - tail] == b[b.size() - 1 - tail]) tail++;
-        while (tail > 0 && continues_character(a[a.size() - tail])) tail--;
-        return {begin, a.size() - tail};
-    }
-
-    // Finds an answer by writing the conversation with another content in its place. What follows the
-    // content, and what comes before it, are taken from the conversation that ends with it.
-    jinja::Span answer_by_change(size_t i, const std::string& after,
-                                 const std::optional<std::string>& before) const {
-        jinja::Values changed = messages_;
-        jinja::Entries entries = changed[i].entries();
-        jinja::put(entries, "content", jinja::Value::string("\xee\x80\x80"));  // U+E000
-        changed[i] = jinja::Value::dict(std::move(entries));
-        const std::string other = write_(changed, false);
-        changed.resize(i + 1);
-        const std::string other_after = write_(changed, false);
-        if (other == whole_ || other_after == after) fail_ambiguous(i);
-        const jinja::Span content = difference(whole_, other), alone = difference(after, other_after);
-        const std::string closing = without_line_ends(after.substr(alone.end));
-        const size_t end =
-            content.end + closing_length(i, std::string_view(whole_).substr(content.end), closing);
-        if (before && whole_.starts_with(*before) && before->size() <= content.begin)
-            return {before->size(), end};
-        if (before && after.starts_with(*before) && before->size() <= alone.begin) {
-            const std::string opening = after.substr(before->size(), alone.begin - before->size());
-            if (whole_.substr(0, content.begin).ends_with(opening))
-                return {content.begin - opening.size(), end};
-        }
-        return {begin_of(i, content.begin, before), end};
-    }
-
-    // The length of what ends an answer: the same as where the conversation ends with it, or another special
-    // token in the place of one.
-    size_t closing_length(size_t i, std::string_view rest, const std::string& closing) const {
-        if (rest.starts_with(closing)) return closing.size();
-        const size_t length = mark_(rest);
-        if (length == 0 || mark_(closing) != closing.size()) fail_ambiguous(i);
-        return length;
-    }
-
-    // The template asks for an answer in another way than it writes one, as with an empty thought: the answer
-    // begins where the two differ, at the latest with the content.
-    size_t begin_of(size_t i, size_t content, const std::optional<std::string>& before) const {
-        guesses_ = true;
-        const std::string earlier = i > 0 ? until(i) : "";
-        if (!before || i == 0 || !whole_.starts_with(earlier)) return content;
-        const auto same = std::ranges::mismatch(*before, whole_).in1 - before->begin();
-        return std::clamp(static_cast<size_t>(same), std::min(earlier.size(), content), content);
-    }
-
-    const jinja::Values& messages_;
-    const std::string& whole_;
-    const Write& write_;
-    const Mark& mark_;
-    mutable bool guesses_ = false;
-};
-
 // ---- chats
 
 std::tm chat_date(const std::string& given) {
@@ -537,6 +407,140 @@ struct Chat::Prepared {
     mutable uint64_t steps = 0;  // that the template took so far
 };
 
+// ---- what is learnt
+
+// Finds in a written conversation the text of each message. The template says only what it writes for a list
+// of messages, so the lists that end before a message, and with it, are written too and compared.
+class Chat::MessageFinder {
+  public:
+    MessageFinder(const Prepared& chat, const std::string& whole, const Tokenizer& tokenizer)
+        : chat_(chat), messages_(chat.messages), whole_(whole), tokenizer_(tokenizer) {}
+
+    // The answer that a message gives: what the template writes after asking for it, and the mark that ends
+    // it, without line ends after that. Fails if the template writes the answer in so different a way when
+    // other messages follow that it cannot be found.
+    jinja::Span answer(size_t i) const {
+        const std::string after = until(i + 1);
+        const std::string closed = without_line_ends(after);
+        const std::optional<std::string> before = prompt_before(i);
+        if (before && whole_.starts_with(closed) && closed.starts_with(*before))
+            return {before->size(), closed.size()};
+        return answer_by_change(i, after, before);
+    }
+
+    // True if the template asks for an answer in another way than it writes one, so that where one begins had
+    // to be guessed.
+    bool guesses() const { return guesses_; }
+
+    // All that a message adds to the conversation; or, if the template writes it differently when others
+    // follow, its content and the mark that ends it.
+    jinja::Span turn(size_t i) const {
+        const std::string before = i > 0 ? until(i) : "", after = until(i + 1);
+        const bool adds = whole_.starts_with(after) && after.starts_with(before);
+        return adds ? jinja::Span{before.size(), after.size()} : answer(i);
+    }
+
+  private:
+    [[noreturn]] static void fail_ambiguous(size_t i) {
+        fail(
+            "message %zu: the chat template writes it differently when messages follow, so the text to learn "
+            "of it cannot be found: end the conversation with this message, or put {%% generation %%} around "
+            "answers in the template",
+            i + 1);
+    }
+    static std::string without_line_ends(const std::string& text) {
+        return text.substr(0, text.find_last_not_of('\n') + 1);
+    }
+
+    jinja::Values first(size_t count) const {
+        return {messages_.begin(), messages_.begin() + static_cast<ptrdiff_t>(count)};
+    }
+    std::string until(size_t count) const {
+        return count == messages_.size() ? whole_ : chat_.write(first(count), false).text;
+    }
+    // The length of the special token that a text begins with; 0 if it begins with another.
+    size_t mark(std::string_view text) const {
+        const std::vector<int> tokens = tokenizer_.encode(text.substr(0, jinja::byte_of(text, 64)));
+        if (tokens.empty() || !tokenizer_.is_special(tokens[0])) return 0;
+        const std::string spelling = tokenizer_.decode(tokens[0]);
+        return text.starts_with(spelling) ? spelling.size() : 0;
+    }
+    // What comes before an answer; nothing if the template refuses to ask for it there.
+    std::optional<std::string> prompt_before(size_t i) const {
+        try {
+            std::string text = chat_.write(first(i), true).text;
+            if (i == 0 && text.empty()) return std::nullopt;
+            return text;
+        } catch (const UserError&) {
+            return std::nullopt;
+        }
+    }
+
+    // Where two texts differ: [begin, end) of the first.
+    static jinja::Span difference(const std::string& a, const std::string& b) {
+        const size_t shorter = std::min(a.size(), b.size());
+        size_t begin = 0, tail = 0;
+        while (begin < shorter && a[begin] == b[begin]) begin++;
+        while (begin > 0 && begin < a.size() && continues_character(a[begin])) begin--;
+        while (tail < shorter - begin && a[a.size() - 1 - tail] == b[b.size() - 1 - tail]) tail++;
+        while (tail > 0 && continues_character(a[a.size() - tail])) tail--;
+        return {begin, a.size() - tail};
+    }
+
+    // Finds an answer by writing the conversation with another content in its place. What follows the
+    // content, and what comes before it, are taken from the conversation that ends with it.
+    jinja::Span answer_by_change(size_t i, const std::string& after,
+                                 const std::optional<std::string>& before) const {
+        jinja::Values changed = messages_;
+        jinja::Entries entries = changed[i].entries();
+        jinja::put(entries, "content", jinja::Value::string("\xee\x80\x80"));  // U+E000
+        changed[i] = jinja::Value::dict(std::move(entries));
+        const std::string other = chat_.write(changed, false).text;
+        changed.resize(i + 1);
+        const std::string other_after = chat_.write(changed, false).text;
+        if (other == whole_ || other_after == after) fail_ambiguous(i);
+        const jinja::Span content = difference(whole_, other), alone = difference(after, other_after);
+        const std::string closing = without_line_ends(after.substr(alone.end));
+        const size_t end =
+            content.end + closing_length(i, std::string_view(whole_).substr(content.end), closing);
+        if (before && whole_.starts_with(*before) && before->size() <= content.begin)
+            return {before->size(), end};
+        if (before && after.starts_with(*before) && before->size() <= alone.begin) {
+            const std::string opening = after.substr(before->size(), alone.begin - before->size());
+            if (whole_.substr(0, content.begin).ends_with(opening))
+                return {content.begin - opening.size(), end};
+        }
+        return {begin_of(i, content.begin, before), end};
+    }
+
+    // The length of what ends an answer: the same as where the conversation ends with it, or another special
+    // token in the place of one.
+    size_t closing_length(size_t i, std::string_view rest, const std::string& closing) const {
+        if (rest.starts_with(closing)) return closing.size();
+        const size_t length = mark(rest);
+        if (length == 0 || mark(closing) != closing.size()) fail_ambiguous(i);
+        return length;
+    }
+
+    // The template asks for an answer in another way than it writes one, as with an empty thought: the answer
+    // begins where the two differ, at the latest with the content.
+    size_t begin_of(size_t i, size_t content, const std::optional<std::string>& before) const {
+        guesses_ = true;
+        const std::string earlier = i > 0 ? until(i) : "";
+        if (!before || i == 0 || !whole_.starts_with(earlier)) return content;
+        const auto same = std::ranges::mismatch(*before, whole_).in1 - before->begin();
+        return std::clamp(static_cast<size_t>(same), std::min(earlier.size(), content), content);
+    }
+
+    const Prepared& chat_;
+    const jinja::Values& messages_;
+    const std::string& whole_;
+    const Tokenizer& tokenizer_;
+    mutable bool guesses_ = false;
+};
+
+// ---- writing
+
 int Chat::end_of_answer(bool behind) const {
     const std::vector<Message> sample = {said("user", "a"), said("assistant", "b")};
     try {
@@ -618,16 +622,7 @@ Chat::Spans Chat::found(const Conversation& conversation, const Prepared& chat, 
                         const Kept& kept) const {
     constexpr size_t kLong = 32;
     const size_t end = chat.messages.size() < kLong ? whole.size() : kept(whole);
-    const MessageFinder::Write write = [&](const jinja::Values& some, bool asks) {
-        return chat.write(some, asks).text;
-    };
-    const MessageFinder::Mark mark = [&](std::string_view text) -> size_t {
-        const std::vector<int> tokens = tokenizer_.encode(text.substr(0, jinja::byte_of(text, 64)));
-        if (tokens.empty() || !tokenizer_.is_special(tokens[0])) return 0;
-        const std::string spelling = tokenizer_.decode(tokens[0]);
-        return text.starts_with(spelling) ? spelling.size() : 0;
-    };
-    const MessageFinder finder(chat.messages, whole, write, mark);
+    const MessageFinder finder(chat, whole, tokenizer_);
     Spans spans;
     for (const size_t i : answers(conversation)) {
         spans.emplace_back(finder.answer(i), Learnt::Always);

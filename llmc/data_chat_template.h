@@ -83,6 +83,7 @@ class Chat {
 
   private:
     struct Prepared;  // a conversation as the template sees it
+    class MessageFinder;
     using Spans = std::vector<std::pair<jinja::Span, Learnt>>;
 
     const jinja::Template& template_for(const Conversation& conversation) const {

@@ -149,32 +149,27 @@ DataKind data_kind(const FileReader& file) {
     refuse_tables(path, extension, start);
     std::string_view rest = start;
     if (rest.starts_with("\xef\xbb\xbf")) rest.remove_prefix(3);  // a byte order mark
-    const auto skip = [&](const char* spaces) {
+    // The next character that is none of these.
+    const auto next = [&](const char* spaces) {
         rest.remove_prefix(std::min(rest.find_first_not_of(spaces), rest.size()));
+        const char c = rest.empty() ? '\0' : rest[0];
+        rest.remove_prefix(rest.empty() ? 0 : 1);
+        return c;
     };
     constexpr const char *kSpaces = " \t\r\n", *kInLine = " \t";
-    skip(kSpaces);
-    const char first = rest.empty() ? '\0' : rest[0];
-    if (!rest.empty()) rest.remove_prefix(1);
+    const char first = next(kSpaces);
     if (is_json_lines_extension(extension)) return first == '[' ? DataKind::JsonList : DataKind::JsonLines;
     if (extension == "json") {
-        skip(kInLine);
         if (first == '[') return DataKind::JsonList;
-        if (first == '{' && !rest.starts_with('\n') && !rest.starts_with("\r\n")) return DataKind::JsonLines;
+        const char second = next(kInLine);
+        const bool ends_line = second == '\n' || (second == '\r' && rest.starts_with('\n'));
+        if (first == '{' && !ends_line) return DataKind::JsonLines;
         fail(
             "%s is neither a JSON list of examples nor an example a line; a file that ends in .txt is read "
             "as text",
             path);
     }
-    if (first == '{') {
-        skip(kInLine);
-        if (rest.starts_with('"')) return DataKind::JsonLines;
-    } else if (first == '[') {
-        skip(kSpaces);
-        if (!rest.starts_with('{')) return DataKind::Text;
-        rest.remove_prefix(1);
-        skip(kSpaces);
-        if (rest.starts_with('"')) return DataKind::JsonList;
-    }
+    if (first == '{' && next(kInLine) == '"') return DataKind::JsonLines;
+    if (first == '[' && next(kSpaces) == '{' && next(kSpaces) == '"') return DataKind::JsonList;
     return DataKind::Text;
 }

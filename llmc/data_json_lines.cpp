@@ -149,9 +149,7 @@ JsonExample read_example(std::span<char> line, const std::string& where, std::se
     if (!is_text) {
         example.bytes = parsed.bytes_as_chat();
         require_memory_for(example.bytes, where);
-        for (const char* fields : {kAskingFields, kAnswerFields})
-            for (const std::string& field : words_of(fields))
-                if (const auto found = object.find(field); found != object.end()) parsed.restore(*found);
+        parsed.restore(object);
         messages = take_messages(object, where);
         refuse_bad_answer(object, where);
     }

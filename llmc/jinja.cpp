@@ -3,7 +3,6 @@
 #include "llmc/jinja.h"
 
 #include <ctime>
-#include <deque>
 #include <memory>
 #include <set>
 #include <string>
@@ -37,16 +36,10 @@ struct Raised : UserError {
 std::string date_text(const std::tm& date, const std::string& pattern) {
     std::string rest;  // without what a date without a time zone leaves empty
     for (size_t i = 0; i < pattern.size(); i++) {
-        const char next = pattern[i] == '%' && i + 1 < pattern.size() ? pattern[i + 1] : '\0';
-        if (!next) {
-            rest += pattern[i];
-            continue;
-        }
-        if (next == 'f')
-            rest += "000000";
-        else if (next != 'z' && next != 'Z')
-            (rest += '%') += next;
-        i++;
+        const bool is_field = pattern[i] == '%' && i + 1 < pattern.size();
+        const std::string_view next = std::string_view(pattern).substr(i, is_field ? 2 : 1);
+        rest += next == "%f" ? "000000" : next == "%z" || next == "%Z" ? "" : next;
+        i += next.size() - 1;
     }
     if (rest.size() > 1000) fail("strftime_now(): the format is too long");
     std::string out(rest.size() * 100 + 1, '\0');
@@ -72,16 +65,18 @@ struct FunctionObject : Object {
 // One run of a template.
 class Evaluator {
   public:
-    Evaluator(const Variables& variables, const std::tm& date, size_t input_bytes)
-        : work_(input_bytes), date_(date) {
+    Evaluator(const Variables& variables, const std::tm& date, size_t input_bytes, uint64_t* steps)
+        : work_(input_bytes), steps_(steps), date_(date) {
         for (const char* name : {"range", "dict", "namespace", "raise_exception", "strftime_now"})
             globals_.variables.emplace_back(
                 name, Value::object(Kind::Function, std::make_shared<FunctionObject>(name)));
         for (const auto& [name, value] : variables) assign(globals_, name, value);
-        scope_ = new_scope(&globals_);
     }
 
-    uint64_t steps_left() const { return work_.left(); }
+    ~Evaluator() {  // also where the template fails
+        if (steps_) *steps_ += steps_before_ - work_.left();
+    }
+    Evaluator(const Evaluator&) = delete;
 
     Rendered run(const Statements& statements) {
         try {
@@ -129,29 +124,19 @@ class Evaluator {
         return Value::undefined("'" + name + "' is undefined");
     }
 
-    Scope* new_scope(Scope* parent) {
-        if (free_.empty()) {
-            scopes_.emplace_back();
-            free_.push_back(&scopes_.back());
-        }
-        Scope* const scope = free_.back();
-        free_.pop_back();
-        scope->parent = parent;
-        return scope;
-    }
     // A scope inside another one; while it exists, names are looked up and assigned in it.
     class Inside {
       public:
-        Inside(Evaluator& e, Scope* parent)
-            : evaluator_(e), outer_(std::exchange(e.scope_, e.new_scope(parent))) {}
+        Inside(Evaluator& e, Scope* parent) : evaluator_(e), outer_(std::exchange(e.scope_, scope_.get())) {
+            scope_->parent = parent;
+        }
         ~Inside() {
-            Scope* const scope = std::exchange(evaluator_.scope_, outer_);
-            if (scope->has_macros) return;  // it stays until the run ends
-            scope->variables.clear();
-            evaluator_.free_.push_back(scope);
+            evaluator_.scope_ = outer_;
+            if (scope_->has_macros) evaluator_.kept_.push_back(std::move(scope_));
         }
 
       private:
+        std::unique_ptr<Scope> scope_ = std::make_unique<Scope>();
         Evaluator& evaluator_;
         Scope* const outer_;
     };
@@ -429,22 +414,18 @@ class Evaluator {
         if (given.positional.size() > parameters.size())
             fail("macro '%s' takes not more than %zu argument(s)", macro.name, parameters.size());
         for (const auto& argument : given.named)
-            if (std::ranges::none_of(parameters, [&](const Argument& p) { return p.name == argument.first; }))
+            if (std::ranges::find(parameters, argument.first, &Argument::name) == parameters.end())
                 fail("macro '%s' takes no keyword argument '%s'", macro.name, argument.first);
         const Inside inside(*this, macro.scope);
         macros_++;
         for (size_t i = 0; i < parameters.size(); i++) {
-            const Argument& parameter = parameters[i];
-            Value value = Value::undefined("parameter '" + parameter.name + "' was not provided");
-            const auto named = std::ranges::find_if(
-                given.named, [&](const auto& pair) { return pair.first == parameter.name; });
-            if (i < given.positional.size())
-                value = given.positional[i];
-            else if (named != given.named.end())
-                value = named->second;
-            else if (parameter.value)
-                value = evaluate(*parameter.value);
-            assign(*scope_, parameter.name, value);
+            const auto& [name, usual] = parameters[i];
+            const auto named = std::ranges::find(given.named, name, &std::pair<std::string, Value>::first);
+            assign(*scope_, name,
+                   i < given.positional.size()  ? given.positional[i]
+                   : named != given.named.end() ? named->second
+                   : usual                      ? evaluate(*usual)
+                           : Value::undefined("parameter '" + name + "' was not provided"));
         }
         Value text;
         capture(macro.macro->body, text);
@@ -485,12 +466,13 @@ class Evaluator {
     }
 
     Work work_;
+    uint64_t* const steps_;
+    const uint64_t steps_before_ = work_.left();
     const std::tm date_;
     std::vector<std::unique_ptr<Namespace>> namespaces_;
-    std::deque<Scope> scopes_;
-    std::vector<Scope*> free_;
-    Scope globals_;
-    Scope* scope_ = nullptr;
+    std::vector<std::unique_ptr<Scope>> kept_;  // scopes that macros may still read
+    Scope globals_, top_{&globals_, {}, false};
+    Scope* scope_ = &top_;
     std::string root_;           // what the template writes
     std::string* out_ = &root_;  // where to write now
     std::vector<Span> generated_;
@@ -515,15 +497,7 @@ Template::Template(std::string_view source) {
 
 Rendered Template::render(const Variables& variables, size_t input_bytes, const std::tm& date,
                           uint64_t* steps) const {
-    Evaluator evaluator(variables, date, input_bytes);
-    struct Count {  // also where the template fails
-        ~Count() {
-            if (steps) *steps += before - evaluator.steps_left();
-        }
-        const Evaluator& evaluator;
-        uint64_t* const steps;
-        const uint64_t before = evaluator.steps_left();
-    } const count{evaluator, steps};
+    Evaluator evaluator(variables, date, input_bytes, steps);
     return evaluator.run(statements_->all);
 }
 

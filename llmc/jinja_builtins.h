@@ -19,11 +19,6 @@
 
 namespace jinja {
 
-inline bool is_filter(std::string_view name);
-inline bool is_test(std::string_view name);
-inline std::string no_filter(const std::string& name);
-inline std::string no_test(const std::string& name);
-
 // The arguments of a call.
 struct Arguments {
     Values positional;
@@ -241,13 +236,9 @@ inline Value formatted(Work& work, const std::string& pattern, const Values& val
     size_t used = 0;
     work.spend(pattern.size());
     for (size_t at = 0; at < pattern.size(); at++) {
-        if (pattern[at] != '%') {
+        const char kind = pattern[at] != '%' ? '\0' : ++at < pattern.size() ? pattern[at] : ' ';
+        if (kind == '\0' || kind == '%') {
             out += pattern[at];
-            continue;
-        }
-        const char kind = ++at < pattern.size() ? pattern[at] : ' ';
-        if (kind == '%') {
-            out += '%';
             continue;
         }
         if (std::string_view("srdi").find(kind) == std::string_view::npos)
@@ -736,6 +727,12 @@ inline Value filter_join(Work& work, const Value& v, const Arguments& a) {
     return new_string(work, std::move(out));
 }
 
+// The arguments behind the first `count` without a name.
+inline Arguments without_first(const Arguments& a, size_t count) {
+    const auto begin = a.positional.begin() + static_cast<ptrdiff_t>(std::min(count, a.positional.size()));
+    return {{begin, a.positional.end()}, a.named};
+}
+
 inline Value filter_map(Work& work, const Value& v, const Arguments& a) {
     Values out;
     if (a.positional.empty()) {
@@ -746,9 +743,8 @@ inline Value filter_map(Work& work, const Value& v, const Arguments& a) {
         }
         return new_list(work, std::move(out), Kind::Generator);
     }
-    Arguments rest = a;
-    rest.positional.erase(rest.positional.begin());
     if (!a.positional[0].is_string()) fail("needs the name of a filter");
+    const Arguments rest = without_first(a, 1);
     for (const Value& one : items_if_any(work, v))
         out.push_back(apply_filter(work, a.positional[0].text(), one, rest));
     return new_list(work, std::move(out), Kind::Generator);
@@ -756,27 +752,14 @@ inline Value filter_map(Work& work, const Value& v, const Arguments& a) {
 
 // select, reject, selectattr, rejectattr: the items that pass a test, or that do not.
 inline Value filter_select(Work& work, const Value& v, const Arguments& a, bool by_attribute, bool wanted) {
-    Arguments rest = a;
+    const size_t given = a.positional.size(), at = by_attribute ? 1 : 0;  // where the test's name is
+    if (by_attribute && given == 0) fail("misses the attribute's name");
+    if (given > at && !a.positional[at].is_string()) fail("needs the name of a test");
+    const Arguments rest = without_first(a, at + 1);
     Values out;
-    Value path;
-    const auto take_first = [&] {
-        const Value first = rest.positional[0];
-        rest.positional.erase(rest.positional.begin());
-        return first;
-    };
-    if (by_attribute) {
-        if (rest.positional.empty()) fail("misses the attribute's name");
-        path = take_first();
-    }
-    std::string test;
-    if (!rest.positional.empty()) {
-        const Value name = take_first();
-        if (!name.is_string()) fail("needs the name of a test");
-        test = name.text();
-    }
     for (const Value& one : items_if_any(work, v)) {
-        const Value got = by_attribute ? follow(work, one, path) : one;
-        const bool passes = test.empty() ? got.truth() : apply_test(work, test, got, rest);
+        const Value got = by_attribute ? follow(work, one, a.positional[0]) : one;
+        const bool passes = given > at ? apply_test(work, a.positional[at].text(), got, rest) : got.truth();
         if (passes == wanted) out.push_back(one);
     }
     return new_list(work, std::move(out), Kind::Generator);

@@ -62,11 +62,7 @@ class Lexer {
   private:
     // Line ends become \n, and the last one goes.
     static std::string normalized(std::string_view source) {
-        std::string out;
-        for (size_t i = 0; i < source.size(); i++) {
-            if (source[i] == '\r' && i + 1 < source.size() && source[i + 1] == '\n') continue;
-            out += source[i] == '\r' ? '\n' : source[i];
-        }
+        std::string out = with_replaced(with_replaced(source, "\r\n", "\n"), "\r", "\n");
         if (out.ends_with('\n')) out.pop_back();
         return out;
     }

@@ -174,13 +174,16 @@ struct MethodObject : Object {
     const std::string name;
 };
 
-// Loops and methods are only used directly. In a list, `loop` could come to contain itself.
-inline void check_item(const Value& v) {
-    if (v.is(Kind::Loop) || v.is(Kind::Method))
-        fail("a list or dict that holds a %s is not supported", v.is(Kind::Loop) ? "loop" : "method");
-}
 inline void check_depth(int depth) {
     if (depth > kDeepestValue) fail("lists and dicts nest more than %d deep", kDeepestValue);
+}
+// Notes that an object holds a value. Loops and methods are only used directly: in a list, `loop` could come
+// to contain itself.
+inline void hold(Object& object, const Value& v) {
+    if (v.is(Kind::Loop) || v.is(Kind::Method))
+        fail("a list or dict that holds a %s is not supported", v.is(Kind::Loop) ? "loop" : "method");
+    object.depth = std::max(object.depth, v.depth() + 1);
+    check_depth(object.depth);
 }
 
 inline Value Value::string(std::string text) {
@@ -191,22 +194,13 @@ inline Value Value::undefined(std::string why) {
 }
 inline Value Value::list(Values items, Kind kind) {
     auto made = std::make_shared<ListObject>();
-    for (const Value& item : items) {
-        check_item(item);
-        made->depth = std::max(made->depth, item.depth() + 1);
-    }
-    check_depth(made->depth);
+    for (const Value& item : items) hold(*made, item);
     made->items = std::move(items);
     return object(kind, std::move(made));
 }
 inline Value Value::dict(Entries entries) {
     auto made = std::make_shared<DictObject>();
-    for (const DictEntry& e : entries) {
-        check_item(e.key);
-        check_item(e.value);
-        made->depth = std::max({made->depth, e.key.depth() + 1, e.value.depth() + 1});
-    }
-    check_depth(made->depth);
+    for (const DictEntry& e : entries) hold(*made, e.key), hold(*made, e.value);
     made->entries = std::move(entries);
     return object(Kind::Dict, std::move(made));
 }

@@ -71,10 +71,6 @@ struct TokenizerParts {
 
 // ---- the encoder
 //
-// Turns text into tokens, with the steps of Hugging Face's tokenizers: find added tokens, normalize the text
-// between them, find added tokens in the normalized text, split the rest into words, turn each word into
-// tokens.
-//
 // A text of any size is processed in parts. Each step takes from the front of its input only what later text
 // cannot change, returns how much it took, and gets the rest again with more text after it. So the tokens are
 // those of the whole text, and memory is bounded by a part and the longest word. Text that would take more

@@ -251,7 +251,7 @@ inline void use_characters(const SpeltModel& spelt, bool byte_fallback, TextStep
     if (!bpe.whole_words) steps.joints = make_joints(spelt);
     bpe.vocabulary = steps.vocabulary = spelt.vocabulary();
     steps.byte_tokens = bpe.byte_tokens;
-    steps.knows_all = std::ranges::none_of(bpe.byte_tokens, [](int t) { return t < 0; });
+    steps.knows_all = std::ranges::count(bpe.byte_tokens, -1) == 0;
 }
 
 // Reads a tokenizer.json. Fails naming the file, and a component or value that is not supported.
@@ -330,8 +330,7 @@ class TokenizerJsonReader {
             use_bytes(spelt_, steps, *bpe_);
         else
             use_characters(spelt_, byte_fallback_, steps, *bpe_);
-        const bool knows_bytes =
-            std::ranges::none_of(steps.byte_tokens, [](int32_t token) { return token < 0; });
+        const bool knows_bytes = std::ranges::count(steps.byte_tokens, -1) == 0;
         if (by_bytes_ && byte_fallback_ && !knows_bytes)
             fail("%s: model BPE: \"byte_fallback\" true is not supported with a pre_tokenizer ByteLevel",
                  path_);

@@ -222,7 +222,7 @@ inline TokenizerParts read_sentencepiece(const std::string& file, const std::str
     }
     steps.vocabulary->shrink();
     steps.joints = Joints(std::move(pairs));
-    steps.knows_all = std::ranges::none_of(steps.byte_tokens, [](int t) { return t < 0; });
+    steps.knows_all = std::ranges::count(steps.byte_tokens, -1) == 0;
     steps.unknown = library.unk_id();
     const bool adds_space = llama ? truth_of(settings, "add_prefix_space", true) : model->adds_space();
     if (adds_space) {

@@ -167,7 +167,8 @@ void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const
     const Head<floatX>& d_head = gradients.take_head();
     for (MicroBatch& m : micro_batches)
         if (layout_.has_head())
-            m.d_residual = head_and_loss(m, options.head_rows, loss_scale, total_loss, d_head);
+            m.d_residual = embedding_and_head_.with_prompt(
+                head_and_loss(m, options.head_rows, loss_scale, total_loss, d_head));
         else
             send(Neighbor::Next, m.residual);
     gradients.complete_head();
@@ -370,8 +371,8 @@ void Gpt::backward_attention(int layer, BlockGradient<floatX>& g, BlockActivatio
 // ---- the head and the loss
 
 // The head and the loss, chunk by chunk of rows: each chunk goes forward and at once back, so that only one
-// chunk's logits exist. The gradient of m.residual overwrites it chunk by chunk, and is returned; for a soft
-// prompt's rows, which have no logits, it is 0.
+// chunk's logits exist. The gradient of m.residual overwrites it chunk by chunk, and is returned, without the
+// rows of a soft prompt: these have no logits.
 TensorX Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, TensorF& total_loss,
                            const Head<floatX>& d_head) {
     TensorX residual = embedding_and_head_.without_prompt(std::move(m.residual));
@@ -396,7 +397,7 @@ TensorX Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, T
     embedding_and_head_.release_head();
     loss.add_to(total_loss, stream_);
     g.end(stream_);
-    return embedding_and_head_.with_prompt(std::move(residual));
+    return residual;
 }
 
 HeadActivations Gpt::forward_head(const TensorX& x, const Rows& rows) {

@@ -324,8 +324,7 @@ class Pattern {
         // A dot matches any character but a line feed, as in Ruby's syntax.
         const std::string translated = "(*LF)" + RegexTranslation(regex, where).result();
         code_.reset(pcre2_compile(reinterpret_cast<PCRE2_SPTR>(translated.data()), translated.size(),
-                                  PCRE2_UTF | PCRE2_UCP, &error, &at, nullptr),
-                    pcre2_code_free);
+                                  PCRE2_UTF | PCRE2_UCP, &error, &at, nullptr));
         uint32_t may_be_empty = 0;
         if (code_) pcre2_pattern_info(code_.get(), PCRE2_INFO_MATCHEMPTY, &may_be_empty);
         if (!code_ || may_be_empty) {
@@ -363,12 +362,16 @@ class Pattern {
     }
 
   private:
+    struct FreeCode {
+        void operator()(pcre2_code* code) const { pcre2_code_free(code); }
+    };
+
     int run(std::string_view text, size_t from, uint32_t options, pcre2_match_data* match) const {
         return pcre2_match(code_.get(), reinterpret_cast<PCRE2_SPTR>(text.data()), text.size(), from, options,
                            match, nullptr);
     }
 
-    std::shared_ptr<pcre2_code> code_;
+    std::unique_ptr<pcre2_code, FreeCode> code_;
 };
 
 // One way to split a text: each match is a piece, and so is the text between two matches.

@@ -363,7 +363,7 @@ void Gpt::backward_attention(int layer, BlockGradient<floatX>& g, BlockActivatio
                                          w.projection, rows);
     d_projection.drop();
     TensorX d_qkv = attention_.backward(layer, attention, std::move(d_attended), w, g, rows, kv);
-    TensorX d_norm = linear_backward(arena_, stream_, "d_ln_1", g.qkv, make_norm, d_qkv, w.qkv, rows);
+    TensorX d_norm = linear_backward(arena_, stream_, "d_norm_1", g.qkv, make_norm, d_qkv, w.qkv, rows);
     d_qkv.drop();
     norm_.backward(d_residual, g.norm_1, d_norm, a.input, a.norm_1, w.norm_1);
 }

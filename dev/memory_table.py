@@ -18,7 +18,7 @@ import sys
 
 MIB = 1 << 20
 LLM_C_LEVELS = {"none": 0, "gelu": 1, "norm": 2}  # its option -r
-ROWS = {"ln_1": "ln_1 + ln_2", "ln_2": "ln_1 + ln_2"}  # small or equal buffers that share a row
+ROWS = {"norm_1": "norm_1 + norm_2", "norm_2": "norm_1 + norm_2"}  # small or equal buffers that share a row
 STATISTICS = "layernorm mean, rstd"
 
 
@@ -95,9 +95,9 @@ def llm_c(level, L, B, T, C, NH, Vp, s):
     """
     btc, bt = B * T * C * s, B * T
     r = LLM_C_LEVELS[level]
-    return {"residual": btc + L * btc, "ln_1 + ln_2": 0 if r >= 2 else 2 * L * btc, "qkv": L * 3 * btc,
+    return {"residual": btc + L * btc, "norm_1 + norm_2": 0 if r >= 2 else 2 * L * btc, "qkv": L * 3 * btc,
             "attention": L * btc, "attention_lse": L * B * NH * T * 4, "residual_middle": L * btc, "up": L * 4 * btc,
-            "gelu": (L if r == 0 else 1) * 4 * btc, "ln_f": btc, STATISTICS: (4 * L + 2) * bt * 4,
+            "gelu": (L if r == 0 else 1) * 4 * btc, "norm_f": btc, STATISTICS: (4 * L + 2) * bt * 4,
             "logits": bt * max(3 * C, Vp) * s, "losses": bt * 4, "scratch_bt4c": 4 * btc, "scratch_btc": btc}
 
 

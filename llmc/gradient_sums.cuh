@@ -278,7 +278,7 @@ struct BlockGradient {
           down{std::move(view.down), accumulate} {}
 
     void begin_mlp_chunks(Arena& arena, Stream stream) {
-        norm_2.begin_chunks(arena, stream, "d_ln_2_sums");
+        norm_2.begin_chunks(arena, stream, "d_norm_2_sums");
         up.begin_chunks(arena, stream);
         down.begin_chunks(arena, stream);
     }
@@ -288,7 +288,7 @@ struct BlockGradient {
         down.end_chunks(stream);
     }
     void begin_chunks(Arena& arena, Stream stream) {
-        norm_1.begin_chunks(arena, stream, "d_ln_1_sums");
+        norm_1.begin_chunks(arena, stream, "d_norm_1_sums");
         query_norm.begin_chunks(arena, stream, "d_query_norm_sums");
         key_norm.begin_chunks(arena, stream, "d_key_norm_sums");
         qkv.begin_chunks(arena, stream);
@@ -322,7 +322,7 @@ struct HeadGradient {
           accumulate(accumulate) {}
 
     void begin(Arena& arena, Stream stream, bool in_chunks) {
-        norm.begin_chunks(arena, stream, "d_ln_f_sums");
+        norm.begin_chunks(arena, stream, "d_norm_f_sums");
         if (!in_chunks) return;
         if (weight && !accumulate) fill_zero(weight, stream);
         weight_low = take_low_bits(arena, stream, "d_wte_low_bits", weight);

@@ -135,7 +135,7 @@ class MlpLayer {
             swiglu_backward(d_up, d, d_up, stream_);
         }
         d_output.drop();
-        TensorX d_norm = back("d_ln_2", g.up, make_norm, d_up, w.up);
+        TensorX d_norm = back("d_norm_2", g.up, make_norm, d_up, w.up);
         d_up.drop();
         norm_.backward(d_residual, g.norm_2, d_norm, x, m.norm, w.norm_2);
     }

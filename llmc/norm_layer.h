@@ -74,8 +74,9 @@ using NormedX = Normed<floatX>;
 struct NormNames {
     const char *mean, *rstd, *out;
 };
-constexpr NormNames kNorm1 = {"ln_1_mean", "ln_1_rstd", "ln_1"}, kNorm2 = {"ln_2_mean", "ln_2_rstd", "ln_2"},
-                    kLastNorm = {"ln_f_mean", "ln_f_rstd", "ln_f"},
+constexpr NormNames kNorm1 = {"norm_1_mean", "norm_1_rstd", "norm_1"},
+                    kNorm2 = {"norm_2_mean", "norm_2_rstd", "norm_2"},
+                    kLastNorm = {"norm_f_mean", "norm_f_rstd", "norm_f"},
                     kEmbeddingNorm = {"embedding_mean", "embedding_rstd", "residual"};
 
 class NormLayer {

@@ -277,9 +277,9 @@ def test_only_keys_and_values_are_there_of_all_rows(train, tmp_path, kind):
     options = ("--model", tmp_path / "model", "--batch", 2, "--seq-len", 900, "--chunk-rows", "head=64", "--recompute", "block",
                "--chunk-rows", "mlp=128")
     plan, whole = train.plan(*options, "--chunk-rows", "attention=256"), train.plan(*options)
-    chunked = {"ln_1", "d_ln_1", "qkv", "attention", "d_attention", "attention_projected", "residual_middle", "attention_lse"}
+    chunked = {"norm_1", "d_norm_1", "qkv", "attention", "d_attention", "attention_projected", "residual_middle", "attention_lse"}
     rows = {b["name"]: b["shape"][-2] for b in plan["buffers"] if b["name"] in chunked}
-    assert {"ln_1", "qkv", "attention", "d_attention"} <= rows.keys()
+    assert {"norm_1", "qkv", "attention", "d_attention"} <= rows.keys()
     assert all(count <= 256 for name, count in rows.items() if name != "attention_lse"), rows
     assert {b["shape"][0] for b in plan["buffers"] if b["name"] in ("keys_and_values", "d_kv_sums")} == {900}
     assert plan["totals"]["activations"] < whole["totals"]["activations"]

@@ -30,7 +30,7 @@ def test_formula_gives_what_llm_c_prints(level, mib):
 
 def test_formula_of_levels():
     none, gelu, norm = (memory_table.llm_c(level, **GPT2_XL) for level in ("none", "gelu", "norm"))
-    assert none["ln_1 + ln_2"] == gelu["ln_1 + ln_2"] == 9600 * MIB and norm["ln_1 + ln_2"] == 0
+    assert none["norm_1 + norm_2"] == gelu["norm_1 + norm_2"] == 9600 * MIB and norm["norm_1 + norm_2"] == 0
     assert none["gelu"] == 48 * gelu["gelu"] == 48 * norm["gelu"]
     narrow = GPT2 | {"Vp": 128}  # then the head's buffer is as wide as the gradient of qkv
     assert memory_table.llm_c("gelu", **narrow)["logits"] == 4 * 1024 * 3 * 768 * 2
@@ -67,7 +67,7 @@ def test_tables(train_bf16, capsys):
     found = tables(train_bf16, capsys, "--models", "d12", "d48", "--batch", 32)
     assert list(found) == ["d12: bf16, batch 32, seq_len 1024", "d48: bf16, batch 32, seq_len 1024"]
     large = found["d48: bf16, batch 32, seq_len 1024"]
-    header, layernorms = large["MiB"], large["ln_1 + ln_2"]
+    header, layernorms = large["MiB"], large["norm_1 + norm_2"]
     for title in ("none", "gelu", "llm.c -r 0", "llm.c -r 1"):
         assert layernorms[header.index(title)] == "9600.00"
     for title in ("norm", "llm.c -r 2"):

@@ -141,9 +141,9 @@ def test_nothing_wide_outlives_a_chunk(train, tmp_path, kind, level):
     make(tmp_path / "model", "--family", kind, "--layers", 2, "--heads", 2, "--channels", 64, "--vocab", 300, "--positions", 900)
     options = ("--model", tmp_path / "model", "--batch", 2, "--seq-len", 900, "--chunk-rows", "head=64", "--recompute", level)
     plan, whole = train.plan(*options, "--chunk-rows", "mlp=256"), train.plan(*options)
-    wide = {"up", "gelu", "swiglu", "d_up", "d_swiglu", "ln_2", "d_ln_2", "mlp_output", "attention_projected"}
+    wide = {"up", "gelu", "swiglu", "d_up", "d_swiglu", "norm_2", "d_norm_2", "mlp_output", "attention_projected"}
     found = {b["name"]: b["shape"] for b in plan["buffers"] if b["name"] in wide}
-    assert {"up", "ln_2", "attention_projected"} <= found.keys()
+    assert {"up", "norm_2", "attention_projected"} <= found.keys()
     assert all(shape[0] in (256, 1800 % 256) and len(shape) == 2 for shape in found.values()), found
     assert plan["totals"]["activations"] < whole["totals"]["activations"]
 

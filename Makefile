@@ -80,13 +80,13 @@ build/ranks_mpi.o build/mpich/ranks_mpi.o: llmc/ranks_mpi.cpp Makefile
 	$(CXX) -std=c++20 $(WARNINGS) -O2 -I. -MMD -MP $(if $(MPI_FLAGS),-DLLMC_MPI $(MPI_FLAGS:-I%=-isystem %)) -MF $@.d -MT $@ -c $< -o $@
 
 # What all builds share, because it has neither kernels nor the type of weights: an archive, from which each program takes what
-# it uses. Code of this kind in a new llmc/NAME.cpp is found here. What reads or converts much data is optimized more.
+# it uses. Code of this kind in a new llmc/NAME.cpp is found here.
 INSTALLER := deps
 OBJECTS := $(patsubst llmc/%.cpp,build/common/%.o,$(filter-out llmc/ranks_mpi.cpp llmc/update_on_host.cpp,$(wildcard llmc/*.cpp)))
 $(OBJECTS): build/common/%.o: llmc/%.cpp Makefile
 	$(call need_headers,$(HEADERS),$(INSTALLER))
 	@mkdir -p $(@D)
-	$(CXX) $(CXX_COMMON) $(if $(filter data% file gguf% jinja safetensors tokenizer%,$*),-O2,-O1) -DLLMC_COMMON -MF $@.d -MT $@ -c $< -o $@
+	$(CXX) $(CXX_COMMON) -O2 -DLLMC_COMMON -MF $@.d -MT $@ -c $< -o $@
 %/common.a:
 	@rm -f $@ && ar rcs $@ $^
 COMMON := build/common.a

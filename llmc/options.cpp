@@ -35,5 +35,6 @@ void RunOptions::complete_rank(const RankEngine* engine) {
 std::string version_text() {
     return format("train %s, commit %s, device %s, precision %s, %s", kVersion,
                   llmc_commit ? llmc_commit : "unknown", kBuild.host_is_device ? "cpu" : "cuda",
-                  kBuild.is_bf16 ? "bf16" : "fp32", library_version());
+                  kBuild.is_bf16 ? "bf16" : "fp32",
+                  library_version ? library_version() : "no library of products");
 }

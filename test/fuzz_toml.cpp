@@ -3,8 +3,6 @@
 #include "llmc/options_parse.h"
 #include "test/fuzz.h"
 
-std::string library_version() { return "none"; }  // of --version
-
 namespace {
 // The options are declared once, because that takes most of the time.
 struct Parser {

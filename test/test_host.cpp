@@ -18,8 +18,6 @@
 #include "llmc/updates.h"
 #include "test/gpt2_config.h"
 
-std::string library_version() { return "none"; }  // of --version
-
 namespace {
 
 TEST(Schedule, WarmsUpLinearly) {

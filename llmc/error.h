@@ -32,7 +32,7 @@ std::string format_unchecked(const char* pattern, ...);
 // What printf may be given as a T: a text ('s'), a real number ('f'), or a number of 4 or 8 bytes.
 template <class T>
 constexpr int printf_kind() {
-    if constexpr (std::is_convertible_v<T, std::string>) return 's';
+    if constexpr (std::is_same_v<T, std::string> || std::is_convertible_v<T, const char*>) return 's';
     if constexpr (std::is_floating_point_v<T>) return 'f';
     return sizeof(T) > 4 ? 8 : 4;
 }

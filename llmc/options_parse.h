@@ -237,7 +237,7 @@ inline void note_what_is_open(Asked& o, bool automatic) {
     for (const char* place : {"../planner", "../libexec/train-gpt/planner"})
         execv((program / place).c_str(), argv);
     fail("--gpu %s: there is no %s, which plans for GPUs: make builds it beside this program", gpu,
-         (program / "../planner").lexically_normal());
+         (program / "../planner").lexically_normal().string());
 }
 
 // Sets the GPU that plans are for, if --gpu names one, and --devices, if it names several. In a build for a

@@ -4,6 +4,7 @@ first, and well-known models need no files."""
 import json
 import re
 import resource
+import shutil
 import subprocess
 
 import pytest
@@ -431,3 +432,12 @@ def test_answers_come_soon(program, options, seconds):
     assert run(program, form, *options.split()).returncode == 0
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 4 * seconds
+
+
+@pytest.mark.on_a_cpu("its plans for other GPUs need no planner")
+def test_a_missing_planner_is_named(train, tmp_path):
+    (tmp_path / "build").mkdir()
+    alone = shutil.copy(train.path, tmp_path / "build/train")
+    ran = subprocess.run([alone, "--plan", "--model", "d12", "--gpu", "H100"], env=train.environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 2 and ran.stderr == (
+        f"train: --gpu H100: there is no {tmp_path}/planner, which plans for GPUs: make builds it beside this program\n")

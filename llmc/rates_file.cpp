@@ -96,7 +96,7 @@ class RatesReader {
         for (const auto& [key, now] : on_.items()) {
             const auto then = file.find(key);
             if (key == "name" && now == "") continue;  // a plan needs no device
-            if (then != file.end() && *then == now) continue;
+            if (then != file.end() && *then == nlohmann::json(now)) continue;
             fail("--rates %s was measured with another %s: %s, here %s; --calibrate measures this", path_,
                  key, then == file.end() ? "none" : printable(then->dump()), printable(now.dump()));
         }

@@ -1,7 +1,10 @@
 // fuzz_toml.cpp - libFuzzer target: a configuration file (--config), read into options.
 
+#include "llmc/build.h"
 #include "llmc/options_parse.h"
 #include "test/fuzz.h"
+
+const Build kBuild = {.host_is_device = true, .is_fast_cpu = true, .is_bf16 = false};
 
 namespace {
 // The options are declared once, because that takes most of the time.

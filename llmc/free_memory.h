@@ -12,8 +12,8 @@
 
 // ---- what there is, and what is free
 //
-// A process may have the least of the machine's memory, the limits of its cgroups (version 1 and 2; Docker and
-// Slurm set such limits), and ulimit -v and -d.
+// A process may have the least of the machine's memory, the limits of its cgroups (version 1 and 2; Docker
+// and Slurm set such limits), and ulimit -v and -d.
 
 // The number of free bytes, and the limit that they come from. SIZE_MAX if unknown.
 struct FreeMemory {

@@ -177,8 +177,7 @@ inline PhaseTimes phases_of(const Plans& plans, int micro_batches, const Rates& 
     if (micro_batches > 1) add_phases(phases, plans.add, 1, rates);
     if (!plans.update_phases) plans.update_phases = phases_of(plans.update, rates);
     for (const PhaseTime& of_update : *plans.update_phases) {
-        const auto same =
-            std::ranges::find(phases, of_update.name, &PhaseTime::name);
+        const auto same = std::ranges::find(phases, of_update.name, &PhaseTime::name);
         PhaseTime& p = same == phases.end() ? phases.emplace_back(PhaseTime{of_update.name}) : *same;
         for (size_t c = 0; c < kCosts; c++) {
             p.seconds[c] += of_update.seconds[c];

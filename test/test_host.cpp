@@ -559,7 +559,7 @@ TEST(Options, WholeNumbersMayHaveAnExponent) {
 
 TEST(Options, OfAnOptionGivenTwiceTheLastCounts) {
     const Asked o = parse({"--data", "a", "b", "c", "--lr", "1", "--batch", "auto", "--plan", "json",
-                             "--data", "d", "e", "--lr=2", "--plan", "table", "--batch", "3"});
+                           "--data", "d", "e", "--lr=2", "--plan", "table", "--batch", "3"});
     EXPECT_EQ(o.lr, 2);
     EXPECT_EQ(o.batch, 3);
     EXPECT_TRUE(o.plan);

@@ -139,6 +139,7 @@ struct Unit {
 // embeddings, the last one with the head.
 struct Stage {
     int first = 0, end = INT_MAX;
+    bool has_block(int layer) const { return layer >= first && layer < end; }
 };
 
 // Where every tensor of a model, or of an adapter, is in memory. The same layout holds for weights, gradients
@@ -166,7 +167,7 @@ class Layout {
     const Stage& stage() const { return stage_; }
     bool has_embeddings() const { return stage_.first == 0; }
     bool has_head() const { return stage_.end == config_.layers; }
-    bool has_block(int layer) const { return layer >= stage_.first && layer < stage_.end; }
+    bool has_block(int layer) const { return stage_.has_block(layer); }
     // How many blocks the stage has, and the number of a layer's block among them.
     int blocks() const { return stage_.end - stage_.first; }
     int block_of(int layer) const { return layer - stage_.first; }

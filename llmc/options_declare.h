@@ -113,7 +113,7 @@ class OptionGroup {
     void add_choice(const std::string& name, std::string& field, const char* value, const std::string& help) {
         add(name, field, value, help, one_of(words_of(value, '|')));
     }
-    // The same for one of two words: the field says whether it is `word`.
+    // An option that accepts one of two words. The field becomes true if that is `word`.
     void add_choice(const std::string& name, bool& field, const std::string& word, const char* value,
                     const std::string& help, const char* standard) {
         const auto set = [=, &field, words = one_of(words_of(value, '|'))](std::string text) {

@@ -39,24 +39,25 @@ class Rehearsals {
     const int64_t most_sequences;  // that a micro-batch may have
     const Rates rates;
 
-    // Of everything that the run may do; and the same without addresses.
-    MemoryReport report(const MemorySetting& s) { return trial_.apply(s), trial_.rehearse(); }
-    MemoryReport outline(const MemorySetting& s) { return trial_.apply(s), trial_.rehearse(Offsets::None); }
-    // Only one micro-batch, without addresses.
-    Plan training(const MemorySetting& s) {
-        return trial_.apply(s), trial_.rehearse_training(0, Offsets::None);
-    }
+    // The report of everything that the run may do. outline() does not place the tensors in memory.
+    MemoryReport report(const MemorySetting& s) { return trial_of(s).rehearse(); }
+    MemoryReport outline(const MemorySetting& s) { return trial_of(s).rehearse(Offsets::None); }
+    // The plan of one micro-batch alone, whose tensors are not placed in memory.
+    Plan training(const MemorySetting& s) { return trial_of(s).rehearse_training(0, Offsets::None); }
     // The setting with its automatic numbers of rows chosen; without training, by a validation.
     MemorySetting with_rows(const MemorySetting& setting) {
         return with_chosen_rows(setting, seq_len_, config.heads, [&](const MemorySetting& s) {
-            trial_.apply(s);
-            return seconds_without_update(run.steps > 0 ? trial_.rehearse_training(0, Offsets::None)
-                                                        : trial_.rehearse_validation(Offsets::None),
-                                          chunk_rates_);
+            return seconds_without_update(
+                run.steps > 0 ? training(s) : trial_of(s).rehearse_validation(Offsets::None), chunk_rates_);
         });
     }
 
   private:
+    Trial& trial_of(const MemorySetting& s) {
+        trial_.apply(s);
+        return trial_;
+    }
+
     const int64_t seq_len_;  // of batches; 0 if there are none
     const Rates chunk_rates_;
     Trial trial_;

@@ -134,7 +134,7 @@ class QuantizedWeights {
           floats_(values == Values::FloatsOfFiles),
           by_outputs_(!floats_ || c.family->by_outputs) {
         for (LinearModule& m : linear_modules(c)) {
-            if (m.layer < stage.first || m.layer >= stage.end) continue;
+            if (!stage.has_block(m.layer)) continue;
             const std::string name = full_name(c, m) + ".weight";
             while (static_cast<int>(blocks_.size()) <= block_of(m)) blocks_.push_back(bytes_);
             add(name, m, format_of(m, name));

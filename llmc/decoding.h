@@ -323,20 +323,24 @@ class AnsweredPrompts : public TextSource {
         std::optional<DrawnText> text;
     };
 
-    void finish(Answer& answer) {
+    // The prompt's line with the answer in it.
+    std::string line_of(Answer& answer) const {
         nlohmann::ordered_json line = in_.prompts[static_cast<size_t>(answer.number)].line;
         line["answer"] = answer.text->take_all();
         line["tokens"] = answer.text->drawn();
+        return line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+    }
+    void finish(Answer& answer) {
+        finished_[answer.number] = line_of(answer);
         tokens_ += answer.text->drawn();
-        using nlohmann::json;
-        finished_[answer.number] = line.dump(-1, ' ', false, json::error_handler_t::replace);
         for (auto next = finished_.find(written_); next != finished_.end(); next = finished_.find(written_)) {
             write(next->second);
             finished_.erase(next);
         }
     }
     void write(const std::string& line) {
-        fputs((line + "\n").c_str(), stdout);
+        fputs(line.c_str(), stdout);
+        fputc('\n', stdout);
         written_++;
     }
 

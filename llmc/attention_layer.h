@@ -9,7 +9,7 @@
 #include "llmc/gradient_sums.cuh"
 #include "llmc/linear.h"
 #include "llmc/model_positions.h"
-#include "llmc/rmsnorm.cuh"
+#include "llmc/norm_layer.h"
 #include "llmc/rope.cuh"
 #include "llmc/sequence_keys.h"
 
@@ -51,7 +51,7 @@ class AttentionLayer {
         }
         if (norms)
             head_norm_forward(a.qkv, a.raw_qkv ? a.raw_qkv : a.qkv, w.query_norm.weight, w.key_norm.weight,
-                              c.heads, c.kv_heads, stream_, epsilon());
+                              c.heads, c.kv_heads, stream_, epsilon(), rms_product(family_.norm));
         if (rotates())
             rope_forward(a.qkv, keys_.factors_of(layer), c.heads + c.kv_heads, first_position,
                          rows.positions(a.qkv.rows()), stream_, rotary_scale());
@@ -148,7 +148,8 @@ class AttentionLayer {
             scratch = arena_.take<float>("column_sums", head_norm_scratch(d_qkv.rows(), c.head_size));
         const auto backward = [&](auto& g_query, auto& g_key) {
             head_norm_backward(d_qkv, g_query, g_key, scratch, a.raw_qkv, w.query_norm.weight,
-                               w.key_norm.weight, c.heads, c.kv_heads, stream_, epsilon());
+                               w.key_norm.weight, c.heads, c.kv_heads, stream_, epsilon(),
+                               rms_product(family_.norm));
         };
         g.query_norm.all ? backward(g.query_norm.sums.weight, g.key_norm.sums.weight)
                          : backward(g.query_norm.view.weight, g.key_norm.view.weight);

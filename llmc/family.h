@@ -15,7 +15,12 @@
 #include "llmc/model_config.h"
 #include "llmc/step_plan.h"
 
-enum class NormKind { Layer, Rms };
+enum class NormKind {
+    Layer,
+    Rms,         // the normalized row is rounded before it is multiplied with the weight
+    RmsFloat,    // multiplied in fp32, and rounded once
+    RmsPlusOne,  // in fp32 with 1 + weight: a new weight is 0
+};
 enum class PositionKind { Learned, Rotary, Alibi };
 enum class MlpKind { Gelu, SwiGlu };
 

@@ -20,39 +20,44 @@ struct Normed {
     Tensor<T> out;
 };
 
+// How the kinds of RMSNorm multiply with the weight.
+constexpr RmsProduct rms_product(NormKind kind) {
+    return {.rounds_row = kind == NormKind::Rms, .added = kind == NormKind::RmsPlusOne ? 1.f : 0.f};
+}
+
 // n = the norm of x (.., C).
 template <class T>
 void norm_forward(NormKind kind, Normed<T>& n, const Tensor<T>& x, const Norm<T>& w, float epsilon,
                   Stream stream) {
-    if (kind == NormKind::Rms)
-        rmsnorm_forward(n.out, n.rstd, x, w.weight, stream, epsilon);
-    else
+    if (kind == NormKind::Layer)
         layernorm_forward(n.out, n.mean, n.rstd, x, w.weight, w.bias, stream, epsilon);
+    else
+        rmsnorm_forward(n.out, n.rstd, x, w.weight, stream, epsilon, rms_product(kind));
 }
 
 // sum (.., C) = a + b, and n = the norm of sum.
 template <class T>
 void residual_norm_forward(NormKind kind, Tensor<T>& sum, Normed<T>& n, const Tensor<T>& a,
                            const Tensor<T>& b, const Norm<T>& w, float epsilon, Stream stream) {
-    if (kind == NormKind::Rms)
-        residual_rmsnorm_forward(sum, n.out, n.rstd, a, b, w.weight, stream, epsilon);
-    else
+    if (kind == NormKind::Layer)
         residual_layernorm_forward(sum, n.out, n.mean, n.rstd, a, b, w.weight, w.bias, stream, epsilon);
+    else
+        residual_rmsnorm_forward(sum, n.out, n.rstd, a, b, w.weight, stream, epsilon, rms_product(kind));
 }
 
 // Recomputes out (.., C) = the norm of x from the statistics in n: the same bits.
 template <class T>
 void normalize(NormKind kind, Tensor<T>& out, const Tensor<T>& x, const Normed<T>& n, const Norm<T>& w,
                Stream stream) {
-    if (kind == NormKind::Rms)
-        rmsnorm_normalize(out, x, n.rstd, w.weight, stream);
-    else
+    if (kind == NormKind::Layer)
         layernorm_normalize(out, x, n.mean, n.rstd, w.weight, w.bias, stream);
+    else
+        rmsnorm_normalize(out, x, n.rstd, w.weight, stream, rms_product(kind));
 }
 
 // How many column sums norm_backward() computes: for the weight's gradient, and for the bias's if there is
 // one.
-constexpr int norm_sums(NormKind kind) { return kind == NormKind::Rms ? 1 : 2; }
+constexpr int norm_sums(NormKind kind) { return kind == NormKind::Layer ? 2 : 1; }
 
 // Adds the gradients through the norm of x, from d_out (.., C), to d_x (.., C) and to g. Those that are
 // absent in g are not computed. scratch: column_sums_scratch(rows, C, norm_sums(kind)).
@@ -60,10 +65,10 @@ template <class T, class Gradient>
 void norm_backward(NormKind kind, Tensor<T>& d_x, Norm<Gradient>& g, Tensor<float>& scratch,
                    const Tensor<T>& d_out, const Tensor<T>& x, const Normed<T>& n, const Norm<T>& w,
                    Stream stream) {
-    if (kind == NormKind::Rms)
-        rmsnorm_backward(d_x, g.weight, scratch, d_out, x, n.rstd, w.weight, stream);
-    else
+    if (kind == NormKind::Layer)
         layernorm_backward(d_x, g.weight, g.bias, scratch, d_out, x, n.mean, n.rstd, w.weight, stream);
+    else
+        rmsnorm_backward(d_x, g.weight, scratch, d_out, x, n.rstd, w.weight, stream, rms_product(kind));
 }
 
 // ---- the norms of a model

@@ -1,7 +1,8 @@
 // rmsnorm.cuh - normalization of rows by their root mean square (Zhang, Sennrich, arXiv:1910.07467): forward,
 // forward fused with the residual addition before it, backward, and recomputation from saved statistics.
 //
-// Rounded as in `transformers`: the normalized row is rounded to T before it is multiplied with the weight.
+// Families multiply the normalized row with the weight in three ways (RmsProduct), each rounded as in
+// `transformers`.
 //
 // Qwen3's norm of each head's queries and keys is here too.
 #pragma once
@@ -13,21 +14,35 @@
 #include "llmc/tensor.h"
 #include "llmc/work.h"
 
+// How a normalized row is multiplied with the weight. Llama rounds the row to T first; OLMo and Gemma
+// multiply in fp32 and round once. Gemma multiplies with 1 + weight. So a weight's value is 0 there where it
+// is 1 in others, and its gradient is the same.
+struct RmsProduct {
+    bool rounds_row = true;
+    float added = 0.f;  // to the weight
+};
+
 // Writes the output of a vector of a row. All kernels use this code, so that a recomputed output has the same
 // bits.
 template <int N, class T>
-SIMT_DEVICE void rms_normalize(T* out, const Packed<T, N>& x, float rstd, const T* weight) {
+SIMT_DEVICE void rms_normalize(T* out, const Packed<T, N>& x, float rstd, const T* weight,
+                               RmsProduct product) {
     const Packed<T, N> w = load<N>(weight);
     float normalized[N], o[N];
     for (int k = 0; k < N; k++) normalized[k] = x[k] * rstd;
-    const Packed<T, N> n = rounded<T>(normalized);
-    for (int k = 0; k < N; k++) o[k] = n[k] * w[k];
+    if (product.rounds_row) {
+        const Packed<T, N> n = rounded<T>(normalized);
+        for (int k = 0; k < N; k++) normalized[k] = n[k];
+    }
+    for (int k = 0; k < N; k++) o[k] = normalized[k] * (w[k] + product.added);
     store(out, o);
 }
 // Writes the output of a row of C elements. Lanes take every `step`-th element from their `first` on.
 template <int N, class T>
-SIMT_DEVICE void rms_normalize(T* out, const T* x, float rstd, const T* weight, int C, int first, int step) {
-    for (int c = first; c < C; c += step) rms_normalize<N>(out + c, load<N>(x + c), rstd, weight + c);
+SIMT_DEVICE void rms_normalize(T* out, const T* x, float rstd, const T* weight, RmsProduct product, int C,
+                               int first, int step) {
+    for (int c = first; c < C; c += step)
+        rms_normalize<N>(out + c, load<N>(x + c), rstd, weight + c, product);
 }
 
 // One warp per row. With kResidual the row is a + b, rounded to T: the rounded row is stored in `sum` and
@@ -36,7 +51,7 @@ SIMT_DEVICE void rms_normalize(T* out, const T* x, float rstd, const T* weight, 
 template <class T, int N, int kKept, bool kResidual>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     rmsnorm_forward_kernel(T* out, float* rstd, T* sum, const T* a, const T* b, const T* weight, int rows,
-                           int C, float epsilon) {
+                           int C, float epsilon, RmsProduct product) {
     const int row = blockIdx.x * warps_per_block() + warp();
     if (row >= rows) return;
     const int64_t start = int64_t{row} * C;
@@ -59,26 +74,28 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     if constexpr (kResidual) x.replaced_by(sum + start);
     const float r = rsqrtf(warp_sum(sum_of(squares.v)) / C + epsilon);
     x.next_pass();
-    for_each_lane_vector<N, kKept>(
-        C, [&](int v, int c) SIMT_INLINE { rms_normalize<N>(out + start + c, x.at(v, c), r, weight + c); });
+    for_each_lane_vector<N, kKept>(C, [&](int v, int c) SIMT_INLINE {
+        rms_normalize<N>(out + start + c, x.at(v, c), r, weight + c, product);
+    });
     if (lane() == 0) rstd[row] = r;
 }
 
 template <class T, int N>
 __global__ void __launch_bounds__(kBlockThreads)
-    rmsnorm_normalize_kernel(T* out, const T* x, const float* rstd, const T* weight, int rows, int C) {
+    rmsnorm_normalize_kernel(T* out, const T* x, const float* rstd, const T* weight, int rows, int C,
+                             RmsProduct product) {
     const int row = blockIdx.x * warps_per_block() + warp();
     if (row >= rows) return;
     const int64_t start = int64_t{row} * C;
-    rms_normalize<N>(out + start, x + start, rstd[row], weight, C, lane() * N, kLanes * N);
+    rms_normalize<N>(out + start, x + start, rstd[row], weight, product, C, lane() * N, kLanes * N);
 }
 
-// dx += rstd (g - xhat mean(g xhat)) with g = dout weight and xhat = x rstd. One warp per row, which it reads
-// once if kKept vectors of it are kept in registers. The sum has the same order in any case.
+// dx += rstd (g - xhat mean(g xhat)) with g = dout (weight + added) and xhat = x rstd. One warp per row,
+// which it reads once if kKept vectors of it are kept in registers. The sum has the same order in any case.
 template <class T, int N, int kKept>
 __global__ void __launch_bounds__(kBlockThreads)
     rmsnorm_backward_input_kernel(T* dx, const T* dout, const T* x, const float* rstd, const T* weight,
-                                  int rows, int C) {
+                                  int rows, int C, float added) {
     const int row = blockIdx.x * warps_per_block() + warp();
     if (row >= rows) return;
     const int64_t start = int64_t{row} * C;
@@ -87,7 +104,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     Accumulator<N> sum_gx;
     for_each_lane_vector<N, kKept>(C, [&](int v, int c) SIMT_INLINE {
         const Packed<T, N> d = d_row.at(v, c), p = x_row.at(v, c), w = load<N>(weight + c);
-        for (int k = 0; k < N; k++) sum_gx[k] += d[k] * w[k] * (p[k] * r);
+        for (int k = 0; k < N; k++) sum_gx[k] += d[k] * (w[k] + added) * (p[k] * r);
     });
     const float mean_gx = warp_sum(sum_of(sum_gx.v)) / C;
     d_row.next_pass();
@@ -96,7 +113,7 @@ __global__ void __launch_bounds__(kBlockThreads)
         const Packed<T, N> d = d_row.at(v, c), p = x_row.at(v, c), w = load<N>(weight + c);
         const Packed<T, N> before = load<N>(dx + start + c);
         float o[N];
-        for (int k = 0; k < N; k++) o[k] = before[k] + r * (d[k] * w[k] - p[k] * r * mean_gx);
+        for (int k = 0; k < N; k++) o[k] = before[k] + r * (d[k] * (w[k] + added) - p[k] * r * mean_gx);
         store(dx + start + c, o);
     });
 }
@@ -124,41 +141,43 @@ struct RmsnormColumns {
 
 template <class T, bool kResidual>
 void rmsnorm_launch(Tensor<T>& out, Tensor<float>& rstd, T* sum, const Tensor<T>& a, const T* b,
-                    const Tensor<T>& weight, Stream stream, float epsilon) {
+                    const Tensor<T>& weight, Stream stream, float epsilon, RmsProduct product) {
     const int rows = static_cast<int>(a.rows()), C = static_cast<int>(a.columns());
     with_lane_rows<T>(
         C, [&]<int N, int kKept>(std::integral_constant<int, N>, std::integral_constant<int, kKept>) {
             launch<rmsnorm_forward_kernel<T, N, kKept, kResidual>>(
                 blocks_of_rows(rows), kBlockThreads, 0, stream, out.data(), rstd.data(), sum, a.data(), b,
-                weight.data(), rows, C, epsilon);
+                weight.data(), rows, C, epsilon, product);
         });
 }
 
-// out (rows, C) = x rstd weight, with rstd = 1/sqrt(mean(x^2) + epsilon) of each row, which is saved.
+// out (rows, C) = x rstd (weight + product.added), with rstd = 1/sqrt(mean(x^2) + epsilon) of each row, which
+// is saved.
 template <class T>
 void rmsnorm_forward(Tensor<T>& out, Tensor<float>& rstd, const Tensor<T>& x, const Tensor<T>& weight,
-                     Stream stream, float epsilon) {
+                     Stream stream, float epsilon, RmsProduct product = {}) {
     const Operation operation("rmsnorm_forward", 0, pass_bytes(out, x));
-    rmsnorm_launch<T, false>(out, rstd, nullptr, x, nullptr, weight, stream, epsilon);
+    rmsnorm_launch<T, false>(out, rstd, nullptr, x, nullptr, weight, stream, epsilon, product);
 }
 
 // sum (rows, C) = a + b, and out = rmsnorm of sum.
 template <class T>
 void residual_rmsnorm_forward(Tensor<T>& sum, Tensor<T>& out, Tensor<float>& rstd, const Tensor<T>& a,
-                              const Tensor<T>& b, const Tensor<T>& weight, Stream stream, float epsilon) {
+                              const Tensor<T>& b, const Tensor<T>& weight, Stream stream, float epsilon,
+                              RmsProduct product = {}) {
     const Operation operation("residual_rmsnorm_forward", 0, pass_bytes(sum, out, a, b));
-    rmsnorm_launch<T, true>(out, rstd, sum.data(), a, b.data(), weight, stream, epsilon);
+    rmsnorm_launch<T, true>(out, rstd, sum.data(), a, b.data(), weight, stream, epsilon, product);
 }
 
 // Recomputes rmsnorm_forward's output from x and the saved rstd: the same bits, one pass.
 template <class T>
 void rmsnorm_normalize(Tensor<T>& out, const Tensor<T>& x, const Tensor<float>& rstd, const Tensor<T>& weight,
-                       Stream stream) {
+                       Stream stream, RmsProduct product = {}) {
     const Operation operation("rmsnorm_normalize", 0, pass_bytes(out, x));
     const int rows = static_cast<int>(x.rows()), C = static_cast<int>(x.columns());
     with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
         launch<rmsnorm_normalize_kernel<T, N>>(blocks_of_rows(rows), kBlockThreads, 0, stream, out.data(),
-                                               x.data(), rstd.data(), weight.data(), rows, C);
+                                               x.data(), rstd.data(), weight.data(), rows, C, product);
     });
 }
 
@@ -167,7 +186,8 @@ void rmsnorm_normalize(Tensor<T>& out, const Tensor<T>& x, const Tensor<float>& 
 // Otherwise scratch is column_sums_scratch(rows, C, 1).
 template <class T, class Gradient>
 void rmsnorm_backward(Tensor<T>& dx, Tensor<Gradient>& dweight, Tensor<float>& scratch, const Tensor<T>& dout,
-                      const Tensor<T>& x, const Tensor<float>& rstd, const Tensor<T>& weight, Stream stream) {
+                      const Tensor<T>& x, const Tensor<float>& rstd, const Tensor<T>& weight, Stream stream,
+                      RmsProduct product = {}) {
     const Operation operation("rmsnorm_backward", 0,
                               pass_bytes(dx, dx, dout, x) + (dweight ? pass_bytes(dout, x) : 0));
     const int rows = static_cast<int>(x.rows()), C = static_cast<int>(x.columns());
@@ -175,7 +195,7 @@ void rmsnorm_backward(Tensor<T>& dx, Tensor<Gradient>& dweight, Tensor<float>& s
         C, [&]<int N, int kKept>(std::integral_constant<int, N>, std::integral_constant<int, kKept>) {
             launch<rmsnorm_backward_input_kernel<T, N, kKept>>(blocks_of_rows(rows), kBlockThreads, 0, stream,
                                                                dx.data(), dout.data(), x.data(), rstd.data(),
-                                                               weight.data(), rows, C);
+                                                               weight.data(), rows, C, product.added);
         });
     if (!dweight) return;
     const RmsnormColumns<T> columns{dout.data(), x.data(), rstd.data()};
@@ -196,7 +216,7 @@ void rmsnorm_backward(Tensor<T>& dx, Tensor<Gradient>& dweight, Tensor<float>& s
 template <class T, int N>
 __global__ void __launch_bounds__(kBlockThreads)
     head_norm_forward_kernel(T* out, const T* qkv, const T* q_weight, const T* k_weight, int rows, int heads,
-                             int kv_heads, int head_size, float epsilon) {
+                             int kv_heads, int head_size, float epsilon, RmsProduct product) {
     const int row = blockIdx.x * warps_per_block() + warp();
     if (row >= rows) return;
     const HeadLanes share = HeadLanes::of<N>(head_size);
@@ -211,7 +231,8 @@ __global__ void __launch_bounds__(kBlockThreads)
             for (int k = 0; k < N; k++) squares[k] += p[k] * p[k];
         }
         const float r = rsqrtf(share.sum(sum_of(squares.v)) / head_size + epsilon);
-        rms_normalize<N>(out + at, qkv + at, r, head < heads ? q_weight : k_weight, size, share.first, step);
+        rms_normalize<N>(out + at, qkv + at, r, head < heads ? q_weight : k_weight, product, size,
+                         share.first, step);
     }
     if (out == qkv) return;
     const int64_t values = start + int64_t{normalized} * head_size;
@@ -225,7 +246,7 @@ template <class T, int N, bool kWeights>
 __global__ void __launch_bounds__(kBlockThreads)
     head_norm_backward_kernel(T* d_qkv, float* partial, const T* qkv, const T* q_weight, const T* k_weight,
                               int rows, int rows_per_chunk, int heads, int kv_heads, int head_size,
-                              float epsilon) {
+                              float epsilon, float added) {
     DYNAMIC_SHARED(float, shared);  // (warps * heads at a time, queries and keys, head_size)
     const HeadLanes share = HeadLanes::of<N>(head_size);
     const int step = share.lanes * N, normalized = heads + kv_heads;
@@ -249,7 +270,7 @@ __global__ void __launch_bounds__(kBlockThreads)
                                    w = load<N>(weight + c);
                 for (int k = 0; k < N; k++) {
                     squares[k] += p[k] * p[k];
-                    products[k] += d[k] * w[k] * p[k];
+                    products[k] += d[k] * (w[k] + added) * p[k];
                 }
             }
             const float r = rsqrtf(share.sum(sum_of(squares.v)) / head_size + epsilon);
@@ -258,7 +279,7 @@ __global__ void __launch_bounds__(kBlockThreads)
                 const Packed<T, N> d = load<N>(d_qkv + at + c), p = load<N>(qkv + at + c),
                                    w = load<N>(weight + c);
                 float o[N];
-                for (int k = 0; k < N; k++) o[k] = r * (d[k] * w[k] - p[k] * r * mean_gx);
+                for (int k = 0; k < N; k++) o[k] = r * (d[k] * (w[k] + added) - p[k] * r * mean_gx);
                 store(d_qkv + at + c, o);
                 if constexpr (kWeights) {
                     float* const sum = sums + (head < heads ? 0 : head_size) + c;
@@ -289,18 +310,19 @@ inline Shape head_norm_scratch(int64_t rows, int64_t head_size) {
 }
 
 // out = qkv (rows, (heads + 2 kv_heads) * head_size) with each head of the queries and of the keys
-// normalized: x rstd weight, rstd = 1/sqrt(mean(x^2) + epsilon), rounded as in rmsnorm.cuh. q_weight and
-// k_weight: (head_size). out may be qkv if no backward needs qkv.
+// normalized: x rstd (weight + product.added), rstd = 1/sqrt(mean(x^2) + epsilon), rounded as in rmsnorm.cuh.
+// q_weight and k_weight: (head_size). out may be qkv if no backward needs qkv.
 template <class T>
 void head_norm_forward(Tensor<T>& out, const Tensor<T>& qkv, const Tensor<T>& q_weight,
-                       const Tensor<T>& k_weight, int heads, int kv_heads, Stream stream, float epsilon) {
+                       const Tensor<T>& k_weight, int heads, int kv_heads, Stream stream, float epsilon,
+                       RmsProduct product = {}) {
     const int rows = static_cast<int>(qkv.rows()), head_size = static_cast<int>(q_weight.size());
     assert(qkv.columns() == int64_t{heads + 2 * kv_heads} * head_size && out.size() == qkv.size());
     const Operation operation("head_norm_forward", 0, pass_bytes(out, qkv));
     with_vector_size<T>(head_size, [&]<int N>(std::integral_constant<int, N>) {
         launch<head_norm_forward_kernel<T, N>>(blocks_of_rows(rows), kBlockThreads, 0, stream, out.data(),
                                                qkv.data(), q_weight.data(), k_weight.data(), rows, heads,
-                                               kv_heads, head_size, epsilon);
+                                               kv_heads, head_size, epsilon, product);
     });
 }
 
@@ -311,7 +333,8 @@ void head_norm_forward(Tensor<T>& out, const Tensor<T>& qkv, const Tensor<T>& q_
 template <class T, class Gradient>
 void head_norm_backward(Tensor<T>& d_qkv, Tensor<Gradient>& d_q_weight, Tensor<Gradient>& d_k_weight,
                         Tensor<float>& scratch, const Tensor<T>& qkv, const Tensor<T>& q_weight,
-                        const Tensor<T>& k_weight, int heads, int kv_heads, Stream stream, float epsilon) {
+                        const Tensor<T>& k_weight, int heads, int kv_heads, Stream stream, float epsilon,
+                        RmsProduct product = {}) {
     const int rows = static_cast<int>(qkv.rows()), head_size = static_cast<int>(q_weight.size());
     const bool weights = static_cast<bool>(d_q_weight);
     assert(weights == static_cast<bool>(d_k_weight) && d_qkv.size() == qkv.size());
@@ -328,7 +351,7 @@ void head_norm_backward(Tensor<T>& d_qkv, Tensor<Gradient>& d_q_weight, Tensor<G
                 static_cast<unsigned>(chunks), kBlockThreads,
                 kWeights ? sums * 2 * head_size * sizeof(float) : 0, stream, d_qkv.data(), scratch.data(),
                 qkv.data(), q_weight.data(), k_weight.data(), rows, rows_per_chunk, heads, kv_heads,
-                head_size, epsilon);
+                head_size, epsilon, product.added);
         };
         weights ? run(std::true_type()) : run(std::false_type());
     });

@@ -38,6 +38,21 @@ std::vector<T> rows_of_sizes(const MatrixSize& s, uint64_t seed) {
     return x;
 }
 
+// Llama's, OLMo's and Gemma's.
+constexpr RmsProduct kProducts[] = {{}, {.rounds_row = false}, {.rounds_row = false, .added = 1}};
+
+std::string text(const RmsProduct& product) {
+    return product.rounds_row ? " row rounded" : product.added ? " 1 + weight" : " weight";
+}
+// What a normalized row is multiplied with.
+template <class T>
+Doubles gains(const std::vector<T>& weight, const RmsProduct& product) {
+    Doubles g = to_doubles(weight);
+    for (double& x : g) x += product.added;
+    return g;
+}
+
+// `weight` includes what is added to it.
 struct RmsnormReference {
     Doubles out, rstd;
     RmsnormReference(const Doubles& x, const Doubles& weight, double epsilon) : out(x.size()) {
@@ -66,65 +81,70 @@ constexpr float kEpsilon = 1e-5f;
 
 TYPED_TEST(FamilyKernels, RmsnormForward) {
     using T = TypeParam;
-    for (const MatrixSize& s : matrix_sizes()) {
-        SCOPED_TRACE(text(s));
-        const Shape matrix{s.rows, s.C}, row{s.C}, column{s.rows};
-        const size_t n = static_cast<size_t>(s.rows) * s.C;
-        const std::vector<T> x = rows_of_sizes<T>(s, 1), w = random_values<T>(s.C, 1, 2);
-        std::vector<T> out, again;
-        std::vector<float> rstd;
-        for_each_order([&] {
-            const DeviceArray<T> d_x(x), d_w(w), d_out(poisoned<T>(n)), d_again(poisoned<T>(n));
-            const DeviceArray<float> d_rstd(poisoned<float>(s.rows));
-            Tensor<T> t_out = d_out.tensor(matrix), t_again = d_again.tensor(matrix);
-            Tensor<float> t_rstd = d_rstd.tensor(column);
-            rmsnorm_forward(t_out, t_rstd, d_x.tensor(matrix), d_w.tensor(row), kStream, kEpsilon);
-            rmsnorm_normalize(t_again, d_x.tensor(matrix), t_rstd, d_w.tensor(row), kStream);
-            out = d_out.download(), again = d_again.download(), rstd = d_rstd.download();
-            return bytes_of(out, rstd);
-        });
-        const RmsnormReference want(to_doubles(x), to_doubles(w), double{kEpsilon});
-        EXPECT_LT(relative_error(out, want.out), tolerance<T>());
-        EXPECT_LT(relative_error(rstd, want.rstd), tolerance<float>());
-        EXPECT_TRUE(bytes_of(again) == bytes_of(out)) << "rmsnorm_normalize makes other bits";
-        bool rounded_first = true;
-        for (size_t i = 0; i < n; i++) {
-            const T normalized = from_float<T>(to_float(x[i]) * rstd[i / s.C]);
-            rounded_first &=
-                to_float(out[i]) == to_float(from_float<T>(to_float(normalized) * to_float(w[i % s.C])));
+    for (const RmsProduct& product : kProducts)
+        for (const MatrixSize& s : matrix_sizes()) {
+            SCOPED_TRACE(text(s) + text(product));
+            const Shape matrix{s.rows, s.C}, row{s.C}, column{s.rows};
+            const size_t n = static_cast<size_t>(s.rows) * s.C;
+            const std::vector<T> x = rows_of_sizes<T>(s, 1), w = random_values<T>(s.C, 1, 2);
+            std::vector<T> out, again;
+            std::vector<float> rstd;
+            for_each_order([&] {
+                const DeviceArray<T> d_x(x), d_w(w), d_out(poisoned<T>(n)), d_again(poisoned<T>(n));
+                const DeviceArray<float> d_rstd(poisoned<float>(s.rows));
+                Tensor<T> t_out = d_out.tensor(matrix), t_again = d_again.tensor(matrix);
+                Tensor<float> t_rstd = d_rstd.tensor(column);
+                rmsnorm_forward(t_out, t_rstd, d_x.tensor(matrix), d_w.tensor(row), kStream, kEpsilon,
+                                product);
+                rmsnorm_normalize(t_again, d_x.tensor(matrix), t_rstd, d_w.tensor(row), kStream, product);
+                out = d_out.download(), again = d_again.download(), rstd = d_rstd.download();
+                return bytes_of(out, rstd);
+            });
+            const RmsnormReference want(to_doubles(x), gains(w, product), double{kEpsilon});
+            EXPECT_LT(relative_error(out, want.out), tolerance<T>());
+            EXPECT_LT(relative_error(rstd, want.rstd), tolerance<float>());
+            EXPECT_TRUE(bytes_of(again) == bytes_of(out)) << "rmsnorm_normalize makes other bits";
+            bool as_rounded = true;
+            for (size_t i = 0; i < n; i++) {
+                const float exact = to_float(x[i]) * rstd[i / s.C];
+                const float row = product.rounds_row ? to_float(from_float<T>(exact)) : exact;
+                as_rounded &=
+                    to_float(out[i]) == to_float(from_float<T>(row * (to_float(w[i % s.C]) + product.added)));
+            }
+            EXPECT_TRUE(as_rounded) << "rounded elsewhere";
         }
-        EXPECT_TRUE(rounded_first) << "not rounded before the weight";
-    }
 }
 
 TYPED_TEST(FamilyKernels, ResidualRmsnormForwardIsAdditionThenRmsnorm) {
     using T = TypeParam;
-    for (const MatrixSize& s : matrix_sizes()) {
-        SCOPED_TRACE(text(s));
-        const Shape matrix{s.rows, s.C}, row{s.C}, column{s.rows};
-        const size_t n = static_cast<size_t>(s.rows) * s.C;
-        const std::vector<T> a = rows_of_sizes<T>(s, 4), b = rows_of_sizes<T>(s, 5);
-        const DeviceArray<T> weight(random_values<T>(s.C, 1, 6));
-        std::vector<T> added(n);
-        for (size_t i = 0; i < n; i++) added[i] = from_float<T>(to_float(a[i]) + to_float(b[i]));
+    for (const RmsProduct& product : kProducts)
+        for (const MatrixSize& s : matrix_sizes()) {
+            SCOPED_TRACE(text(s) + text(product));
+            const Shape matrix{s.rows, s.C}, row{s.C}, column{s.rows};
+            const size_t n = static_cast<size_t>(s.rows) * s.C;
+            const std::vector<T> a = rows_of_sizes<T>(s, 4), b = rows_of_sizes<T>(s, 5);
+            const DeviceArray<T> weight(random_values<T>(s.C, 1, 6));
+            std::vector<T> added(n);
+            for (size_t i = 0; i < n; i++) added[i] = from_float<T>(to_float(a[i]) + to_float(b[i]));
 
-        // What the fused kernel and the separate ones write: sum, out, rstd.
-        auto run = [&](bool fused) {
-            const DeviceArray<T> d_a(a), d_b(b), d_sum(fused ? poisoned<T>(n) : added), d_out(poisoned<T>(n));
-            const DeviceArray<float> d_rstd(poisoned<float>(s.rows));
-            Tensor<T> sum = d_sum.tensor(matrix), out = d_out.tensor(matrix);
-            Tensor<float> rstd = d_rstd.tensor(column);
-            if (fused)
-                residual_rmsnorm_forward(sum, out, rstd, d_a.tensor(matrix), d_b.tensor(matrix),
-                                         weight.tensor(row), kStream, kEpsilon);
-            else
-                rmsnorm_forward(out, rstd, sum, weight.tensor(row), kStream, kEpsilon);
-            return bytes_of(d_sum.download(), d_out.download(), d_rstd.download());
-        };
-        std::vector<unsigned char> fused;
-        for_each_order([&] { return fused = run(true); });
-        EXPECT_TRUE(fused == run(false));
-    }
+            // What the fused kernel and the separate ones write: sum, out, rstd.
+            auto run = [&](bool fused) {
+                const DeviceArray<T> d_a(a), d_b(b), d_sum(fused ? poisoned<T>(n) : added),
+                    d_out(poisoned<T>(n));
+                const DeviceArray<float> d_rstd(poisoned<float>(s.rows));
+                Tensor<T> sum = d_sum.tensor(matrix), out = d_out.tensor(matrix);
+                Tensor<float> rstd = d_rstd.tensor(column);
+                if (fused)
+                    residual_rmsnorm_forward(sum, out, rstd, d_a.tensor(matrix), d_b.tensor(matrix),
+                                             weight.tensor(row), kStream, kEpsilon, product);
+                else
+                    rmsnorm_forward(out, rstd, sum, weight.tensor(row), kStream, kEpsilon, product);
+                return bytes_of(d_sum.download(), d_out.download(), d_rstd.download());
+            };
+            std::vector<unsigned char> fused;
+            for_each_order([&] { return fused = run(true); });
+            EXPECT_TRUE(fused == run(false));
+        }
 }
 
 #if defined(SIMT_GPU)  // g++ may fuse other additions and products in one than in the other
@@ -140,12 +160,12 @@ std::vector<unsigned char> rmsnorm_bits(const MatrixSize& s) {
     const dim3 blocks(blocks_of_rows(s.rows));
     launch<rmsnorm_forward_kernel<T, N, kKept, true>>(blocks, kBlockThreads, 0, kStream, out_of_sum.data(),
                                                       rstd_of_sum.data(), sum.data(), x.data(), b.data(),
-                                                      w.data(), s.rows, s.C, kEpsilon);
+                                                      w.data(), s.rows, s.C, kEpsilon, RmsProduct{});
     launch<rmsnorm_forward_kernel<T, N, kKept, false>>(blocks, kBlockThreads, 0, kStream, out.data(),
                                                        rstd.data(), nullptr, x.data(), nullptr, w.data(),
-                                                       s.rows, s.C, kEpsilon);
+                                                       s.rows, s.C, kEpsilon, RmsProduct{});
     launch<rmsnorm_backward_input_kernel<T, N, kKept>>(blocks, kBlockThreads, 0, kStream, dx.data(), b.data(),
-                                                       x.data(), rstd.data(), w.data(), s.rows, s.C);
+                                                       x.data(), rstd.data(), w.data(), s.rows, s.C, 0.f);
     return bytes_of(out.download(), sum.download(), out_of_sum.download(), dx.download(), rstd.download(),
                     rstd_of_sum.download());
 }
@@ -169,41 +189,43 @@ TYPED_TEST(FamilyKernels, RmsnormOfRowsThatAreKeptHasTheSameBits) {
 
 TYPED_TEST(FamilyKernels, RmsnormBackward) {
     using T = TypeParam;
-    for (const MatrixSize& s : matrix_sizes()) {
-        SCOPED_TRACE(text(s));
-        const Shape matrix{s.rows, s.C}, row{s.C}, column{s.rows};
-        const size_t n = static_cast<size_t>(s.rows) * s.C, C = s.C;
-        const std::vector<T> x = rows_of_sizes<T>(s, 11), w = random_values<T>(C, 1, 12),
-                             dout = random_values<T>(n, 1, 13);
-        const std::vector<T> dx_0 = random_values<T>(n, 1, 14), dw_0 = random_values<T>(C, 3, 15);
-        const RmsnormReference forward(to_doubles(x), to_doubles(w), double{kEpsilon});
-        const std::vector<float> rstd(forward.rstd.begin(), forward.rstd.end());
-        std::vector<T> dx, dw, dx_alone;
-        for_each_order([&] {
-            const DeviceArray<T> d_x(x), d_w(w), d_dout(dout), d_dx(dx_0), d_dw(dw_0), d_dx_alone(dx_0);
-            const DeviceArray<float> d_rstd(rstd);
-            const Shape scratch_shape = column_sums_scratch(s.rows, s.C, 1);
-            const DeviceArray<float> d_scratch(poisoned<float>(scratch_shape.size()));
-            Tensor<T> t_dx = d_dx.tensor(matrix), t_dw = d_dw.tensor(row);
-            Tensor<float> scratch = d_scratch.tensor(scratch_shape);
-            rmsnorm_backward(t_dx, t_dw, scratch, d_dout.tensor(matrix), d_x.tensor(matrix),
-                             d_rstd.tensor(column), d_w.tensor(row), kStream);
-            Tensor<T> t_dx_alone = d_dx_alone.tensor(matrix), frozen;
-            Tensor<float> none;
-            rmsnorm_backward(t_dx_alone, frozen, none, d_dout.tensor(matrix), d_x.tensor(matrix),
-                             d_rstd.tensor(column), d_w.tensor(row), kStream);
-            dx = d_dx.download(), dw = d_dw.download(), dx_alone = d_dx_alone.download();
-            return bytes_of(dx, dw);
-        });
-        Doubles want_dx = to_doubles(dx_0), want_dw = to_doubles(dw_0);
-        const Doubles doubles_x = to_doubles(x), doubles_w = to_doubles(w), doubles_dout = to_doubles(dout);
-        for (size_t i = 0; i < n; i += C)
-            add_rmsnorm_gradients(&want_dx[i], want_dw.data(), &doubles_dout[i], &doubles_x[i],
-                                  forward.rstd[i / C], doubles_w.data(), C);
-        EXPECT_LT(relative_error(dx, want_dx), tolerance<T>());
-        EXPECT_LT(relative_error(dw, want_dw), tolerance<T>());
-        EXPECT_TRUE(bytes_of(dx_alone) == bytes_of(dx)) << "a frozen weight changes dx";
-    }
+    for (const RmsProduct& product : kProducts)
+        for (const MatrixSize& s : matrix_sizes()) {
+            SCOPED_TRACE(text(s) + text(product));
+            const Shape matrix{s.rows, s.C}, row{s.C}, column{s.rows};
+            const size_t n = static_cast<size_t>(s.rows) * s.C, C = s.C;
+            const std::vector<T> x = rows_of_sizes<T>(s, 11), w = random_values<T>(C, 1, 12),
+                                 dout = random_values<T>(n, 1, 13);
+            const std::vector<T> dx_0 = random_values<T>(n, 1, 14), dw_0 = random_values<T>(C, 3, 15);
+            const RmsnormReference forward(to_doubles(x), gains(w, product), double{kEpsilon});
+            const std::vector<float> rstd(forward.rstd.begin(), forward.rstd.end());
+            std::vector<T> dx, dw, dx_alone;
+            for_each_order([&] {
+                const DeviceArray<T> d_x(x), d_w(w), d_dout(dout), d_dx(dx_0), d_dw(dw_0), d_dx_alone(dx_0);
+                const DeviceArray<float> d_rstd(rstd);
+                const Shape scratch_shape = column_sums_scratch(s.rows, s.C, 1);
+                const DeviceArray<float> d_scratch(poisoned<float>(scratch_shape.size()));
+                Tensor<T> t_dx = d_dx.tensor(matrix), t_dw = d_dw.tensor(row);
+                Tensor<float> scratch = d_scratch.tensor(scratch_shape);
+                rmsnorm_backward(t_dx, t_dw, scratch, d_dout.tensor(matrix), d_x.tensor(matrix),
+                                 d_rstd.tensor(column), d_w.tensor(row), kStream, product);
+                Tensor<T> t_dx_alone = d_dx_alone.tensor(matrix), frozen;
+                Tensor<float> none;
+                rmsnorm_backward(t_dx_alone, frozen, none, d_dout.tensor(matrix), d_x.tensor(matrix),
+                                 d_rstd.tensor(column), d_w.tensor(row), kStream, product);
+                dx = d_dx.download(), dw = d_dw.download(), dx_alone = d_dx_alone.download();
+                return bytes_of(dx, dw);
+            });
+            Doubles want_dx = to_doubles(dx_0), want_dw = to_doubles(dw_0);
+            const Doubles doubles_x = to_doubles(x), doubles_w = gains(w, product),
+                          doubles_dout = to_doubles(dout);
+            for (size_t i = 0; i < n; i += C)
+                add_rmsnorm_gradients(&want_dx[i], want_dw.data(), &doubles_dout[i], &doubles_x[i],
+                                      forward.rstd[i / C], doubles_w.data(), C);
+            EXPECT_LT(relative_error(dx, want_dx), tolerance<T>());
+            EXPECT_LT(relative_error(dw, want_dw), tolerance<T>());
+            EXPECT_TRUE(bytes_of(dx_alone) == bytes_of(dx)) << "a frozen weight changes dx";
+        }
 }
 
 // Compared with inv_freq of `transformers` 5.23.
@@ -366,86 +388,92 @@ std::vector<T> heads_of_sizes(const HeadsCase& s, uint64_t seed) {
 
 TYPED_TEST(FamilyKernels, HeadNormForward) {
     using T = TypeParam;
-    for (const HeadsCase& s : head_norm_cases()) {
-        SCOPED_TRACE(text(s));
-        const std::vector<T> qkv = heads_of_sizes<T>(s, 22), q_weight = random_values<T>(s.head_size, 1, 23),
-                             k_weight = random_values<T>(s.head_size, 1, 24);
-        std::vector<T> out, in_place;
-        for_each_order([&] {
-            const DeviceArray<T> d_qkv(qkv), d_out(poisoned<T>(s.size())), d_q_weight(q_weight),
-                d_k_weight(k_weight);
-            Tensor<T> t_qkv = d_qkv.tensor(s.shape()), t_out = d_out.tensor(s.shape());
-            for (Tensor<T>* to : {&t_out, &t_qkv})
-                head_norm_forward(*to, t_qkv, d_q_weight.tensor({s.head_size}),
-                                  d_k_weight.tensor({s.head_size}), s.heads, s.kv_heads, kStream, kEpsilon);
-            out = d_out.download(), in_place = d_qkv.download();
-            return bytes_of(out);
-        });
-        Doubles want;
-        bool values_kept = true;
-        for (size_t at = 0; at < s.size(); at += s.head_size) {
-            const int head = static_cast<int>(at % s.row()) / s.head_size;
-            const std::vector<T> one(qkv.begin() + at, qkv.begin() + at + s.head_size);
-            const bool normalized = head < s.turned();
-            const RmsnormReference reference(
-                to_doubles(one), to_doubles(head < s.heads ? q_weight : k_weight), double{kEpsilon});
-            const Doubles part = normalized ? reference.out : to_doubles(one);
-            want.insert(want.end(), part.begin(), part.end());
-            values_kept &=
-                normalized ||
-                bytes_of(std::vector<T>(out.begin() + at, out.begin() + at + s.head_size)) == bytes_of(one);
+    for (const RmsProduct& product : kProducts)
+        for (const HeadsCase& s : head_norm_cases()) {
+            SCOPED_TRACE(text(s) + text(product));
+            const std::vector<T> qkv = heads_of_sizes<T>(s, 22),
+                                 q_weight = random_values<T>(s.head_size, 1, 23),
+                                 k_weight = random_values<T>(s.head_size, 1, 24);
+            std::vector<T> out, in_place;
+            for_each_order([&] {
+                const DeviceArray<T> d_qkv(qkv), d_out(poisoned<T>(s.size())), d_q_weight(q_weight),
+                    d_k_weight(k_weight);
+                Tensor<T> t_qkv = d_qkv.tensor(s.shape()), t_out = d_out.tensor(s.shape());
+                for (Tensor<T>* to : {&t_out, &t_qkv})
+                    head_norm_forward(*to, t_qkv, d_q_weight.tensor({s.head_size}),
+                                      d_k_weight.tensor({s.head_size}), s.heads, s.kv_heads, kStream,
+                                      kEpsilon, product);
+                out = d_out.download(), in_place = d_qkv.download();
+                return bytes_of(out);
+            });
+            Doubles want;
+            bool values_kept = true;
+            for (size_t at = 0; at < s.size(); at += s.head_size) {
+                const int head = static_cast<int>(at % s.row()) / s.head_size;
+                const std::vector<T> one(qkv.begin() + at, qkv.begin() + at + s.head_size);
+                const bool normalized = head < s.turned();
+                const RmsnormReference reference(
+                    to_doubles(one), gains(head < s.heads ? q_weight : k_weight, product), double{kEpsilon});
+                const Doubles part = normalized ? reference.out : to_doubles(one);
+                want.insert(want.end(), part.begin(), part.end());
+                values_kept &= normalized ||
+                               bytes_of(std::vector<T>(out.begin() + at, out.begin() + at + s.head_size)) ==
+                                   bytes_of(one);
+            }
+            EXPECT_LT(relative_error(out, want), tolerance<T>());
+            EXPECT_TRUE(values_kept) << "other values";
+            EXPECT_TRUE(bytes_of(in_place) == bytes_of(out)) << "other bits in place";
         }
-        EXPECT_LT(relative_error(out, want), tolerance<T>());
-        EXPECT_TRUE(values_kept) << "other values";
-        EXPECT_TRUE(bytes_of(in_place) == bytes_of(out)) << "other bits in place";
-    }
 }
 
 TYPED_TEST(FamilyKernels, HeadNormBackward) {
     using T = TypeParam;
-    for (const HeadsCase& s : head_norm_cases()) {
-        SCOPED_TRACE(text(s));
-        const int hs = s.head_size;
-        const Shape row{hs};
-        const std::vector<T> qkv = heads_of_sizes<T>(s, 25), q_weight = random_values<T>(hs, 1, 26),
-                             k_weight = random_values<T>(hs, 1, 27),
-                             d_qkv_0 = random_values<T>(s.size(), 1, 28), dq_0 = random_values<T>(hs, 3, 29),
-                             dk_0 = random_values<T>(hs, 3, 30);
-        std::vector<T> d_qkv, dq, dk, d_qkv_alone;
-        for_each_order([&] {
-            const DeviceArray<T> x(qkv), d_x(d_qkv_0), d_x_alone(d_qkv_0), qw(q_weight), kw(k_weight),
-                d_qw(dq_0), d_kw(dk_0);
-            const Shape scratch_shape = head_norm_scratch(s.batch * s.seq_len, hs);
-            const DeviceArray<float> d_scratch(poisoned<float>(scratch_shape.size()));
-            Tensor<T> t_d_x = d_x.tensor(s.shape()), t_d_qw = d_qw.tensor(row), t_d_kw = d_kw.tensor(row);
-            Tensor<float> scratch = d_scratch.tensor(scratch_shape);
-            head_norm_backward(t_d_x, t_d_qw, t_d_kw, scratch, x.tensor(s.shape()), qw.tensor(row),
-                               kw.tensor(row), s.heads, s.kv_heads, kStream, kEpsilon);
-            Tensor<T> t_d_x_alone = d_x_alone.tensor(s.shape()), frozen;
-            Tensor<float> none;
-            head_norm_backward(t_d_x_alone, frozen, frozen, none, x.tensor(s.shape()), qw.tensor(row),
-                               kw.tensor(row), s.heads, s.kv_heads, kStream, kEpsilon);
-            d_qkv = d_x.download(), dq = d_qw.download(), dk = d_kw.download();
-            d_qkv_alone = d_x_alone.download();
-            return bytes_of(d_qkv, dq, dk);
-        });
-        const Doubles x = to_doubles(qkv), d_out = to_doubles(d_qkv_0);
-        Doubles want = d_out, want_dq = to_doubles(dq_0), want_dk = to_doubles(dk_0);
-        for (size_t at = 0; at < s.size(); at += hs) {
-            const int head = static_cast<int>(at % s.row()) / hs;
-            if (head >= s.turned()) continue;
-            const bool query = head < s.heads;
-            const Doubles w = to_doubles(query ? q_weight : k_weight);
-            const RmsnormReference forward(Doubles(x.begin() + at, x.begin() + at + hs), w, double{kEpsilon});
-            std::fill_n(want.begin() + at, hs, 0.0);
-            add_rmsnorm_gradients(&want[at], (query ? want_dq : want_dk).data(), &d_out[at], &x[at],
-                                  forward.rstd[0], w.data(), hs);
+    for (const RmsProduct& product : kProducts)
+        for (const HeadsCase& s : head_norm_cases()) {
+            SCOPED_TRACE(text(s) + text(product));
+            const int hs = s.head_size;
+            const Shape row{hs};
+            const std::vector<T> qkv = heads_of_sizes<T>(s, 25), q_weight = random_values<T>(hs, 1, 26),
+                                 k_weight = random_values<T>(hs, 1, 27),
+                                 d_qkv_0 = random_values<T>(s.size(), 1, 28),
+                                 dq_0 = random_values<T>(hs, 3, 29), dk_0 = random_values<T>(hs, 3, 30);
+            std::vector<T> d_qkv, dq, dk, d_qkv_alone;
+            for_each_order([&] {
+                const DeviceArray<T> x(qkv), d_x(d_qkv_0), d_x_alone(d_qkv_0), qw(q_weight), kw(k_weight),
+                    d_qw(dq_0), d_kw(dk_0);
+                const Shape scratch_shape = head_norm_scratch(s.batch * s.seq_len, hs);
+                const DeviceArray<float> d_scratch(poisoned<float>(scratch_shape.size()));
+                Tensor<T> t_d_x = d_x.tensor(s.shape()), t_d_qw = d_qw.tensor(row), t_d_kw = d_kw.tensor(row);
+                Tensor<float> scratch = d_scratch.tensor(scratch_shape);
+                head_norm_backward(t_d_x, t_d_qw, t_d_kw, scratch, x.tensor(s.shape()), qw.tensor(row),
+                                   kw.tensor(row), s.heads, s.kv_heads, kStream, kEpsilon, product);
+                Tensor<T> t_d_x_alone = d_x_alone.tensor(s.shape()), frozen;
+                Tensor<float> none;
+                head_norm_backward(t_d_x_alone, frozen, frozen, none, x.tensor(s.shape()), qw.tensor(row),
+                                   kw.tensor(row), s.heads, s.kv_heads, kStream, kEpsilon, product);
+                d_qkv = d_x.download(), dq = d_qw.download(), dk = d_kw.download();
+                d_qkv_alone = d_x_alone.download();
+                return bytes_of(d_qkv, dq, dk);
+            });
+            const Doubles x = to_doubles(qkv), d_out = to_doubles(d_qkv_0);
+            Doubles want = d_out, want_dq = to_doubles(dq_0), want_dk = to_doubles(dk_0);
+            for (size_t at = 0; at < s.size(); at += hs) {
+                const int head = static_cast<int>(at % s.row()) / hs;
+                if (head >= s.turned()) continue;
+                const bool query = head < s.heads;
+                const Doubles w = gains(query ? q_weight : k_weight, product);
+                const RmsnormReference forward(Doubles(x.begin() + at, x.begin() + at + hs), w,
+                                               double{kEpsilon});
+                std::fill_n(want.begin() + at, hs, 0.0);
+                add_rmsnorm_gradients(&want[at], (query ? want_dq : want_dk).data(), &d_out[at], &x[at],
+                                      forward.rstd[0], w.data(), hs);
+            }
+            EXPECT_LT(relative_error(d_qkv, want), tolerance<T>());
+            EXPECT_LT(relative_error(dq, want_dq), tolerance<T>());
+            EXPECT_LT(relative_error(dk, want_dk), tolerance<T>());
+            EXPECT_TRUE(bytes_of(d_qkv_alone) == bytes_of(d_qkv))
+                << "frozen weights change the gradients of qkv";
         }
-        EXPECT_LT(relative_error(d_qkv, want), tolerance<T>());
-        EXPECT_LT(relative_error(dq, want_dq), tolerance<T>());
-        EXPECT_LT(relative_error(dk, want_dk), tolerance<T>());
-        EXPECT_TRUE(bytes_of(d_qkv_alone) == bytes_of(d_qkv)) << "frozen weights change the gradients of qkv";
-    }
 }
 
 std::vector<MatrixSize> swiglu_sizes() {

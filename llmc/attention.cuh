@@ -1,8 +1,10 @@
 // attention.cuh - causal multi-head attention without the (T, T) matrix of scores: FlashAttention-2.
 //
-//   S = Q K^T / sqrt(head_size), masked   P = softmax(S) by row   out = P V   lse = log sum exp(S) by row
+//   S = Q K^T scale, masked   P = softmax(S) by row   out = P V   lse = log sum exp(S) by row
 //   dS = P * (dout V^T - delta)   delta = rowsum(dout * out)
-//   dV = P^T dout   dK = dS^T Q / sqrt(head_size)   dQ = dS K / sqrt(head_size)
+//   dV = P^T dout   dK = dS^T Q scale   dQ = dS K scale
+//
+// With a soft cap S = cap tanh(Q K^T scale / cap), masked, and dS is multiplied with 1 - (S / cap)^2.
 //
 // A block keeps 64 or 128 rows of one side, queries or keys, in shared memory; each of its 4 or 8 warps has
 // 16 or 32 of them. The rows of the other side pass by in tiles, and the next tiles are copied while the
@@ -12,8 +14,8 @@
 // heads that share keys are processed one after the other by the block that keeps these keys. Tiles outside a
 // window or of other documents are skipped. In the fast CPU build attention_cpu.h does the same with oneDNN.
 //
-// Each kernel has two forms. The plain one has no branches for windows, ALiBi, documents and dropout, and its
-// rows must be made of whole aligned 16 bytes.
+// Each kernel has two forms. The plain one has no branches for windows, ALiBi, documents, dropout and caps,
+// and its rows must be made of whole aligned 16 bytes.
 #pragma once
 
 #include <algorithm>
@@ -229,6 +231,7 @@ __global__ void __launch_bounds__(ForwardTiles<T, kHead, kPlain, kSmall>::kThrea
     if (!kPlain) in.drop_keys(in.first_tile(in.first_key(b, block_row)));
     const int end = in.keys_before(block_row + kRows);
     if (kPlain) SIMT_ASSUME(end > 0);
+    const float softmax_scale = kPlain ? scale : in.softmax_scale(scale);
     load_staying<kHead, kRows, 1, Tiles::kThreads, T>(
         q_tile, {in.q + in.q_offset(b, h) + block_row * in.q_row}, {in.q_row}, in.queries - block_row,
         in.head_size, vectors);
@@ -258,13 +261,14 @@ __global__ void __launch_bounds__(ForwardTiles<T, kHead, kPlain, kSmall>::kThrea
         multiply_rows<kHead>(s, q_tile + warp_row * Tiles::kStride, k_tile);
         UNROLL for (int m = 0; m < kParts; m++) {
             const int last = diagonal + 16 * m;
+            if (!kPlain && in.cap > 0) cap_scores(s[m], fast_quotient(scale, in.cap));
             if (!kPlain && in.alibi) add_distances(s[m], last, in.slope(h, scale));
             if (last < kPassing - 1) mask_after(s[m], made_anew(last), -INFINITY);
             if (!kPlain && last + 15 >= in.span()) mask_up_to(s[m], last - in.span(), -INFINITY);
             if (!kPlain && in.positions)
                 mask_before(s[m], {first_keys[0] - key, first_keys[1] - key}, -INFINITY);
             float correction[2];
-            softmax[m].step(s[m], correction, scale * kLog2e);
+            softmax[m].step(s[m], correction, softmax_scale * kLog2e);
             scale_rows(o[m], correction);
             if (!kPlain && in.dropout) drop_scores(s[m], in, b, h, row, key);
         }
@@ -274,8 +278,8 @@ __global__ void __launch_bounds__(ForwardTiles<T, kHead, kPlain, kSmall>::kThrea
     // Computed again here: kept over the loop, it would take registers that heads of 128 columns do not have.
     const Place to(in, in.part.x + made_anew(blockIdx.x), in.part.y + made_anew(blockIdx.y),
                    made_anew(threadIdx.x) / kLanes);
-    UNROLL for (int m = 0; m < kParts; m++)
-        store_output<kHead>(out, lse, o[m], softmax[m], in, to.b, to.h, to.row + 16 * m, scale, vectors);
+    UNROLL for (int m = 0; m < kParts; m++) store_output<kHead>(out, lse, o[m], softmax[m], in, to.b, to.h,
+                                                                to.row + 16 * m, softmax_scale, vectors);
 }
 
 // delta[b, h, i] = sum of dout * out over the head's columns. One warp for each b and i.
@@ -327,6 +331,7 @@ __global__ void __launch_bounds__(AttentionTiles<T, kHead, kSmall, true>::kThrea
     const int keys_end = block_row + Tiles::kStaying, begin = in.first_query(block_row);
     const int end = kPlain ? in.queries : in.queries_before(b, keys_end);
     const int warp_row = uniform_warp() * 16, row = block_row + warp_row;  // the warp's first key
+    const float softmax_scale = kPlain ? scale : in.softmax_scale(scale);
     using Loader = TileLoader<2, kPassing, kHead, T, Tiles::kThreads>;
     const auto loader_of = [&](int h) SIMT_INLINE {
         return Loader(
@@ -371,9 +376,10 @@ __global__ void __launch_bounds__(AttentionTiles<T, kHead, kSmall, true>::kThrea
         const T* const dout_tile = q_tile + Tiles::kPassingSize;
         AttentionRows<kPassing / 8> p, ds;
         multiply_rows<kHead>(p, k_tile + warp_row * Tiles::kStride, q_tile);
+        if (!kPlain && in.cap > 0) cap_scores(p, fast_quotient(scale, in.cap));
         if (!kPlain && in.alibi) add_distances(p, diagonal, -in.slope(h, scale));
         const auto to_probability = [&](float& x, int, int column) {
-            x = exp2_of(x * (scale * kLog2e) - *statistic(q_tile, column) * kLog2e);
+            x = exp2_of(x * (softmax_scale * kLog2e) - *statistic(q_tile, column) * kLog2e);
         };
         for_each_score<kPassing / 8>(to_probability, p);
         if (diagonal + 15 > 0) mask_up_to(p, diagonal - 1, 0.f);
@@ -394,6 +400,12 @@ __global__ void __launch_bounds__(AttentionTiles<T, kHead, kSmall, true>::kThrea
             x = probability * (x - *statistic(dout_tile, column));
         };
         for_each_score<kPassing / 8>(gradient, ds, p);
+        if (!kPlain && in.cap > 0) {
+            const auto through_cap = [&](float& x, float probability, int, int column) {
+                x *= cap_slope(probability, *statistic(q_tile, column), in.cap);
+            };
+            for_each_score<kPassing / 8>(through_cap, ds, p);
+        }
         multiply_columns<kHead>(dk_rows, ds, q_tile);
     }
     store_key_rows<kHead>(dk, in.dk_sums, dk_rows, scale, in, b, kv, row, vectors);
@@ -433,6 +445,7 @@ __global__ void __launch_bounds__(BackwardTiles<T, kHead, kPlain, kDrops, kSmall
     if (!kPlain) in.drop_keys(in.first_tile(in.first_key(b, block_row)));
     const int end = in.keys_before(block_row + kRows);
     if (kPlain) SIMT_ASSUME(end > 0);
+    const float softmax_scale = kPlain ? scale : in.softmax_scale(scale);
     load_staying<kHead, kRows, 2, Tiles::kThreads, T>(q_tile,
                                                       {in.q + in.q_offset(b, h) + block_row * in.q_row,
                                                        dout + in.out_offset(b, h) + block_row * in.out_row()},
@@ -469,11 +482,16 @@ __global__ void __launch_bounds__(BackwardTiles<T, kHead, kPlain, kDrops, kSmall
         UNROLL for (int m = 0; m < kParts; m++) {
             const int last = diagonal + 16 * m;
             if (kDrops) drop_scores(ds[m], in, b, h, row, key);
+            if (!kPlain && in.cap > 0) cap_scores(s[m], fast_quotient(scale, in.cap));
             if (!kPlain && in.alibi) add_distances(s[m], last, in.slope(h, scale));
             const auto gradient = [&](float& x, float score, int r, int) {
-                x = exp2_of(score * (scale * kLog2e) - row_lse[m][r]) * (x - row_delta[m][r]);
+                x = exp2_of(score * (softmax_scale * kLog2e) - row_lse[m][r]) * (x - row_delta[m][r]);
             };
             for_each_score<kPassing / 8>(gradient, ds[m], s[m]);
+            if (!kPlain && in.cap > 0) {
+                const auto through_cap = [](float& x, float score, int, int) { x *= cap_slope(score); };
+                for_each_score<kPassing / 8>(through_cap, ds[m], s[m]);
+            }
             if (last < kPassing - 1) mask_after(ds[m], last, 0.f);
             if (!kPlain && last + 15 >= in.span()) mask_up_to(ds[m], last - in.span(), 0.f);
             if (!kPlain && in.positions) mask_before(ds[m], {first_keys[0] - key, first_keys[1] - key}, 0.f);
@@ -554,8 +572,9 @@ bool hopper_attention_takes(const AttentionInput<T>& in, std::initializer_list<c
     // Hopper's kernels begin at a window or a document, not at a multiple of kKeyPiece: in pieces only the
     // plain form.
     // Every query must see a key: a block waits for its first tile.
-    return in.hopper && in.position(0) >= 0 && !in.dropout && hopper_attention_supports(in.head_size) &&
-           (!in.in_pieces || in.plain()) && attention_vectors(in, arrays) && device_is_hopper();
+    return in.hopper && in.position(0) >= 0 && !in.dropout && in.cap == 0 &&
+           hopper_attention_supports(in.head_size) && (!in.in_pieces || in.plain()) &&
+           attention_vectors(in, arrays) && device_is_hopper();
 }
 
 // The operation that a dry run records (work.h): `products` matrix products of the unmasked scores' size, and
@@ -578,7 +597,7 @@ Operation attention_operation(const char* name, const AttentionInput<T>& in, int
 // for the last piece writes them.
 template <class T>
 void attention_forward(T* out, float* lse, const AttentionInput<T>& in, Stream stream) {
-    assert(in.queries <= in.all_keys() && in.heads % in.kv_heads == 0);
+    assert(in.queries <= in.all_keys() && in.heads % in.kv_heads == 0 && !(in.cap > 0 && in.alibi));
     assert(!in.positions || in.queries == in.keys || in.batch == 1);
     // A dry run uses a piece of average size, which may be no multiple of kKeyPiece.
     assert(in.later == 0 || (in.batch == 1 && in.in_pieces));

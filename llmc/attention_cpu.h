@@ -137,6 +137,18 @@ void add_alibi(float* s, SeenColumns seen, const AttentionInput<T>& in, int h, i
     for (int j = seen.begin; j < seen.end; j++) s[j] += slope * static_cast<float>(distance + j);
 }
 
+// Turns the scores of a row's visible runs into fractions of their cap, by tanh.
+template <class T>
+void cap_row(float* s, SeenColumns seen, const AttentionInput<T>& in, float scale) {
+    if (!(in.cap > 0)) return;
+    const float factor = 2 * scale / in.cap;
+    for (int j = seen.runs_begin(); j < seen.end; j += kScoreRun) {
+        ScoreRun x = load<kScoreRun>(s + j);
+        for (float& e : x.v) e = 1.f - 2.f / (fast_exp(e * factor) + 1.f);
+        store(s + j, x.v);
+    }
+}
+
 // Sets x to `value` in those of the columns first ... last - 1 that the row does not see.
 template <class T>
 void fill_unseen(T* x, SeenColumns seen, int first, int last, float value) {
@@ -204,6 +216,7 @@ __global__ void attention_forward_cpu_kernel(T* out, float* lse, AttentionInput<
     const int rows = std::min(kForwardQueries, in.queries - first), columns = in.head_size;
     in.drop_keys(in.first_tile(in.first_key(b, first)));
     const int end = in.keys_before(first + rows);
+    const float softmax_scale = in.softmax_scale(scale);
     const StridedMatrix<T> q{in.q + in.q_offset(b, h) + first * in.q_row, in.q_row};
     if (in.continues) {
         std::copy_n(in.carried_rows(h, first), rows * columns, scratch.out);
@@ -224,9 +237,10 @@ __global__ void attention_forward_cpu_kernel(T* out, float* lse, AttentionInput<
         for (int i = 0; i < rows; i++) {
             float* const scores = scratch.scores + i * kForwardKeys;
             const SeenColumns seen = seen_columns(in, b, first + i, key, width);
+            cap_row(scores, seen, in, scale);
             add_alibi(scores, seen, in, h, first + i, key, scale);
-            const float correction = softmax_row(scratch.p + i * kForwardKeys, scores, seen, width, scale,
-                                                 scratch.largest[i], scratch.sum[i]);
+            const float correction = softmax_row(scratch.p + i * kForwardKeys, scores, seen, width,
+                                                 softmax_scale, scratch.largest[i], scratch.sum[i]);
             drop_row(scratch.p + i * kForwardKeys, in, b, h, first + i, key, width);
             for (int c = 0; c < columns; c++) scratch.out[i * columns + c] *= correction;
         }
@@ -244,7 +258,8 @@ __global__ void attention_forward_cpu_kernel(T* out, float* lse, AttentionInput<
     for (int i = 0; i < rows; i++) {
         T* to = out + in.out_offset(b, h) + (first + i) * in.out_row();
         write_row(to, scratch.out + i * columns, columns, 1.f / scratch.sum[i]);
-        if (lse) lse[in.row_offset(b, h) + first + i] = scratch.largest[i] * scale + logf(scratch.sum[i]);
+        if (lse)
+            lse[in.row_offset(b, h) + first + i] = scratch.largest[i] * softmax_scale + logf(scratch.sum[i]);
     }
 }
 
@@ -292,6 +307,7 @@ template <class T>
 __global__ void attention_decode_cpu_kernel(T* out, float* lse, AttentionInput<T> in, float scale) {
     const int b = blockIdx.y, group = in.group(), first_head = blockIdx.x * group, columns = in.head_size;
     in.drop_keys(in.first_key(b, 0));
+    const float softmax_scale = in.softmax_scale(scale);
     const DecodeScratch scratch(simt::dynamic_shared, group, columns, in.keys);
     const T* const k = in.k + in.kv_offset(b, blockIdx.x);
     const T* const v = in.v + in.kv_offset(b, blockIdx.x);
@@ -307,9 +323,10 @@ __global__ void attention_decode_cpu_kernel(T* out, float* lse, AttentionInput<T
         float* const scores = scratch.scores + g * scratch.scores_row;
         float largest = -INFINITY;
         scratch.sum[g] = 0.f;
+        cap_row(scores, {0, in.keys}, in, scale);
         add_alibi(scores, {0, in.keys}, in, first_head + g, 0, 0, scale);
-        softmax_row(scores, scores, {0, in.keys}, in.keys, scale, largest, scratch.sum[g]);
-        if (lse) lse[in.row_offset(b, first_head + g)] = largest * scale + logf(scratch.sum[g]);
+        softmax_row(scores, scores, {0, in.keys}, in.keys, softmax_scale, largest, scratch.sum[g]);
+        if (lse) lse[in.row_offset(b, first_head + g)] = largest * softmax_scale + logf(scratch.sum[g]);
     }
     std::fill(scratch.out, scratch.out + group * columns, 0.f);
     for (int key = 0; key < in.keys; key += kDecodeKeys)
@@ -323,14 +340,18 @@ __global__ void attention_decode_cpu_kernel(T* out, float* lse, AttentionInput<T
     }
 }
 
-// P and dS of a row, from its scores s and dp = dout V^T. Both are zero in columns that the row does not see.
+// P and dS of a row, from its scores s, which may be `capped`, and dp = dout V^T. Both are zero in columns
+// that the row does not see.
 template <class T>
 void backward_row(T* p, T* ds, float* s, float* dp, SeenColumns seen, int columns, float scale, float lse,
-                  float delta) {
+                  float delta, bool capped) {
     for (int j = seen.runs_begin(); j < seen.end; j += kScoreRun) {
         ScoreRun x = load<kScoreRun>(s + j), y = load<kScoreRun>(dp + j);
+        for (int i = 0; i < kScoreRun; i++) y.v[i] -= delta;
+        if (capped)
+            for (int i = 0; i < kScoreRun; i++) y.v[i] *= 1.f - x.v[i] * x.v[i];
         for (int i = 0; i < kScoreRun; i++) x.v[i] = fast_exp(x.v[i] * scale - lse);
-        for (int i = 0; i < kScoreRun; i++) y.v[i] = x.v[i] * (y.v[i] - delta);
+        for (int i = 0; i < kScoreRun; i++) y.v[i] *= x.v[i];
         store(p + j, x.v);
         store(ds + j, y.v);
     }
@@ -413,10 +434,12 @@ void attention_backward_tile(const BackwardHead<T>& head, const BackwardScratch<
             for (int i = 0; i < rows; i++) {
                 float* const scores = scratch.scores + i * stride;
                 const SeenColumns seen = seen_columns(in, b, query + i, key, width);
+                cap_row(scores, seen, in, head.scale);
                 add_alibi(scores, seen, in, h, query + i, key, head.scale);
                 drop_row(scratch.dp + i * stride, in, b, h, query + i, key, width);
                 backward_row(scratch.p + i * stride, scratch.ds + i * stride, scores, scratch.dp + i * stride,
-                             seen, width, head.scale, head.lse[rows_at + i], head.delta[rows_at + i]);
+                             seen, width, in.softmax_scale(head.scale), head.lse[rows_at + i],
+                             head.delta[rows_at + i], in.cap > 0);
                 drop_row(scratch.p + i * stride, in, b, h, query + i, key, width);
             }
             const StridedMatrix<T> p{scratch.p, stride}, ds{scratch.ds, stride};

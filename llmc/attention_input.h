@@ -49,7 +49,11 @@ struct AttentionInput {
     // keys): the sequence's row after the last row of a key's document. Both are null where a sequence is one
     // document.
     const int *positions = nullptr, *document_ends = nullptr;
-    Dropout dropout = {};  // of probabilities, in training
+    Dropout dropout = {};   // of probabilities, in training
+    float given_scale = 0;  // the factor of scores; 0: 1 / sqrt(head_size)
+    // A soft cap of scores, before they are masked (Gemma 2): a score x becomes cap * tanh(x / cap). 0: none.
+    // Families with a cap have no ALiBi.
+    float cap = 0;
     // Strides of the gradients of k and v.
     int64_t dkv_row = kv_row, dkv_batch = kv_batch, dkv_head = kv_head;
     // For a chunk, which has only some queries of a sequence, in a batch of 1. `length`: rows of the
@@ -136,8 +140,8 @@ struct AttentionInput {
         if (first > keys) first = keys;
         return in_pieces ? first / kKeyPiece * kKeyPiece : first;
     }
-    // Whether this is plain causal attention: no window, ALiBi, documents or dropout.
-    bool plain() const { return span() == all_keys() && !alibi && !positions && !dropout; }
+    // Whether this is plain causal attention: no window, ALiBi, documents, dropout or cap.
+    bool plain() const { return span() == all_keys() && !alibi && !positions && !dropout && cap == 0; }
     // The index of a probability among those of all sequences, for dropout.
     SIMT_HOST_DEVICE int64_t score_number(int b, int h, int query, int key) const {
         const int64_t row = (int64_t{entry + b} * heads + h) * length + left_out + position(query);
@@ -197,12 +201,17 @@ struct AttentionInput {
     double flops(int products) const {
         return 2.0 * (static_cast<double>(batch) * heads) * seen_scores() * head_size * products;
     }
-    // The factor of scores: 1 / sqrt(head_size).
-    float scale() const { return 1.f / std::sqrt(static_cast<float>(head_size)); }
+    // The factor of scores.
+    float scale() const {
+        return given_scale != 0 ? given_scale : 1.f / std::sqrt(static_cast<float>(head_size));
+    }
+    // The factor with which the softmax takes scores: with a cap they come as fractions of it.
+    SIMT_HOST_DEVICE float softmax_scale(float scale) const { return cap > 0 ? cap : scale; }
     // The slope of head h for scores that are not yet multiplied with scale(): slope / scale, computed
-    // without a division.
-    SIMT_HOST_DEVICE float slope(int h, float scale) const {
-        return alibi[h] * (static_cast<float>(head_size) * scale);
+    // without a division where it can be.
+    SIMT_DEVICE float slope(int h, float scale) const {
+        return alibi[h] *
+               (given_scale != 0 ? fast_quotient(1.f, scale) : static_cast<float>(head_size) * scale);
     }
 };
 

@@ -70,6 +70,27 @@ SIMT_DEVICE void mask_up_to(AttentionRows<N>& s, int column, float value) {
     for_each_distance<N>(s, column, mask);
 }
 
+// s = tanh(s * factor): scores as fractions of their cap, where `factor` is scale / cap.
+template <int N>
+SIMT_DEVICE void cap_scores(AttentionRows<N>& s, float factor) {
+    const auto cap = [&](float& x, int, int) {
+        x = 1.f - fast_quotient(2.f, exp2_of(x * (2 * kLog2e * factor)) + 1.f);
+    };
+    for_each_score<N>(cap, s);
+}
+// The derivative of a capped score that is the fraction x of its cap; and the same from the score's
+// probability, where the fraction is no longer kept: probability = exp(cap * x - lse).
+SIMT_DEVICE float cap_slope(float x) { return 1.f - x * x; }
+SIMT_DEVICE float cap_slope(float probability, float lse, float cap) {
+#if defined(SIMT_GPU)
+    const float log2 = __log2f(probability);
+#else
+    const float log2 = log2f(probability);
+#endif
+    const float x = fast_quotient(log2 * (1 / kLog2e) + lse, cap);
+    return cap_slope(fmaxf(-1.f, fminf(x, 1.f)));  // a masked score has no logarithm
+}
+
 // document_keys(): the first keys of the documents of this lane's two queries of batch entry b; `row` is the
 // warp's first query. document_ends(): where the documents of this lane's two keys end; `row` is the warp's
 // first key.

@@ -32,6 +32,7 @@ struct Case {
     bool hopper = false;
     int document = 0;  // documents have up to this many rows; 0: each sequence is one
     double dropout = 0;
+    double given_scale = 0, cap = 0;  // as in AttentionInput
 
     // For q, k or v: which = 0, 1, 2.
     int heads_of(int which) const { return which == 0 ? heads : kv_heads; }
@@ -55,7 +56,9 @@ struct Case {
                std::to_string(queries) + " queries, " + std::to_string(keys) + " keys, layout " +
                std::to_string(layout) + ", window " + std::to_string(window) + (alibi ? ", slopes" : "") +
                (document ? ", documents of up to " + std::to_string(document) : "") +
-               (dropout > 0 ? ", dropout" : "");
+               (dropout > 0 ? ", dropout" : "") +
+               (given_scale > 0 ? ", scale " + std::to_string(given_scale) : "") +
+               (cap > 0 ? ", cap " + std::to_string(cap) : "");
     }
 };
 
@@ -173,7 +176,9 @@ AttentionInput<T> input_of(const Case& c, const Arrays<T>& arrays) {
             .hopper = c.hopper,
             .positions = c.document ? arrays.positions->data() : nullptr,
             .document_ends = c.document ? arrays.ends->data() : nullptr,
-            .dropout = dropout_at(arrays.dropout_key->data(), kDropoutPlace, c.dropout)};
+            .dropout = dropout_at(arrays.dropout_key->data(), kDropoutPlace, c.dropout),
+            .given_scale = static_cast<float>(c.given_scale),
+            .cap = static_cast<float>(c.cap)};
 }
 
 struct Reference {
@@ -188,7 +193,7 @@ Reference reference(const Case& c, const Arrays<T>& x, const std::vector<double>
     Reference r{std::vector<double>(rows * c.channels()), std::vector<double>(rows * c.heads),
                 std::vector<double>(rows * c.channels()), std::vector<double>(key_rows * c.channels(1)),
                 std::vector<double>(key_rows * c.channels(1))};
-    const double scale = 1 / std::sqrt(double(c.head_size));
+    const double scale = c.given_scale > 0 ? c.given_scale : 1 / std::sqrt(double(c.head_size));
     const RandomDocuments documents(c);
     const std::vector<float> slopes = c.alibi ? alibi_slopes(c.heads) : std::vector<float>(c.heads);
     const std::vector<double> factors = dropout_factors(c);
@@ -201,7 +206,7 @@ Reference reference(const Case& c, const Arrays<T>& x, const std::vector<double>
                 const size_t query = (b * size_t(c.queries) + i) * c.channels() + h * c.head_size;
                 const double* const factor =
                     &factors[((size_t(b) * c.heads + h) * c.queries + i) * size_t(c.keys)];
-                std::vector<double> p(c.keys), dp(c.keys);
+                std::vector<double> p(c.keys), dp(c.keys), through_cap(c.keys, 1);
                 double sum = 0, delta = 0;
                 for (int j = begin; j <= position; j++) {
                     for (int e = 0; e < c.head_size; e++) {
@@ -209,14 +214,19 @@ Reference reference(const Case& c, const Arrays<T>& x, const std::vector<double>
                         dp[j] += dout[query + e] * x.at(c, 2, b, j, kv, e);
                     }
                     dp[j] *= factor[j];
-                    sum += p[j] = std::exp(p[j] * scale + slopes[h] * double(j - position));
+                    double score = p[j] * scale;
+                    if (c.cap > 0) {
+                        const double part = std::tanh(score / c.cap);
+                        score = c.cap * part, through_cap[j] = 1 - part * part;
+                    }
+                    sum += p[j] = std::exp(score + slopes[h] * double(j - position));
                 }
                 for (int j = begin; j <= position; j++) delta += (p[j] /= sum) * dp[j];
                 r.lse[(size_t(b) * c.heads + h) * c.queries + i] = std::log(sum);
                 for (int j = begin; j <= position; j++)
                     for (int e = 0; e < c.head_size; e++) {
                         const size_t key = (b * size_t(c.keys) + j) * c.channels(1) + kv * c.head_size + e;
-                        const double ds = p[j] * (dp[j] - delta) * scale;
+                        const double ds = p[j] * (dp[j] - delta) * through_cap[j] * scale;
                         r.out[query + e] += p[j] * factor[j] * x.at(c, 2, b, j, kv, e);
                         r.dq[query + e] += ds * x.at(c, 1, b, j, kv, e);
                         r.dk[key] += ds * x.at(c, 0, b, i, h, e);
@@ -483,6 +493,12 @@ TYPED_TEST(Attention, MatchesTheDefinitionInEveryForm) {
                 cases.push_back(cases[1]);
                 cases.back().dropout = dropout;
                 cases.back().document = document;
+            }
+            // Caps where many scores reach them, and where few do.
+            for (const auto& [scale, cap] : {std::pair{0., 2.}, std::pair{0.1, 20.}, std::pair{0.15, 0.}}) {
+                cases.push_back(cases[cap > 2 ? 5 : 1]);
+                cases.back().given_scale = scale, cases.back().cap = cap;
+                cases.back().alibi = cap == 0;
             }
             for (const Case& c : cases)
                 with_case<TypeParam>(c, [&](const auto& x, const auto& dout, const Reference& want) {

@@ -1,5 +1,5 @@
-// elementwise.cuh - the operations of a block that treat each element by itself: GELU and SwiGLU of its MLP,
-// and the addition to the residual stream.
+// elementwise.cuh - the operations of a block that treat each element by itself: GELU, SwiGLU and GeGLU of
+// its MLP, and the addition to the residual stream.
 #pragma once
 
 #include "llmc/column_sums.cuh"
@@ -20,13 +20,20 @@ SIMT_DEVICE float gelu_tanh(float x) {
     return 1.f - fast_quotient(2.f, fast_exp(2.f * u) + 1.f);
 }
 
+SIMT_DEVICE float gelu(float x) { return 0.5f * x * (1.f + gelu_tanh(x)); }
+// The derivative of gelu(x), with t = gelu_tanh(x).
+SIMT_DEVICE float gelu_slope(float x, float t) {
+    const float du = kGeluScale * (1.f + 3.f * kGeluCubic * x * x);
+    return 0.5f * (1.f + t) + 0.5f * x * (1.f - t * t) * du;
+}
+
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads) gelu_forward_kernel(T* out, const T* x, int64_t n) {
     const bool aligned = are_aligned(out, x);
     for_each_vector<T>(n, aligned, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
         const Packed<T, N> p = load_ahead<N>(x + i);
         float o[N];
-        for (int k = 0; k < N; k++) o[k] = 0.5f * p[k] * (1.f + gelu_tanh(p[k]));
+        for (int k = 0; k < N; k++) o[k] = gelu(p[k]);
         store(out + i, o);
     });
 }
@@ -38,11 +45,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     for_each_vector<T>(n, aligned, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
         const Packed<T, N> p = load_ahead<N>(x + i), d = load_ahead<N>(dout + i);
         float o[N];
-        for (int k = 0; k < N; k++) {
-            const float v = p[k], t = gelu_tanh(v);
-            const float du = kGeluScale * (1.f + 3.f * kGeluCubic * v * v);
-            o[k] = d[k] * (0.5f * (1.f + t) + 0.5f * v * (1.f - t * t) * du);
-        }
+        for (int k = 0; k < N; k++) o[k] = d[k] * gelu_slope(p[k], gelu_tanh(p[k]));
         store(dx + i, o);
     });
 }
@@ -63,12 +66,14 @@ void gelu_backward(Tensor<T>& dx, const Tensor<T>& dout, const Tensor<T>& x, Str
                                     dout.data(), x.data(), x.size());
 }
 
-// ---- SwiGLU
+// ---- SwiGLU and GeGLU
 //
-// The gated linear unit of Llama's MLP (Shazeer, arXiv:2002.05202): silu(gate) * up with silu(x) = x
-// sigmoid(x), where one matrix product has computed [gate | up].
+// Gated linear units (Shazeer, arXiv:2002.05202), where one matrix product has computed [gate | up]:
+// silu(gate)
+// * up with silu(x) = x sigmoid(x) in Llama's MLP, gelu(gate) * up in Gemma's. The kernels are named after
+// the first; with kGelu they compute the second.
 //
-// Computed in fp32 throughout; `transformers` rounds silu(gate) to the model's type before the
+// Computed in fp32 throughout; `transformers` rounds the gate's activation to the model's type before the
 // multiplication. Bound by memory: forward reads two elements and writes one, backward reads three and writes
 // two.
 
@@ -78,7 +83,7 @@ SIMT_DEVICE float sigmoid(float x) { return fast_quotient(1.f, 1.f + fast_exp(-x
 template <int N>
 constexpr int kSwigluColumns = kLanes* N* kElementwiseRun;
 
-template <class T, int N>
+template <class T, int N, bool kGelu>
 __global__ void __launch_bounds__(kBlockThreads)
     swiglu_forward_kernel(T* out, const T* gate_up, int rows, int F) {
     const int row = blockIdx.x * warps_per_block() + warp();
@@ -89,12 +94,12 @@ __global__ void __launch_bounds__(kBlockThreads)
     for (int c = begin + lane() * N; c < end; c += kLanes * N) {
         const Packed<T, N> g = load_ahead<N>(gate + c), u = load_ahead<N>(up + c);
         float o[N];
-        for (int k = 0; k < N; k++) o[k] = g[k] * sigmoid(g[k]) * u[k];
+        for (int k = 0; k < N; k++) o[k] = (kGelu ? gelu(g[k]) : g[k] * sigmoid(g[k])) * u[k];
         store(out + int64_t{row} * F + c, o);
     }
 }
 
-template <class T, int N>
+template <class T, int N, bool kGelu>
 __global__ void __launch_bounds__(kBlockThreads)
     swiglu_backward_kernel(T* d_gate_up, const T* dout, const T* gate_up, int rows, int F) {
     const int row = blockIdx.x * warps_per_block() + warp();
@@ -107,9 +112,15 @@ __global__ void __launch_bounds__(kBlockThreads)
         const Packed<T, N> d = load_ahead<N>(dout + int64_t{row} * F + c);
         float d_gate[N], d_up[N];
         for (int k = 0; k < N; k++) {
-            const float s = sigmoid(g[k]);
-            d_gate[k] = d[k] * u[k] * s * (1.f + g[k] * (1.f - s));
-            d_up[k] = d[k] * g[k] * s;
+            if constexpr (kGelu) {
+                const float t = gelu_tanh(g[k]);
+                d_gate[k] = d[k] * u[k] * gelu_slope(g[k], t);
+                d_up[k] = d[k] * 0.5f * g[k] * (1.f + t);
+            } else {
+                const float s = sigmoid(g[k]);
+                d_gate[k] = d[k] * u[k] * s * (1.f + g[k] * (1.f - s));
+                d_up[k] = d[k] * g[k] * s;
+            }
         }
         store(d_gate_up + start + c, d_gate);
         store(d_gate_up + start + F + c, d_up);
@@ -122,30 +133,48 @@ dim3 swiglu_blocks(int rows, int F) {
     return dim3(blocks_of_rows(rows), static_cast<unsigned>(ceil_div(F, kSwigluColumns<N>)));
 }
 
-// out (rows, F) = silu(gate) * up. A row of gate_up (rows, 2F) has the gates first, then the values that they
-// gate.
-template <class T>
-void swiglu_forward(Tensor<T>& out, const Tensor<T>& gate_up, Stream stream) {
-    const Operation operation("swiglu_forward", 0, pass_bytes(out, gate_up));
+template <bool kGelu, class T>
+void glu_forward(const char* name, Tensor<T>& out, const Tensor<T>& gate_up, Stream stream) {
+    const Operation operation(name, 0, pass_bytes(out, gate_up));
     const int rows = static_cast<int>(out.rows()), F = static_cast<int>(out.columns());
     assert(gate_up.size() == 2 * out.size() && gate_up.columns() == 2 * F);
     with_vector_size<T>(F, [&]<int N>(std::integral_constant<int, N>) {
-        launch<swiglu_forward_kernel<T, N>>(swiglu_blocks<N>(rows, F), kBlockThreads, 0, stream, out.data(),
-                                            gate_up.data(), rows, F);
+        launch<swiglu_forward_kernel<T, N, kGelu>>(swiglu_blocks<N>(rows, F), kBlockThreads, 0, stream,
+                                                   out.data(), gate_up.data(), rows, F);
     });
 }
-
-// d_gate_up (rows, 2F) = the gradient of swiglu_forward's input gate_up, from dout (rows, F). d_gate_up may
-// be gate_up.
-template <class T>
-void swiglu_backward(Tensor<T>& d_gate_up, const Tensor<T>& dout, const Tensor<T>& gate_up, Stream stream) {
-    const Operation operation("swiglu_backward", 0, pass_bytes(d_gate_up, dout, gate_up));
+template <bool kGelu, class T>
+void glu_backward(const char* name, Tensor<T>& d_gate_up, const Tensor<T>& dout, const Tensor<T>& gate_up,
+                  Stream stream) {
+    const Operation operation(name, 0, pass_bytes(d_gate_up, dout, gate_up));
     const int rows = static_cast<int>(dout.rows()), F = static_cast<int>(dout.columns());
     assert(gate_up.columns() == 2 * F && d_gate_up.shape() == gate_up.shape());
     with_vector_size<T>(F, [&]<int N>(std::integral_constant<int, N>) {
-        launch<swiglu_backward_kernel<T, N>>(swiglu_blocks<N>(rows, F), kBlockThreads, 0, stream,
-                                             d_gate_up.data(), dout.data(), gate_up.data(), rows, F);
+        launch<swiglu_backward_kernel<T, N, kGelu>>(swiglu_blocks<N>(rows, F), kBlockThreads, 0, stream,
+                                                    d_gate_up.data(), dout.data(), gate_up.data(), rows, F);
     });
+}
+
+// out (rows, F) = silu(gate) * up, or gelu(gate) * up. A row of gate_up (rows, 2F) has the gates first, then
+// the values that they gate.
+template <class T>
+void swiglu_forward(Tensor<T>& out, const Tensor<T>& gate_up, Stream stream) {
+    glu_forward<false>("swiglu_forward", out, gate_up, stream);
+}
+template <class T>
+void geglu_forward(Tensor<T>& out, const Tensor<T>& gate_up, Stream stream) {
+    glu_forward<true>("geglu_forward", out, gate_up, stream);
+}
+
+// d_gate_up (rows, 2F) = the gradient of the input gate_up of swiglu_forward or geglu_forward, from dout
+// (rows, F). d_gate_up may be gate_up.
+template <class T>
+void swiglu_backward(Tensor<T>& d_gate_up, const Tensor<T>& dout, const Tensor<T>& gate_up, Stream stream) {
+    glu_backward<false>("swiglu_backward", d_gate_up, dout, gate_up, stream);
+}
+template <class T>
+void geglu_backward(Tensor<T>& d_gate_up, const Tensor<T>& dout, const Tensor<T>& gate_up, Stream stream) {
+    glu_backward<true>("geglu_backward", d_gate_up, dout, gate_up, stream);
 }
 
 // ---- the residual stream

@@ -22,7 +22,7 @@ enum class NormKind {
     RmsPlusOne,  // in fp32 with 1 + weight: a new weight is 0
 };
 enum class PositionKind { Learned, Rotary, Alibi };
-enum class MlpKind { Gelu, SwiGlu };
+enum class MlpKind { Gelu, SwiGlu, GeGlu };  // GELU in its tanh form
 
 // What a tensor is for. Fields up to EmbeddingNormBias belong to the embeddings, the last three to the head,
 // and the others to a block.

@@ -1,7 +1,7 @@
 // mlp_layer.h - a block's MLP, forward and backward: the second half of a block, from the residual stream
-// after attention to that after the block. It is the norm, a product, GELU or SwiGLU, a second product, and
-// the addition to the residual stream. All rows go at once or, with --chunk-rows mlp=, chunk by chunk; then
-// its tensors exist for one chunk at a time.
+// after attention to that after the block. It is the norm, a product, GELU, SwiGLU or GeGLU, a second
+// product, and the addition to the residual stream. All rows go at once or, with --chunk-rows mlp=, chunk by
+// chunk; then its tensors exist for one chunk at a time.
 #pragma once
 
 #include <utility>
@@ -132,7 +132,8 @@ class MlpLayer {
         } else {
             const TensorX d = back("d_swiglu", g.down, make_activated, d_output, w.down);
             d_up = std::move(m.up);  // in place: it becomes its gradient
-            swiglu_backward(d_up, d, d_up, stream_);
+            family_.mlp == MlpKind::GeGlu ? geglu_backward(d_up, d, d_up, stream_)
+                                          : swiglu_backward(d_up, d, d_up, stream_);
         }
         d_output.drop();
         TensorX d_norm = back("d_norm_2", g.up, make_norm, d_up, w.up);
@@ -142,13 +143,14 @@ class MlpLayer {
 
     // The activation (.., mlp_width) of the first product.
     TensorX activate(const TensorX& up) {
+        const MlpKind kind = family_.mlp;
         Shape shape = up.shape();
-        if (family_.mlp == MlpKind::SwiGlu) shape.dims[shape.count - 1] /= 2;  // the gate's half
-        TensorX out = arena_.take<floatX>(family_.mlp == MlpKind::Gelu ? "gelu" : "swiglu", shape);
-        if (family_.mlp == MlpKind::Gelu)
-            gelu_forward(out, up, stream_);
-        else
-            swiglu_forward(out, up, stream_);
+        if (kind != MlpKind::Gelu) shape.dims[shape.count - 1] /= 2;  // the gate's half
+        const char* const names[] = {"gelu", "swiglu", "geglu"};
+        TensorX out = arena_.take<floatX>(names[static_cast<int>(kind)], shape);
+        if (kind == MlpKind::Gelu) gelu_forward(out, up, stream_);
+        if (kind == MlpKind::SwiGlu) swiglu_forward(out, up, stream_);
+        if (kind == MlpKind::GeGlu) geglu_forward(out, up, stream_);
         return out;
     }
 

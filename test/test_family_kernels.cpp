@@ -476,13 +476,24 @@ TYPED_TEST(FamilyKernels, HeadNormBackward) {
         }
 }
 
+// GELU and its derivative.
+struct GeluReference {
+    double out, slope;
+    explicit GeluReference(double x) {
+        const double scale = std::sqrt(2 / std::acos(-1.0)),
+                     t = std::tanh(scale * (x + 0.044715 * x * x * x));
+        out = x / 2 * (1 + t);
+        slope = (1 + t) / 2 + x / 2 * (1 - t * t) * scale * (1 + 3 * 0.044715 * x * x);
+    }
+};
+
 std::vector<MatrixSize> swiglu_sizes() {
     std::vector<MatrixSize> sizes = matrix_sizes();
     if (!kSmallShapes) sizes.insert(sizes.end(), {{2, 4096}, {3, 5000}});  // rows in several pieces
     return sizes;
 }
 
-// [gate | up] by row, also with gates where sigmoid is flat.
+// [gate | up] by row, also with gates where sigmoid and tanh are flat.
 template <class T>
 std::vector<T> gates_and_ups(const MatrixSize& s, uint64_t seed) {
     std::vector<T> x = random_values<T>(static_cast<size_t>(s.rows) * 2 * s.C, 2, seed);
@@ -492,58 +503,67 @@ std::vector<T> gates_and_ups(const MatrixSize& s, uint64_t seed) {
     return x;
 }
 
-TYPED_TEST(FamilyKernels, SwigluForward) {
+TYPED_TEST(FamilyKernels, SwigluAndGegluForward) {
     using T = TypeParam;
-    for (const MatrixSize& s : swiglu_sizes()) {
-        SCOPED_TRACE(text(s));
-        const size_t F = s.C, n = s.rows * F;
-        const std::vector<T> x = gates_and_ups<T>(s, 31);
-        std::vector<T> out;
-        for_each_order([&] {
-            const DeviceArray<T> d_x(x), d_out(poisoned<T>(n));
-            Tensor<T> t_out = d_out.tensor({s.rows, s.C});
-            swiglu_forward(t_out, d_x.tensor({s.rows, 2 * s.C}), kStream);
-            return bytes_of(out = d_out.download());
-        });
-        double worst = 0;
-        for (size_t i = 0; i < n; i++) {
-            const double gate = to_float(x[i / F * 2 * F + i % F]),
-                         up = to_float(x[i / F * 2 * F + F + i % F]);
-            const double want = gate / (1 + std::exp(-gate)) * up;
-            const double error = std::abs(to_float(out[i]) - want) / std::max(1.0, std::abs(want));
-            if (!(error <= worst)) worst = error;
+    for (const bool gelu : {false, true})
+        for (const MatrixSize& s : swiglu_sizes()) {
+            SCOPED_TRACE(text(s) + (gelu ? " GeGLU" : ""));
+            const size_t F = s.C, n = s.rows * F;
+            const std::vector<T> x = gates_and_ups<T>(s, 31);
+            std::vector<T> out;
+            for_each_order([&] {
+                const DeviceArray<T> d_x(x), d_out(poisoned<T>(n));
+                Tensor<T> t_out = d_out.tensor({s.rows, s.C});
+                const Tensor<T> t_x = d_x.tensor({s.rows, 2 * s.C});
+                gelu ? geglu_forward(t_out, t_x, kStream) : swiglu_forward(t_out, t_x, kStream);
+                return bytes_of(out = d_out.download());
+            });
+            double worst = 0;
+            for (size_t i = 0; i < n; i++) {
+                const double gate = to_float(x[i / F * 2 * F + i % F]),
+                             up = to_float(x[i / F * 2 * F + F + i % F]);
+                const double want = (gelu ? GeluReference(gate).out : gate / (1 + std::exp(-gate))) * up;
+                const double error = std::abs(to_float(out[i]) - want) / std::max(1.0, std::abs(want));
+                if (!(error <= worst)) worst = error;
+            }
+            const double of_float = gelu ? 3e-6 : 1e-6;  // 1 + tanh cancels for negative gates
+            EXPECT_LT(worst, (std::is_same_v<T, float> ? of_float : tolerance<T>()));
         }
-        EXPECT_LT(worst, (std::is_same_v<T, float> ? 1e-6 : tolerance<T>()));
-    }
 }
 
-TYPED_TEST(FamilyKernels, SwigluBackward) {
+TYPED_TEST(FamilyKernels, SwigluAndGegluBackward) {
     using T = TypeParam;
-    for (const MatrixSize& s : swiglu_sizes()) {
-        SCOPED_TRACE(text(s));
-        const size_t F = s.C, n = s.rows * F;
-        const std::vector<T> x = gates_and_ups<T>(s, 32), dout = random_values<T>(n, 1, 33);
-        const Shape wide{s.rows, 2 * s.C};
-        std::vector<T> dx, in_place;
-        for_each_order([&] {
-            const DeviceArray<T> d_x(x), d_dout(dout), d_dx(poisoned<T>(2 * n));
-            Tensor<T> t_dx = d_dx.tensor(wide), t_x = d_x.tensor(wide);
-            swiglu_backward(t_dx, d_dout.tensor({s.rows, s.C}), t_x, kStream);
-            swiglu_backward(t_x, d_dout.tensor({s.rows, s.C}), t_x, kStream);
-            dx = d_dx.download(), in_place = d_x.download();
-            return bytes_of(dx);
-        });
-        Doubles want(2 * n);
-        for (size_t i = 0; i < n; i++) {
-            const size_t gate_at = i / F * 2 * F + i % F;
-            const double gate = to_float(x[gate_at]), up = to_float(x[gate_at + F]), d = to_float(dout[i]);
-            const double sigmoid = 1 / (1 + std::exp(-gate));
-            want[gate_at] = d * up * sigmoid * (1 + gate * (1 - sigmoid));
-            want[gate_at + F] = d * gate * sigmoid;
+    for (const bool gelu : {false, true})
+        for (const MatrixSize& s : swiglu_sizes()) {
+            SCOPED_TRACE(text(s) + (gelu ? " GeGLU" : ""));
+            const size_t F = s.C, n = s.rows * F;
+            const std::vector<T> x = gates_and_ups<T>(s, 32), dout = random_values<T>(n, 1, 33);
+            const Shape wide{s.rows, 2 * s.C};
+            std::vector<T> dx, in_place;
+            for_each_order([&] {
+                const DeviceArray<T> d_x(x), d_dout(dout), d_dx(poisoned<T>(2 * n));
+                Tensor<T> t_dx = d_dx.tensor(wide), t_x = d_x.tensor(wide);
+                for (Tensor<T>* to : {&t_dx, &t_x}) {
+                    const Tensor<T> t_dout = d_dout.tensor({s.rows, s.C});
+                    gelu ? geglu_backward(*to, t_dout, t_x, kStream)
+                         : swiglu_backward(*to, t_dout, t_x, kStream);
+                }
+                dx = d_dx.download(), in_place = d_x.download();
+                return bytes_of(dx);
+            });
+            Doubles want(2 * n);
+            for (size_t i = 0; i < n; i++) {
+                const size_t gate_at = i / F * 2 * F + i % F;
+                const double gate = to_float(x[gate_at]), up = to_float(x[gate_at + F]),
+                             d = to_float(dout[i]);
+                const double sigmoid = 1 / (1 + std::exp(-gate));
+                const GeluReference of_gelu(gate);
+                want[gate_at] = d * up * (gelu ? of_gelu.slope : sigmoid * (1 + gate * (1 - sigmoid)));
+                want[gate_at + F] = d * (gelu ? of_gelu.out : gate * sigmoid);
+            }
+            EXPECT_LT(relative_error(dx, want), tolerance<T>());
+            EXPECT_TRUE(bytes_of(in_place) == bytes_of(dx));
         }
-        EXPECT_LT(relative_error(dx, want), tolerance<T>());
-        EXPECT_TRUE(bytes_of(in_place) == bytes_of(dx));
-    }
 }
 
 // Parts of different widths and scales, and one scale for all.

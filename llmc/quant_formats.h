@@ -62,9 +62,9 @@ inline const WeightFormat* stored_floats(std::string_view file_type) {
 
 // ---- the list
 
-inline constexpr const WeightFormat* kWeightFormats[] = {&kNf4,       &kNf4Double, &kQ4_0,      &kQ4_1,
-                                                         &kQ5_0,      &kQ8_0,      &kQ4_K,      &kQ6_K,
-                                                         &kStoredF32, &kStoredF16, &kStoredBf16};
+inline constexpr const WeightFormat* kWeightFormats[] = {
+    &kNf4,  &kNf4Double, &kQ4_0, &kQ4_1, &kQ5_0,   &kQ5_1,      &kQ8_0,      &kQ2_K,
+    &kQ3_K, &kQ4_K,      &kQ5_K, &kQ6_K, &kIQ4_NL, &kStoredF32, &kStoredF16, &kStoredBf16};
 
 // The format with this type number in GGUF files, or null.
 inline const WeightFormat* find_ggml_format(uint32_t type) {

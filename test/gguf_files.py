@@ -28,6 +28,23 @@ def as_gguf(name, w, config, names):
     return ours, w
 
 
+# Where the scales of a block are, in the types that PyPI's gguf only reads.
+SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,)}
+
+
+def quantized(w, kind):
+    """A matrix in this type; in one of SCALES random blocks with about its spread."""
+    if kind.name not in SCALES:
+        return gguf.quants.quantize(np.ascontiguousarray(w), kind)
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(w.size).integers(0, 256, (w.shape[0], w.shape[1] // block, size), dtype=np.uint8)
+    for spread in (1, w.std()):
+        scale = np.float16(spread / (1 if spread == 1 else gguf.quants.dequantize(blocks, kind).std()))
+        for at in SCALES[kind.name]:
+            blocks[..., at:at + 2] = np.frombuffer(scale.tobytes(), np.uint8)
+    return blocks.reshape(w.shape[0], -1)
+
+
 def write_gguf(path, model, arch, add_more=lambda writer: None, types=("Q8_0", "Q8_0", "F16", "BF16", "F32")):
     """Writes a model as llama.cpp's converter does, with matrices in these formats in turn."""
     config, writer = model.config, gguf.GGUFWriter(path, arch)
@@ -58,7 +75,7 @@ def write_gguf(path, model, arch, add_more=lambda writer: None, types=("Q8_0", "
             continue
         ours, w = as_gguf(name, w.float().numpy(), config, names)
         kind = types[number % len(types)] if w.ndim == 2 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(ours, gguf.quants.quantize(np.ascontiguousarray(w), kind), raw_dtype=kind)
+        writer.add_tensor(ours, quantized(w, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -132,7 +132,7 @@ TEST_F(Gguf, BrokenTensorsAreRefused) {
     expect_refused(tensor({0}, 0, 4), {"dimension 0"});
     expect_refused(tensor({1ull << 40, 1ull << 40}, 0, 4), {"too large"});
     expect_refused(tensor({1ull << 62}, 0, 4), {"overflow"});
-    expect_refused(tensor({256}, 13, 176), {"Q5_K is not supported", "Q4_K"});
+    expect_refused(tensor({256}, 23, 136), {"\"t\"", "type IQ4_XS is not supported", "Q4_K", "IQ4_NL"});
     expect_refused(tensor({256}, 99, 176), {"unknown type 99"});
     expect_refused(tensor({48}, 8, 51), {"48 elements", "Q8_0, 32"});
     expect_refused(tensor({4}, 0, 15), {"cut short"});

@@ -46,16 +46,37 @@ double ggml_element(const std::string& format, const unsigned char* b, int i) {
     const auto nibble = [&](const unsigned char* p) { return i < 16 ? p[i] & 15 : p[i - 16] >> 4; };
     if (format == "q4_0") return double{half_of(b)} * (nibble(b + 2) - 8);
     if (format == "q4_1") return double{half_of(b)} * nibble(b + 4) + double{half_of(b + 2)};
-    if (format == "q5_0") {
-        const int fifth = b[2 + i / 8] >> (i % 8) & 1;
-        return double{half_of(b)} * ((nibble(b + 6) | fifth << 4) - 16);
+    if (format == "q5_0" || format == "q5_1") {
+        const unsigned char* const fifths = b + (format == "q5_0" ? 2 : 4);
+        const int q = nibble(fifths + 4) | (fifths[i / 8] >> (i % 8) & 1) << 4;
+        return format == "q5_0" ? double{half_of(b)} * (q - 16)
+                                : double{half_of(b)} * q + double{half_of(b + 2)};
     }
-    if (format == "q4_k") {
+    if (format == "iq4_nl") {
+        constexpr int kValues[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+        return double{half_of(b)} * kValues[nibble(b + 2)];
+    }
+    const auto two_bits = [&](const unsigned char* p) {
+        return p[i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3;
+    };
+    if (format == "q2_k") {
+        const int scale = b[i / 16] & 15, least = b[i / 16] >> 4;
+        return double{half_of(b + 80)} * scale * two_bits(b + 16) - double{half_of(b + 82)} * least;
+    }
+    if (format == "q3_k") {
+        const unsigned char* const s = b + 96;
+        const int part = i / 16, low = part < 8 ? s[part] & 15 : s[part - 8] >> 4;
+        const int scale = (low | (s[8 + part % 4] >> (part / 4 * 2) & 3) << 4) - 32;
+        return double{half_of(b + 108)} * scale * (two_bits(b + 32) - (b[i % 32] >> (i / 32) & 1 ? 0 : 4));
+    }
+    if (format == "q4_k" || format == "q5_k") {
         const int part = i / 32;
         const unsigned char* s = b + 4;
         const int scale = part < 4 ? s[part] & 63 : (s[part + 4] & 15) | s[part - 4] >> 6 << 4;
         const int least = part < 4 ? s[part + 4] & 63 : s[part + 4] >> 4 | s[part] >> 6 << 4;
-        const int q = b[16 + i / 64 * 32 + i % 32] >> (part % 2 ? 4 : 0) & 15;
+        const bool fifth = format == "q5_k";
+        const int low = b[(fifth ? 48 : 16) + i / 64 * 32 + i % 32] >> (part % 2 ? 4 : 0) & 15;
+        const int q = low | (fifth ? (b[16 + i % 32] >> part & 1) << 4 : 0);
         return double{half_of(b)} * scale * q - double{half_of(b + 2)} * least;
     }
     if (format != "q6_k") bug("the test does not define %s", format.c_str());
@@ -100,9 +121,9 @@ struct Matrix {
         for (size_t i = 0; i < bytes.size(); i++) bytes[i] = static_cast<unsigned char>(random_bits(7, i));
         for (int64_t b = 0; b < n / f.block; b++) {
             unsigned char* const block = bytes.data() + b * f.block_bytes;
-            for (const int at :
-                 {0, 2, 208})  // floats and halves that are no infinity: where a format has one
-                if (at + 2 <= f.block_bytes) block[at + 1] &= 0xbb;
+            if (f.block == 1) block[1] &= 0xbb, block[f.block_bytes - 1] &= 0xbb;  // no infinity
+            for (const int at : f.halves)
+                if (at >= 0) block[at + 1] &= 0xbb;
             if (f.block == 1) block[f.block_bytes - 1] |= 1;  // AVX-512 takes subnormals as zeros
             for (int i = 0; i < f.block; i++)
                 elements.push_back(static_cast<float>(ggml_element(f.name, block, i)));

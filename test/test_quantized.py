@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from trainer_runs import formats_probe as probe
 
-GGML_FORMATS = ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K"]
+GGML_FORMATS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"]
 SHAPES = [(1, 64), (64, 64), (7, 128), (48, 576), (300, 1000), (3, 5), (1, 17), (1, 65), (2048, 2048)]
 
 
@@ -158,9 +158,11 @@ def test_wrong_files_are_refused(bnb, tmp_path, change, message):
 
 
 def blocks_of(kind, count):
-    """Random blocks with all possible scales, including infinity and NaN."""
-    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
-    return np.random.default_rng(count).integers(0, 256, (count, size), dtype=np.uint8)
+    """Random blocks with all possible scales, including zeros, subnormal ones, infinity and NaN."""
+    size, generator = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1], np.random.default_rng(count)
+    blocks = generator.integers(0, 256, (count, size), dtype=np.uint8)
+    blocks[:count // 4] *= generator.integers(0, 2, (count // 4, size), dtype=np.uint8)  # also scales of zero
+    return blocks
 
 
 def padded(data):
@@ -194,8 +196,8 @@ def test_q8_0_is_that_of_gguf(kind, dtype):
 def test_products_with_a_row(kind):
     rows, columns = 37, 768
     blocks = blocks_of(kind, rows * columns // gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0])
-    for at in (1, 3, 209):
-        blocks[:, at % blocks.shape[1]] &= 0xbb  # no infinite scales
+    for at in {"Q6_K": [209], "Q2_K": [81, 83], "Q3_K": [109]}.get(kind, [1, 3]):
+        blocks[:, at] &= 0xbb  # no infinite scales
     matrix = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind]).reshape(rows, columns).astype(np.float64)
     x = np.random.default_rng(1).standard_normal(columns).astype(np.float32)
     data = padded(blocks.tobytes()) + x.tobytes()

@@ -4,12 +4,13 @@ it."""
 import json
 
 import bitsandbytes
+import gguf
 import peft
 import pytest
 import torch
 import transformers
 from adapter_files import OPTIONS, STEPS, make_adapter, trained, validated, validated_windows
-from gguf_files import MODELS as GGUF_MODELS, write_gguf
+from gguf_files import LLAMA, MODELS as GGUF_MODELS, write_gguf
 from model_files import DATA, linked, prepare, starting_at_0
 from quantized_models import dequantized_head, floats_of, one_thread
 from reference_runs import open_with_transformers
@@ -379,6 +380,27 @@ def test_a_gguf(train_fp32, gguf_work):
             "--base head=nf4", "GGUF")
     (work / "short.gguf").write_bytes((work / "model.gguf").read_bytes()[:-1000])
     refused(train_fp32, work, {"--model": "short.gguf", "--data": "data.bin", "--train": "lora"}, "short.gguf")
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"])
+def test_a_gguf_of_a_type(train_fp32, tmp_path, kind):
+    """Its elements are those that PyPI's gguf reads, its loss is theirs, and it is the base of a LoRA, also from a disk."""
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(**LLAMA | {"hidden_size": 256, "intermediate_size": 512})
+    write_gguf(tmp_path / "model.gguf", transformers.AutoModelForCausalLM.from_config(config), "llama", types=(kind,))
+    write_shard(tmp_path / "data.bin", random_tokens(config.vocab_size, 3000))
+    train_fp32("--model", "model.gguf", "--steps", 0, "--export", "floats.gguf,type=f32", cwd=tmp_path)
+    ours, wanted = [gguf.GGUFReader(tmp_path / name).tensors for name in ("floats.gguf", "model.gguf")]
+    wanted = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in wanted}
+    assert {t.name for t in ours} == wanted.keys()
+    for t in ours:
+        assert t.data.tobytes() == wanted[t.name].tobytes(), t.name
+    losses = [validated(train_fp32, tmp_path, "--model", name) for name in ("model.gguf", "floats.gguf")]
+    assert losses[0] == pytest.approx(losses[1], rel=0, abs=1e-6)
+    options = ("--model", "model.gguf", "--train", "lora", *DATA[2:], "--steps", 3, "--sample", "tokens=0")
+    for number, where in enumerate(((), ("--offload", "weights=disk"))):
+        train_fp32(*options, "--out", f"out{number}", *where, cwd=tmp_path)
+    assert saved_bytes(tmp_path / "out0") == saved_bytes(tmp_path / "out1")
 
 
 @pytest.mark.parametrize("keys, found", [

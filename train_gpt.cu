@@ -318,6 +318,7 @@ TensorX Gpt::attention_projection(int layer, const TensorX& attended, const Rows
     TensorX out = linear_forward(arena_, stream_, "attention_projected", attended, w, rows);
     if (const Dropout d = rows.dropout_at(layer, kProjectedPlace, config_.channels))
         dropout(out, out, d, stream_);
+    scale(out, out, config_.scales.residual, stream_);
     return out;
 }
 
@@ -357,8 +358,9 @@ void Gpt::backward_attention(int layer, BlockGradient<floatX>& g, BlockActivatio
         attention_.make_qkv(layer, attention, make_norm, w, rows, for_backward, kv ? kv->rows_before : 0);
     if (!attention.out) attention_.forward(layer, attention, rows, for_backward, kv);
     auto attended = [&] { return attention.out.view(); };
-    TensorX d_projection = dropout_backward(arena_, stream_, d_residual,
-                                            rows.dropout_at(layer, kProjectedPlace, config_.channels));
+    TensorX d_projection =
+        branch_backward(arena_, stream_, d_residual,
+                        rows.dropout_at(layer, kProjectedPlace, config_.channels), config_.scales.residual);
     TensorX d_attended = linear_backward(arena_, stream_, "d_attention", g.projection, attended, d_projection,
                                          w.projection, rows);
     d_projection.drop();
@@ -391,6 +393,7 @@ TensorX Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, T
         TensorX d_norm = std::move(a.norm.out);  // reuses its memory: g.add() was the last to read it
         embedding_and_head_.logits_backward(d_norm, a.logits);
         a.logits.drop();
+        scale(d_norm, d_norm, config_.scales.logits, stream_);
         fill_zero(d_x, stream_);
         norm_.backward(d_x, g.norm, d_norm, x, a.norm, weights_.head.norm);
     });
@@ -400,8 +403,10 @@ TensorX Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, T
     return residual;
 }
 
+// The head is linear, so a factor of the logits is one of its input, which is smaller.
 HeadActivations Gpt::forward_head(const TensorX& x, const Rows& rows) {
     HeadActivations a{norm_.forward(kLastNorm, x, weights_.head.norm), {}};
+    scale(a.norm.out, a.norm.out, config_.scales.logits, stream_);
     a.logits = embedding_and_head_.logits(a.norm.out, rows);
     return a;
 }

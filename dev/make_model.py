@@ -13,10 +13,10 @@ import sys
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, GPT2Config
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-ROTARY = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+ROTARY = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "ministral3", "granite")
 FAMILIES = ("gpt2", *ROTARY, "bloom")
 
 
@@ -27,15 +27,16 @@ def config_of(options):
                           n_positions=options.positions, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **ends)
     if options.family == "bloom":
         return BloomConfig(n_layer=options.layers, n_head=options.heads, hidden_size=options.channels, **ends)
-    window = {"sliding_window": options.window or None} if options.family == "mistral" else {}
+    window = {"sliding_window": options.window or None} if options.family in ("mistral", "phi3", "ministral3") else {}
     if options.window and options.family in ("qwen2", "qwen3"):
         window = {"use_sliding_window": True, "sliding_window": options.window, "max_window_layers": 0}
     head_size = options.head_size or options.channels // options.heads
-    return ROTARY[options.family](
-        num_hidden_layers=options.layers, num_attention_heads=options.heads,
+    return AutoConfig.for_model(
+        options.family, num_hidden_layers=options.layers, num_attention_heads=options.heads,
         num_key_value_heads=options.kv_heads or options.heads, hidden_size=options.channels, head_dim=head_size,
         intermediate_size=options.mlp_width or 3 * options.channels, max_position_embeddings=options.positions,
-        tie_word_embeddings=options.tied, rope_parameters=json.loads(options.rope), rms_norm_eps=1e-5, **window, **ends)
+        tie_word_embeddings=options.tied, rope_parameters=json.loads(options.rope), rms_norm_eps=1e-5,
+        **(window | {"pad_token_id": None} | ends | json.loads(options.config)))
 
 
 @torch.no_grad()
@@ -84,6 +85,7 @@ def main(arguments=None):
     parser.add_argument("--mlp-width", type=int, default=0, help="0: three times the channels")
     parser.add_argument("--window", type=int, default=0, help="keys that a query sees; 0: all")
     parser.add_argument("--rope", default='{"rope_type": "default", "rope_theta": 10000.0}', help="rope_parameters")
+    parser.add_argument("--config", default="{}", help="further keys of config.json, or others for these, as JSON")
     parser.add_argument("--tied", action="store_true", help="tie the head to the token embedding")
     parser.add_argument("--positions", type=int, default=64, help="longest sequence")
     parser.add_argument("--vocab", type=int, default=256, help="vocabulary size")

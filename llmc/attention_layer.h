@@ -52,9 +52,9 @@ class AttentionLayer {
         if (norms)
             head_norm_forward(a.qkv, a.raw_qkv ? a.raw_qkv : a.qkv, w.query_norm.weight, w.key_norm.weight,
                               c.heads, c.kv_heads, stream_, epsilon(), rms_product(family_.norm));
-        if (rotates())
-            rope_forward(a.qkv, keys_.factors_of(layer), c.heads + c.kv_heads, first_position,
-                         rows.positions(a.qkv.rows()), stream_, rotary_scale());
+        if (const Rotation of = rotation(c); of.rotated > 0)
+            rope_forward(a.qkv, keys_.factors_of(layer), of, first_position, rows.positions(a.qkv.rows()),
+                         stream_);
     }
 
     // Computes a.out and, for backward, a.lse. Without `kv`, each sequence of a.qkv attends to itself. With
@@ -89,9 +89,9 @@ class AttentionLayer {
         a.lse.drop();
         TensorX d_qkv = std::move(a.qkv);
         const LayerConfig& c = config_.layer(layer);
-        if (rotates())
-            rope_backward(d_qkv, keys_.factors_of(layer), c.heads + c.kv_heads, kv ? kv->rows_before : 0,
-                          rows.positions(d_qkv.rows()), stream_, rotary_scale());
+        if (const Rotation of = rotation(c); of.rotated > 0)
+            rope_backward(d_qkv, keys_.factors_of(layer), of, kv ? kv->rows_before : 0,
+                          rows.positions(d_qkv.rows()), stream_);
         if (w.query_norm.weight) backward_of_norms(c, d_qkv, a, w, g);
         return d_qkv;
     }
@@ -109,8 +109,17 @@ class AttentionLayer {
         }
     }
 
-    bool rotates() const { return family_.position == PositionKind::Rotary; }
-    float rotary_scale() const { return static_cast<float>(attention_factor(config_.rope)); }
+    // How the layer rotates its queries and keys: no channel of them with other kinds of positions.
+    Rotation rotation(const LayerConfig& c) const {
+        const RopeScaling& rope = c.rope;
+        return {.heads = c.heads,
+                .kv_heads = c.kv_heads,
+                .head_size = c.head_size,
+                .rotated = rotated_channels(config_, c),
+                .scale = static_cast<float>(attention_factor(rope)),
+                .beta = static_cast<float>(rope.llama_4_scaling_beta),
+                .original = rope.original_max_position_embeddings};
+    }
     float epsilon() const { return static_cast<float>(config_.norm_epsilon); }
 
     // Replaces qkv (B, T, qkv_width()) by its gradient. Some kernels read k and v after dk and dv are

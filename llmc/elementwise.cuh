@@ -1,5 +1,5 @@
-// elementwise.cuh - the operations of a block that treat each element by itself: GELU, SwiGLU and GeGLU of
-// its MLP, and the addition to the residual stream.
+// elementwise.cuh - the operations of a block that treat each element by itself: GELU, SwiGLU and GeGLU of its
+// MLP, the addition to the residual stream, and the multiplication with a number.
 #pragma once
 
 #include "llmc/column_sums.cuh"
@@ -197,4 +197,26 @@ void residual_forward(Tensor<T>& out, const Tensor<T>& a, const Tensor<T>& b, St
     const Operation operation("residual_forward", 0, pass_bytes(out, a, b));
     launch<residual_forward_kernel<T>>(elementwise_blocks<T>(out.size()), kBlockThreads, 0, stream,
                                        out.data(), a.data(), b.data(), out.size());
+}
+
+// ---- multiplication with a number
+
+template <class T>
+__global__ void __launch_bounds__(kBlockThreads) scale_kernel(T* out, const T* x, float factor, int64_t n) {
+    const bool aligned = are_aligned(out, x);
+    for_each_vector<T>(n, aligned, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
+        const Packed<T, N> p = load<N>(x + i);
+        float o[N];
+        for (int k = 0; k < N; k++) o[k] = factor * p[k];
+        store(out + i, o);
+    });
+}
+
+// out = factor x, elementwise; out may be x. Does nothing if x would not change.
+template <class T>
+void scale(Tensor<T>& out, const Tensor<T>& x, double factor, Stream stream) {
+    if (factor == 1 && out.data() == x.data()) return;
+    const Operation operation("scale", 0, pass_bytes(out, x));
+    launch<scale_kernel<T>>(elementwise_blocks<T>(x.size()), kBlockThreads, 0, stream, out.data(), x.data(),
+                            static_cast<float>(factor), x.size());
 }

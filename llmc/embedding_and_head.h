@@ -84,8 +84,8 @@ class EmbeddingAndHead {
             d_stream = std::move(d_x);
         }
         embedding_backward(g.token, g.position, d_stream, batch.inputs, batch.rows_by_token,
-                           batch.token_starts, *rows.documents, stream_);
-        if (g.prompt) prompt_backward(g.prompt, d_stream, stream_);
+                           batch.token_starts, *rows.documents, stream_, scales().tokens);
+        if (g.prompt) prompt_backward(g.prompt, d_stream, stream_, scales().prompt);
     }
 
     // The tokens' rows (B, T, C) of a stream (B, prompt_len() + T, C): only these have targets.
@@ -207,13 +207,20 @@ class EmbeddingAndHead {
                    ? rows.dropout_at(config_.layers, kEmbeddingPlace, config_.channels)
                    : Dropout();
     }
+    // In the weights' type, as `transformers` has the square root by which Gemma multiplies.
+    EmbeddingScales scales() const {
+        const auto rounded = [](double scale) {
+            return to_float(from_float<floatX>(static_cast<float>(scale)));
+        };
+        return {rounded(config_.scales.embedding), rounded(config_.scales.prompt)};
+    }
     // x (B, .., C) = the vectors of `prompt`, if any, then the embeddings of tokens (B, T).
     void look_up(TensorX& x, const Tensor<int>& tokens, const Rows& rows, const TensorX& prompt,
                  int first_position) {
         const Embeddings<floatX>& w = weights_.embeddings;
         const auto from = [&](const Tensor<int>& numbers, const TensorX& vectors) {
             embedding_forward(x, numbers, vectors, w.position, prompt, first_position,
-                              rows.documents->positions, stream_);
+                              rows.documents->positions, stream_, scales());
         };
         if (w.token) return from(tokens, w.token);
         from(Tensor<int>(nullptr, tokens.shape()), token_rows(tokens));

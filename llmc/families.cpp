@@ -3,8 +3,12 @@
 
 #include "llmc/family_bloom.h"
 #include "llmc/family_gpt2.h"
+#include "llmc/family_granite.h"
 #include "llmc/family_llama.h"
+#include "llmc/family_ministral3.h"
+#include "llmc/family_phi3.h"
 #include "llmc/family_qwen.h"
+#include "llmc/family_smollm3.h"
 #include "llmc/family_uneven.h"
 #include "llmc/text.h"
 
@@ -99,7 +103,7 @@ ModelConfig parse_config(const nlohmann::json& json, const std::string& file) {
     };
     c.begin_of_text = marks("bos_token_id", c.family->tokens.begin_of_text);
     c.stops = c.end_of_text = marks("eos_token_id", c.family->tokens.end_of_text);
-    c.padding = r.tokens("pad_token_id", c.vocabulary);
+    c.padding = marks("pad_token_id", c.family->tokens.padding);
     return c;
 }
 
@@ -116,7 +120,7 @@ nlohmann::json config_json(const ModelConfig& c, const char* dtype) {
                            {"bos_token_id", tokens_json(c.begin_of_text)},
                            {"eos_token_id", tokens_json(c.end_of_text)},
                            {"torch_dtype", dtype}};
-    if (!c.padding.empty()) json["pad_token_id"] = tokens_json(c.padding);
+    if (!c.padding.empty() || c.family->tokens.padding >= 0) json["pad_token_id"] = tokens_json(c.padding);
     c.family->write(c, json);
     return json;
 }

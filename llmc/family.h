@@ -101,7 +101,7 @@ inline Row own_head(const ModelConfig& c) {
 // The defaults of the family's class in `transformers`, for keys that a config.json lacks.
 struct TokenDefaults {
     int vocabulary;
-    int begin_of_text = -1, end_of_text = -1;  // -1: none
+    int begin_of_text = -1, end_of_text = -1, padding = -1;  // -1: none
 };
 
 struct Family {

@@ -15,8 +15,10 @@ struct Defaults {
     int mlp_width, positions;
     int kv_heads = 0;   // 0: as many as heads
     int head_size = 0;  // 0: channels / heads
-    int window = 0;
-    double theta = 10000;
+    double theta = 10000, epsilon = 1e-6;
+    bool tied = false;
+    int original_positions = 0;  // those of training before they were scaled; 0: as many as `positions`
+    bool may_rotate_partly = false, may_have_biases = false;
 };
 
 constexpr double kTiny = 1e-30, kHuge = 1e30;  // fp32 has no powers outside this range
@@ -60,26 +62,51 @@ inline void read_yarn(const ConfigReader& r, const ConfigReader& p, int position
         fail("%s: 'beta_fast' %g must not be below 'beta_slow' %g", p.file(), rope.beta_fast, rope.beta_slow);
 }
 
-// Reads the scaling of rotary positions for heads of `head_size` channels, in the form of `transformers` 4
-// (rope_theta, rope_scaling) or 5 (rope_parameters). If a file has both, the older one counts, as in
-// `transformers`.
-inline RopeScaling read_rope(const ConfigReader& r, double theta, int positions, int head_size) {
+// Each list has a number for each pair of channels that is rotated.
+inline void read_longrope(const ConfigReader& p, int positions, int pairs, RopeScaling& rope) {
+    rope.factor = p.number("factor", double(positions) / rope.original_max_position_embeddings, 0, kHuge);
+    rope.attention_factor = p.number("attention_factor", 0, kTiny, kHuge);
+    rope.short_factor = p.numbers("short_factor", pairs, kTiny, kHuge);
+    rope.long_factor = p.numbers("long_factor", pairs, kTiny, kHuge);
+}
+
+// The keys of rotary positions, in the form of `transformers` 4 (rope_scaling) or 5 (rope_parameters). If a
+// file has both, the older one counts, as in `transformers`.
+inline ConfigReader rope_parameters(const ConfigReader& r) {
     const bool older = r.has("rope_scaling") && !r.json()["rope_scaling"].empty();
-    const ConfigReader p = r.object(older ? "rope_scaling" : "rope_parameters");
+    return r.object(older ? "rope_scaling" : "rope_parameters");
+}
+
+// Reads the scaling of rotary positions for heads of `head_size` channels. `layer_type` names the layers, if
+// those of each type have parameters of their own.
+inline RopeScaling read_rope(const ConfigReader& r, const Defaults& d, int positions, int head_size,
+                             const char* layer_type = "") {
+    const ConfigReader all = rope_parameters(r);
+    const ConfigReader p = all.has(layer_type) ? all.object(layer_type) : all;
     for (const auto& [key, value] : p.json().items())
-        if (value.is_structured()) p.refuse(key, "one value for all layers");
-    for (const ConfigReader* reader : {&r, &p}) reader->must_be("partial_rotary_factor", {1.0});
+        if (value.is_object()) p.refuse(key, "one value for all layers");
     RopeScaling rope;
-    rope.theta = (p.has("rope_theta") ? p : r).number("rope_theta", theta, 1, kHuge);
+    for (const ConfigReader* reader : {&r, &p}) {
+        if (!d.may_rotate_partly) reader->must_be("partial_rotary_factor", {1.0});
+        if (reader->has("partial_rotary_factor"))
+            rope.partial_rotary_factor = reader->number("partial_rotary_factor", 0, 1 + kTiny);
+    }
+    if (rope.rotated(head_size) == 0) p.refuse("partial_rotary_factor", "more than one channel of a head");
+    rope.theta = (p.has("rope_theta") ? p : r).number("rope_theta", d.theta, 1, kHuge);
     const std::string type = p.text(p.either("rope_type", "type"), "default");
     const auto known = std::find(std::begin(kRopeNames), std::end(kRopeNames), type);
     if (known == std::end(kRopeNames))
-        fail("%s: the rotary scaling \"%s\" is not supported; default, linear, llama3, yarn and dynamic are",
-             p.file(), printable(type));
+        fail("%s: the rotary scaling \"%s\" is not supported; %s are", p.file(), printable(type),
+             joined(kRopeNames, ", "));
     rope.type = static_cast<RopeType>(known - std::begin(kRopeNames));
     if (rope.type == RopeType::kLinear) rope.factor = p.number("factor", 0, kHuge);
     if (rope.type == RopeType::kLlama3) read_llama3(r, p, positions, rope);
     if (rope.type == RopeType::kYarn) read_yarn(r, p, positions, rope);
+    if (rope.type == RopeType::kLongrope) {
+        rope.original_max_position_embeddings =
+            read_original_positions(r, p, d.original_positions > 0 ? d.original_positions : positions);
+        read_longrope(p, positions, rope.rotated(head_size) / 2, rope);
+    }
     if (rope.type == RopeType::kDynamic) {
         rope.factor = p.number("factor", 0, kHuge);
         rope.original_max_position_embeddings = positions;
@@ -94,14 +121,17 @@ inline nlohmann::json rope_json(const RopeScaling& rope) {
     const char* const name = kRopeNames[static_cast<int>(rope.type)];
     nlohmann::json json = {{"rope_type", name}, {"factor", rope.factor}};
     if (rope.type != RopeType::kLlama3) json["type"] = name;  // for tools that only know the older key
-    if (rope.type == RopeType::kLlama3 || rope.type == RopeType::kYarn)
+    if (rope.llama_4_scaling_beta > 0) json["llama_4_scaling_beta"] = rope.llama_4_scaling_beta;
+    const bool is_longrope = rope.type == RopeType::kLongrope;
+    if (is_longrope) json.update({{"short_factor", rope.short_factor}, {"long_factor", rope.long_factor}});
+    if (rope.type == RopeType::kLlama3 || rope.type == RopeType::kYarn || is_longrope)
         json["original_max_position_embeddings"] = rope.original_max_position_embeddings;
     if (rope.type == RopeType::kLlama3)
         json.update({{"low_freq_factor", rope.low_freq_factor}, {"high_freq_factor", rope.high_freq_factor}});
+    if (rope.attention_factor > 0) json["attention_factor"] = rope.attention_factor;
     if (rope.type != RopeType::kYarn) return json;
     json.update({{"beta_fast", rope.beta_fast}, {"beta_slow", rope.beta_slow}});
     if (!rope.truncate) json["truncate"] = false;
-    if (rope.attention_factor > 0) json["attention_factor"] = rope.attention_factor;
     if (rope.mscale > 0) json["mscale"] = rope.mscale;
     if (rope.mscale_all_dim > 0) json["mscale_all_dim"] = rope.mscale_all_dim;
     return json;
@@ -110,7 +140,9 @@ inline nlohmann::json rope_json(const RopeScaling& rope) {
 // Reads the keys that all families of this kind have.
 inline void read_with(const ConfigReader& r, ModelConfig& c, const Defaults& d) {
     r.must_be("hidden_act", {"silu", "swish"});
-    for (const char* bias : {"attention_bias", "mlp_bias"}) r.must_be(bias, {false});
+    if (!d.may_have_biases) r.must_be("attention_bias", {false});
+    c.attention_bias = r.truth("attention_bias", false);
+    r.must_be("mlp_bias", {false});
     c.vocabulary = r.size("vocab_size", d.tokens.vocabulary, kMostVocabulary);
     c.positions = r.size("max_position_embeddings", d.positions, kMostPositions);
     c.layers = r.size("num_hidden_layers", 32, kMostLayers);
@@ -126,15 +158,15 @@ inline void read_with(const ConfigReader& r, ModelConfig& c, const Defaults& d) 
     if (c.head_size % 2 != 0)
         fail("%s: heads of %d channels cannot be rotated in pairs", r.file(), c.head_size);
     c.mlp_width = r.size("intermediate_size", d.mlp_width, kMostMlpWidth);
-    c.norm_epsilon = r.number("rms_norm_eps", 1e-6, 0, 1);
-    c.tied = r.truth("tie_word_embeddings", false);
-    c.rope = read_rope(r, d.theta, c.positions, c.head_size);
+    c.norm_epsilon = r.number("rms_norm_eps", d.epsilon, 0, 1);
+    c.tied = r.truth("tie_word_embeddings", d.tied);
+    c.rope = read_rope(r, d, c.positions, c.head_size);
 }
 
 inline constexpr TokenDefaults kTokens = {32000, 1, 2};
 
 inline void read(const ConfigReader& r, ModelConfig& c) {
-    read_with(r, c, {.tokens = kTokens, .mlp_width = 11008, .positions = 2048});
+    read_with(r, c, {.tokens = kTokens, .mlp_width = 11008, .positions = 2048, .may_have_biases = true});
 }
 
 inline void write(const ModelConfig& c, nlohmann::json& json) {
@@ -151,6 +183,8 @@ inline void write(const ModelConfig& c, nlohmann::json& json) {
                  {"attention_dropout", 0.0},
                  {"rope_theta", c.rope.theta},
                  {"rope_scaling", rope_json(c.rope)}});
+    if (c.attention_bias) json["attention_bias"] = true;
+    if (c.rope.partial_rotary_factor != 1) json["partial_rotary_factor"] = c.rope.partial_rotary_factor;
 }
 
 // Grouped key/value heads (3 or 2 heads per group if that divides them), a gated MLP with as many parameters
@@ -167,9 +201,21 @@ inline Table embeddings(const ModelConfig& c) {
     return {tokens};
 }
 
+// The biases of queries, keys and values.
+inline Row qkv_bias(const LayerConfig& layer) {
+    const int64_t Q = layer.query_width(), KV = layer.kv_width();
+    return {
+        Field::QkvBias,
+        {{"self_attn.q_proj.bias", {Q}}, {"self_attn.k_proj.bias", {KV}}, {"self_attn.v_proj.bias", {KV}}},
+        Init::Zero,
+        false,
+        false,
+        "self_attn.qkv_proj.bias"};
+}
+
 inline Table block(const ModelConfig& c, const LayerConfig& layer) {
     const int64_t C = c.channels, Q = layer.query_width(), KV = layer.kv_width(), F = layer.mlp_width;
-    return {
+    Table table = {
         {Field::QkvWeight,
          {{"self_attn.q_proj.weight", {Q, C}},
           {"self_attn.k_proj.weight", {KV, C}},
@@ -189,6 +235,11 @@ inline Table block(const ModelConfig& c, const LayerConfig& layer) {
         row(Field::Norm1Weight, "input_layernorm.weight", {C}, Init::One),
         row(Field::Norm2Weight, "post_attention_layernorm.weight", {C}, Init::One),
     };
+    if (c.attention_bias) {
+        table.push_back(qkv_bias(layer));
+        table.push_back(row(Field::AttentionBias, "self_attn.o_proj.bias", {C}, Init::Zero));
+    }
+    return table;
 }
 
 inline Table head(const ModelConfig& c) {
@@ -218,31 +269,46 @@ constexpr Family kLlama = {.name = "llama",
 // ---- Mistral (Jiang et al., arXiv:2310.06825)
 
 namespace mistral {
-// The attention window of all layers. Layer i has a window of `window` tokens if its layer type says so or,
-// without layer types, if slides(i). Fails if layers differ: these families have one window.
+// Which layers have a sliding window, as 'layer_types' says; without it, those for which slides(i) is true.
 template <class Slides>
-int window_of_layers(const ConfigReader& r, const ModelConfig& c, int window, Slides&& slides) {
+std::vector<bool> sliding_layers(const ConfigReader& r, const ModelConfig& c, Slides&& slides) {
     const nlohmann::json& types = r.has("layer_types") ? r.json()["layer_types"] : nlohmann::json();
     if (!types.is_null() && (!types.is_array() || types.size() != static_cast<size_t>(c.layers)))
         r.refuse("layer_types", format("a list of %d layers", c.layers));
-    int sliding = 0;
+    std::vector<bool> sliding;
     for (int l = 0; l < c.layers; l++) {
         if (types.is_null()) {
-            sliding += window > 0 && slides(l);
+            sliding.push_back(slides(l));
             continue;
         }
         const nlohmann::json& type = types[static_cast<size_t>(l)];
         if (type != "full_attention" && type != "sliding_attention")
             fail("%s: 'layer_types' has %s; full_attention and sliding_attention are supported", r.file(),
                  printable(type.dump()));
-        sliding += type == "sliding_attention";
+        sliding.push_back(type == "sliding_attention");
     }
-    if (sliding != 0 && sliding != c.layers)
-        fail("%s: %d of %d layers have a sliding window; only all or none is supported", r.file(), sliding,
-             c.layers);
-    if (sliding > 0 && window == 0)
-        fail("%s: 'layer_types' has sliding_attention, and no 'sliding_window' is set", r.file());
-    return sliding > 0 ? window : 0;
+    return sliding;
+}
+
+// Reads the windows of layers: all have `window`, if it is not 0, or those that slides() or 'layer_types'
+// choose.
+template <class Slides>
+void read_windows(const ConfigReader& r, ModelConfig& c, int window, Slides&& slides) {
+    std::vector<LayerConfig> layers(static_cast<size_t>(c.layers), c);
+    const std::vector<bool> sliding =
+        sliding_layers(r, c, [&](int layer) { return window > 0 && slides(layer); });
+    for (size_t l = 0; l < layers.size(); l++) {
+        if (sliding[l] && window == 0)
+            fail("%s: 'layer_types' has sliding_attention, and no 'sliding_window' is set", r.file());
+        if (sliding[l]) layers[l].window = window;
+    }
+    c.set_layers(std::move(layers));
+}
+
+// Writes 'layer_types' if layers differ in their windows.
+inline void write_layer_types(const ModelConfig& c, nlohmann::json& json) {
+    for (const LayerConfig& layer : c.uneven)
+        json["layer_types"].push_back(layer.window > 0 ? "sliding_attention" : "full_attention");
 }
 
 inline void read(const ConfigReader& r, ModelConfig& c) {
@@ -250,10 +316,10 @@ inline void read(const ConfigReader& r, ModelConfig& c) {
                      {.tokens = llama::kTokens, .mlp_width = 14336, .positions = 131072, .kv_heads = 8});
     // Null means no window; a missing key means the window of the first Mistral.
     const int window = r.json().contains("sliding_window") ? r.size("sliding_window", 0, INT32_MAX) : 4096;
-    c.window = window_of_layers(r, c, window, [](int) { return true; });
+    read_windows(r, c, window, [](int) { return true; });
     // `transformers` ignores layer_types here.
-    if (c.window != window)
-        fail("%s: 'layer_types' is full_attention, and 'sliding_window' %d", r.file(), window);
+    if (c.window != window || !c.uneven.empty())
+        fail("%s: 'layer_types' has full_attention, and 'sliding_window' is %d", r.file(), window);
 }
 
 inline void write(const ModelConfig& c, nlohmann::json& json) {

@@ -17,12 +17,14 @@ inline void read_window(const ConfigReader& r, ModelConfig& c) {
     const int set = r.json().contains("sliding_window") ? 0 : 4096;
     const int window = r.truth("use_sliding_window", false) ? r.size("sliding_window", set, INT32_MAX) : 0;
     const int first = r.has("max_window_layers") ? r.integer("max_window_layers", 0, INT32_MAX) : 28;
-    c.window = mistral::window_of_layers(r, c, window, [&](int layer) { return layer >= first; });
+    mistral::read_windows(r, c, window, [&](int layer) { return layer >= first; });
 }
 inline void write_window(const ModelConfig& c, nlohmann::json& json) {
-    json["use_sliding_window"] = c.window > 0;
-    json["sliding_window"] = c.window > 0 ? nlohmann::json(c.window) : nlohmann::json();
+    const int window = c.shortest_window();
+    json["use_sliding_window"] = window > 0;
+    json["sliding_window"] = window > 0 ? nlohmann::json(window) : nlohmann::json();
     json["max_window_layers"] = c.window > 0 ? 0 : c.layers;
+    mistral::write_layer_types(c, json);
 }
 
 inline void read(const ConfigReader& r, ModelConfig& c) {
@@ -36,14 +38,7 @@ inline void write(const ModelConfig& c, nlohmann::json& json) {
 
 inline Table block(const ModelConfig& c, const LayerConfig& layer) {
     Table table = llama::block(c, layer);
-    const int64_t Q = layer.query_width(), KV = layer.kv_width();
-    table.push_back(
-        {Field::QkvBias,
-         {{"self_attn.q_proj.bias", {Q}}, {"self_attn.k_proj.bias", {KV}}, {"self_attn.v_proj.bias", {KV}}},
-         Init::Zero,
-         false,
-         false,
-         "self_attn.qkv_proj.bias"});
+    table.push_back(llama::qkv_bias(layer));
     return table;
 }
 }  // namespace qwen2
@@ -65,9 +60,13 @@ constexpr Family kQwen2 = [] {
 
 namespace qwen3 {
 inline void read(const ConfigReader& r, ModelConfig& c) {
-    llama::read_with(
-        r, c,
-        {.tokens = qwen2::kTokens, .mlp_width = 22016, .positions = 32768, .kv_heads = 32, .head_size = 128});
+    llama::read_with(r, c,
+                     {.tokens = qwen2::kTokens,
+                      .mlp_width = 22016,
+                      .positions = 32768,
+                      .kv_heads = 32,
+                      .head_size = 128,
+                      .may_have_biases = true});
     qwen2::read_window(r, c);
 }
 

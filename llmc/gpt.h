@@ -18,7 +18,7 @@
 #include "llmc/norm_layer.h"           // NormLayer
 #include "llmc/offload_activations.h"  // OffloadedInputs: of blocks, in host memory or a file
 #include "llmc/recompute.h"            // Keep: what a block keeps for backward
-#include "llmc/rows.h"                 // Rows, for_each_chunk(), dropout_backward()
+#include "llmc/rows.h"                 // Rows, for_each_chunk(), branch_backward()
 #include "llmc/sequence_keys.h"        // SequenceKeys: keys of rows that went before
 #include "llmc/tensor.h"               // floatX, TensorX, TensorF
 #include "llmc/weights.h"              // Weights: of each block, wherever they are kept

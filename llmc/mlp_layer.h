@@ -106,6 +106,7 @@ class MlpLayer {
         TensorX output = linear_forward(arena_, stream_, name, m.activated, w.down, rows);
         if (const Dropout d = rows.dropout_at(layer, kOutputPlace, config_.channels))
             dropout(output, output, d, stream_);
+        scale(output, output, config_.scales.residual, stream_);
         if (!keep.gelu || !weights_.backward_reads_input(w.down)) m.activated.drop();
         return output;
     }
@@ -123,8 +124,9 @@ class MlpLayer {
                               const Linear<floatX>& layer_w, const TensorX* gelu_input = nullptr) {
             return linear_backward(arena_, stream_, name, to, make_x, d, layer_w, rows, gelu_input);
         };
-        TensorX d_output = dropout_backward(arena_, stream_, d_residual,
-                                            rows.dropout_at(layer, kOutputPlace, config_.channels));
+        TensorX d_output =
+            branch_backward(arena_, stream_, d_residual,
+                            rows.dropout_at(layer, kOutputPlace, config_.channels), config_.scales.residual);
         TensorX d_up;
         if (family_.mlp == MlpKind::Gelu) {
             d_up = back("d_up", g.down, make_activated, d_output, w.down, &m.up);  // through GELU too

@@ -2,6 +2,7 @@
 #include "llmc/model_config.h"
 
 #include <algorithm>
+#include <climits>
 #include <cmath>
 
 // The longest sequence of a model whose file has `positions` as max_position_embeddings. The factors of yarn
@@ -19,6 +20,20 @@ static std::string shown(const nlohmann::json& value) {
 
 int ModelConfig::longest() const {
     return static_cast<int>(std::min<double>(kMostPositions, stretched_positions(rope, positions)));
+}
+
+void ModelConfig::set_layers(std::vector<LayerConfig> all) {
+    const auto reach = [](const LayerConfig& l) { return l.window > 0 ? l.window : INT_MAX; };
+    static_cast<LayerConfig&>(*this) = *std::ranges::max_element(all, {}, reach);
+    const bool differ = std::ranges::any_of(all, [&](const LayerConfig& l) { return l != all[0]; });
+    uneven = differ ? std::move(all) : std::vector<LayerConfig>();
+}
+
+int ModelConfig::shortest_window() const {
+    int shortest = window;
+    for (const LayerConfig& l : uneven)
+        if (l.window > 0 && (shortest == 0 || l.window < shortest)) shortest = l.window;
+    return shortest;
 }
 
 bool ConfigReader::has(const std::string& name) const {
@@ -39,6 +54,16 @@ double ConfigReader::number(const std::string& name, double low, double high) co
     if (!value.is_number() || !(value.get<double>() > low && value.get<double>() < high))
         refuse(name, format("a number above %g and below %g", low, high));
     return value.get<double>();
+}
+
+std::vector<double> ConfigReader::numbers(const std::string& name, int count, double low, double high) const {
+    const nlohmann::json& list = required(name);
+    const auto fits = [&](const nlohmann::json& x) {
+        return x.is_number() && x.get<double>() > low && x.get<double>() < high;
+    };
+    if (!list.is_array() || list.size() != static_cast<size_t>(count) || !std::ranges::all_of(list, fits))
+        refuse(name, format("a list of %d numbers above %g and below %g", count, low, high));
+    return list.get<std::vector<double>>();
 }
 
 bool ConfigReader::truth(const std::string& name, bool otherwise) const {

@@ -13,18 +13,19 @@
 
 // ---- the scaling of rotary positions
 
-enum class RopeType { kDefault, kLinear, kLlama3, kYarn, kDynamic };
-inline constexpr const char* kRopeNames[] = {"default", "linear", "llama3", "yarn", "dynamic"};
+enum class RopeType { kDefault, kLinear, kLlama3, kYarn, kDynamic, kLongrope, kNone };
+inline constexpr const char* kRopeNames[] = {"default", "linear", "llama3", "yarn", "dynamic", "longrope"};
 
 // The fields are named as in `rope_parameters` of a config.json. The defaults for `llama3` are those of Llama
 // 3.1. Lengths are in tokens.
 struct RopeScaling {
-    RopeType type = RopeType::kDefault;
+    RopeType type = RopeType::kDefault;  // kNone: the layer does not rotate queries and keys
     double theta = 10000;
-    double factor = 8;  // maximum context length over that of training; not for kDefault
+    double partial_rotary_factor = 1;  // the share of a head's channels, the first ones, that is rotated
+    double factor = 8;                 // maximum context length over that of training; not for kDefault
     double low_freq_factor = 1, high_freq_factor = 4;  // only llama3
-    // Only llama3, yarn and dynamic: the context length of training, which files with `dynamic` call
-    // max_position_embeddings.
+    // Only llama3, yarn, dynamic and longrope: the context length of training, which files with `dynamic`
+    // call max_position_embeddings.
     int original_max_position_embeddings = 8192;
     // Only yarn. A pair that makes more than beta_fast turns in the original context is not scaled, and one
     // that makes fewer than beta_slow is divided by the factor. truncate: round these limits to whole pairs.
@@ -33,7 +34,18 @@ struct RopeScaling {
     // Cosines and sines are multiplied by attention_factor; if it is 0, it follows from factor and, if both
     // are set, from mscale and mscale_all_dim.
     double attention_factor = 0, mscale = 0, mscale_all_dim = 0;
+    // Only longrope: what each frequency is divided by in sequences up to the original length, and in longer
+    // ones.
+    std::vector<double> short_factor = {}, long_factor = {};
+    // Queries at position p are multiplied by 1 + llama_4_scaling_beta ln(1 + floor(p / original length)).
+    double llama_4_scaling_beta = 0;
 
+    // How many of a head's channels are rotated: an even number.
+    int rotated(int head_size) const {
+        return type == RopeType::kNone ? 0 : static_cast<int>(head_size * partial_rotary_factor) / 2 * 2;
+    }
+    // Whether frequencies depend on the length of a sequence.
+    bool goes_by_length() const { return type == RopeType::kDynamic || type == RopeType::kLongrope; }
     bool operator==(const RopeScaling&) const = default;
 };
 
@@ -47,6 +59,7 @@ struct LayerConfig {
     int head_size = 0;            // head_size times heads need not equal channels
     int mlp_width = 0;            // of the activation's output
     int window = 0;               // keys that a query attends to, itself included; 0: all before it
+    RopeScaling rope = {};        // for rotary positions
 
     int64_t query_width() const { return int64_t{heads} * head_size; }
     int64_t kv_width() const { return int64_t{kv_heads} * head_size; }
@@ -54,7 +67,19 @@ struct LayerConfig {
     bool operator==(const LayerConfig&) const = default;
 };
 
-// The fields of LayerConfig are those of all layers or, if layers differ, of most: use layer(l).
+// Constants by which a family multiplies what passes through the model.
+struct Scales {
+    double embedding = 1;  // of the embedded tokens
+    double prompt = 1;     // of a soft prompt's vectors
+    double residual = 1;   // of what attention and MLP add to the residual stream
+    double attention = 0;  // of the products of queries and keys; 0: 1 / sqrt(head_size)
+    double logits = 1;
+
+    bool operator==(const Scales&) const = default;
+};
+
+// The fields of LayerConfig are those of all layers or, if layers differ, of those that attend the furthest:
+// use layer(l).
 struct ModelConfig : LayerConfig {
     const Family* family = nullptr;
     int vocabulary = 0;  // number of tokens; the embedding has padded_vocabulary() rows
@@ -66,8 +91,11 @@ struct ModelConfig : LayerConfig {
     int layers = 0, channels = 0;
     std::vector<LayerConfig> uneven;  // if layers differ: each of them; else empty
     double norm_epsilon = 1e-5;
-    bool tied = true;      // the head's matrix is the token embedding
-    RopeScaling rope;      // for rotary positions
+    bool tied = true;  // the head's matrix is the token embedding
+    // Queries, keys, values and the projection of attention's output have biases, in families whose config
+    // leaves that open.
+    bool attention_bias = false;
+    Scales scales;
     bool has_nf4 = false;  // the model's files have the blocks' matrices in NF4
     // The tokens that begin and end a text, as the model's folder says; they are copied to saves. Generation
     // stops at `stops`, which may be other tokens.
@@ -82,6 +110,10 @@ struct ModelConfig : LayerConfig {
     const LayerConfig& layer(int number) const {
         return uneven.empty() ? *this : uneven[static_cast<size_t>(number)];
     }
+    // Sets what each layer is.
+    void set_layers(std::vector<LayerConfig> all);
+    // The shortest window of any layer that has one; 0 if none has.
+    int shortest_window() const;
     // The kv_width() of the layer in which it is largest.
     int64_t most_kv_width() const {
         int64_t most = layer(0).kv_width();
@@ -92,7 +124,8 @@ struct ModelConfig : LayerConfig {
     bool operator==(const ModelConfig& o) const {
         return family == o.family && vocabulary == o.vocabulary && positions == o.positions &&
                layers == o.layers && channels == o.channels && LayerConfig(*this) == LayerConfig(o) &&
-               uneven == o.uneven && norm_epsilon == o.norm_epsilon && tied == o.tied && rope == o.rope;
+               uneven == o.uneven && norm_epsilon == o.norm_epsilon && tied == o.tied &&
+               attention_bias == o.attention_bias && scales == o.scales;
     }
 };
 
@@ -128,6 +161,8 @@ class ConfigReader {
     double number(const std::string& name, double otherwise, double low, double high) const {
         return has(name) ? number(name, low, high) : otherwise;
     }
+    // A list of `count` such numbers.
+    std::vector<double> numbers(const std::string& name, int count, double low, double high) const;
     bool truth(const std::string& name, bool otherwise) const;
     std::string text(const std::string& name, const char* otherwise) const;
     // Fails if the key is present with a value that is not allowed, because it would change the arithmetic.

@@ -21,10 +21,14 @@
 // weights, but are not weights. The kernels that use them are rope.cuh and attention.cuh.
 
 // The factor of cosines and sines: 1, except for `yarn`, whose 0.1 ln(factor) + 1 sharpens the softmax of
-// long contexts (Peng et al., arXiv:2309.00071, section 3.4).
+// long contexts (Peng et al., arXiv:2309.00071, section 3.4), and for `longrope` (Ding et al.,
+// arXiv:2402.13753).
 inline double attention_factor(const RopeScaling& s) {
-    if (s.type != RopeType::kYarn) return 1;
+    if (s.type != RopeType::kYarn && s.type != RopeType::kLongrope) return 1;
     if (s.attention_factor > 0) return s.attention_factor;
+    if (s.type == RopeType::kLongrope)
+        return s.factor > 1 ? std::sqrt(1 + std::log(s.factor) / std::log(s.original_max_position_embeddings))
+                            : 1;
     const auto of = [&](double mscale) { return s.factor > 1 ? 0.1 * mscale * std::log(s.factor) + 1 : 1; };
     return s.mscale > 0 && s.mscale_all_dim > 0 ? of(s.mscale) / of(s.mscale_all_dim) : of(1);
 }
@@ -55,14 +59,17 @@ inline float yarn_ramp(int head_size, const RopeScaling& s, int i) {
                       1.f);
 }
 
-// The angle, in radians, by which each position turns pair i of the head_size / 2 pairs: theta^(-2i /
-// head_size). `linear` divides it by the factor. `llama3` (Llama 3.1's apply_scaling) does so only for
+// The angle, in radians, by which each position turns pair i of the head's pairs: theta^(-2i / channels that
+// are rotated). `linear` divides it by the factor. `llama3` (Llama 3.1's apply_scaling) does so only for
 // wavelengths that are long compared with the original context. `yarn` (arXiv:2309.00071, section 3.2) does
 // so with a ramp over the pairs. `dynamic` uses a theta that grows with the length of the sequences, in
-// tokens. The power and its inverse are rounded to fp32 as in `transformers`, because checkpoints were
-// trained that way; at position 4000 the rounding changes the fourth digit of an angle.
+// tokens. `longrope` has a list of divisors for short sequences and another for long ones. The power and its
+// inverse are rounded to fp32 as in `transformers`, because checkpoints were trained that way; at position
+// 4000 the rounding changes the fourth digit of an angle.
 inline std::vector<float> inverse_frequencies(int head_size, const RopeScaling& s, int length = 0) {
-    assert(head_size % 2 == 0);
+    head_size = s.rotated(head_size);
+    const std::vector<double>& divisors =
+        length <= s.original_max_position_embeddings ? s.short_factor : s.long_factor;
     const double theta = s.type == RopeType::kDynamic ? dynamic_theta(head_size, s, length) : s.theta;
     std::vector<float> frequencies;
     for (int i = 0; i < head_size / 2; i++) {
@@ -84,6 +91,8 @@ inline std::vector<float> inverse_frequencies(int head_size, const RopeScaling& 
             const float divided = 1.f / (static_cast<float>(s.factor) * power);
             scaled = double{divided * (1.f - kept)} + double{1.f / power * kept};
         }
+        if (s.type == RopeType::kLongrope)
+            scaled = double{1.f / (static_cast<float>(divisors[static_cast<size_t>(i)]) * power)};
         frequencies.push_back(static_cast<float>(scaled));
     }
     return frequencies;
@@ -102,15 +111,20 @@ inline std::vector<float> alibi_slopes(int heads) {
     return slopes;
 }
 
-// The factors of positions: (head_size / 2) inverse frequencies, (heads) slopes, or nothing for learned
-// positions. If layers differ, those of each layer follow one another. `length` is the length of the run's
-// sequences in tokens; only the scaling `dynamic` depends on it.
+// How many channels of each head are rotated in a layer: none with other kinds of positions.
+inline int rotated_channels(const ModelConfig& c, const LayerConfig& layer) {
+    return c.family->position == PositionKind::Rotary ? layer.rope.rotated(layer.head_size) : 0;
+}
+
+// The factors of positions: an inverse frequency for each pair of channels that is rotated, (heads) slopes,
+// or nothing for learned positions. If layers differ, those of each layer follow one another. `length` is the
+// length of the run's sequences in tokens; only the scalings `dynamic` and `longrope` depend on it.
 inline std::vector<float> position_factors(const ModelConfig& c, int length = 0) {
     std::vector<float> all;
     for (int l = 0; l < (c.uneven.empty() ? 1 : c.layers); l++) {
         std::vector<float> of_layer;
         if (c.family->position == PositionKind::Rotary)
-            of_layer = inverse_frequencies(c.layer(l).head_size, c.rope, length);
+            of_layer = inverse_frequencies(c.layer(l).head_size, c.layer(l).rope, length);
         if (c.family->position == PositionKind::Alibi) of_layer = alibi_slopes(c.layer(l).heads);
         all.insert(all.end(), of_layer.begin(), of_layer.end());
     }
@@ -119,7 +133,7 @@ inline std::vector<float> position_factors(const ModelConfig& c, int length = 0)
 // Where the factors of a layer are among them: the first one, and how many.
 inline std::pair<int64_t, int64_t> position_factors_of(const ModelConfig& c, int layer) {
     const auto count = [&](int l) -> int64_t {
-        if (c.family->position == PositionKind::Rotary) return c.layer(l).head_size / 2;
+        if (c.family->position == PositionKind::Rotary) return rotated_channels(c, c.layer(l)) / 2;
         return c.family->position == PositionKind::Alibi ? c.layer(l).heads : 0;
     };
     int64_t first = 0;
@@ -137,7 +151,7 @@ inline std::pair<int64_t, int64_t> position_factors_of(const ModelConfig& c, int
 inline int unscaled_positions(const ModelConfig& c) {
     const RopeType type = c.rope.type;
     if (type == RopeType::kLinear) return std::max(1, static_cast<int>(c.positions / c.rope.factor));
-    const bool named = type == RopeType::kLlama3 || type == RopeType::kYarn;
+    const bool named = type == RopeType::kLlama3 || type == RopeType::kYarn || type == RopeType::kLongrope;
     return named ? c.rope.original_max_position_embeddings : c.positions;
 }
 
@@ -188,7 +202,12 @@ inline void scale_rope(ModelConfig& c, const std::string& asked) {
     if (rope.type == RopeType::kDynamic && c.head_size <= 2)
         fail("--rope-scaling %s: dynamic cannot scale heads of %d channels", given, c.head_size);
     rope.theta = c.rope.theta;
+    rope.partial_rotary_factor = c.rope.partial_rotary_factor;
+    rope.llama_4_scaling_beta = c.rope.llama_4_scaling_beta;
     if (rope.type != RopeType::kLinear) rope.original_max_position_embeddings = unscaled;
+    // Layers of another rotation, such as those with a window in Gemma 3, keep it.
+    for (LayerConfig& layer : c.uneven)
+        if (layer.rope == c.rope) layer.rope = rope;
     c.rope = rope;
     // The factor of `dynamic` multiplies the positions in the file.
     c.positions = rope.type == RopeType::kDynamic ? unscaled : static_cast<int>(longest);

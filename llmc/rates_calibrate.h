@@ -419,13 +419,14 @@ class Calibration {
         add_for_rows([&](Bench& b, int64_t rows) {
             const Shape shape = {1, rows, 3 * kHeads * kSize};
             const Tensor<int> none;
+            const Rotation rotation = {kHeads, kHeads, kSize, kSize};
             TensorT qkv = b.values(shape), d_qkv = b.values(shape);
             const TensorF factors = b.floats({kSize / 2});
             TensorT q = b.values({kSize}), k = b.values({kSize});
             TensorT d_q = b.values({kSize}), d_k = b.values({kSize});
             TensorF scratch = b.floats(head_norm_scratch(rows, kSize));
-            b.time([&] { rope_forward(qkv, factors, 2 * kHeads, 0, none, stream_); });
-            b.time([&] { rope_backward(qkv, factors, 2 * kHeads, 0, none, stream_); });
+            b.time([&] { rope_forward(qkv, factors, rotation, 0, none, stream_); });
+            b.time([&] { rope_backward(qkv, factors, rotation, 0, none, stream_); });
             b.time_kept(shape, [&](TensorT& out) {
                 head_norm_forward(out, qkv, q, k, kHeads, kHeads, stream_, 1e-6f);
             });

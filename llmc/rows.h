@@ -7,6 +7,7 @@
 
 #include "llmc/arena.h"
 #include "llmc/dropout.cuh"
+#include "llmc/elementwise.cuh"
 #include "llmc/tensor.h"
 
 // For a batch of B sequences of T tokens. All are absent if each sequence is one document.
@@ -143,10 +144,13 @@ void for_each_rows_of_sequence(Arena& arena, const Tensor<T>& x, int64_t at_a_ti
     });
 }
 
-// d_out through the mask of a dropout, or a view of d_out if nothing is dropped.
-inline TensorX dropout_backward(Arena& arena, Stream stream, const TensorX& d_out, const Dropout& d) {
-    if (!d) return d_out.view();
-    TensorX d_in = arena.take<floatX>("d_dropped", d_out.shape(), "gradient");
-    dropout(d_in, d_out, d, stream);
-    return d_in;
+// The gradient of what attention or an MLP computed, from d_sum, that of the residual stream to which it was
+// added after a dropout and times a factor. It is a view of d_sum if nothing is dropped and the factor is 1.
+inline TensorX branch_backward(Arena& arena, Stream stream, const TensorX& d_sum, const Dropout& d,
+                               double factor) {
+    if (!d && factor == 1) return d_sum.view();
+    TensorX d_out = arena.take<floatX>("d_branch", d_sum.shape(), "gradient");
+    if (d) dropout(d_out, d_sum, d, stream);
+    scale(d_out, d ? d_out : d_sum, factor, stream);
+    return d_out;
 }

@@ -123,7 +123,7 @@ class RunInputs {
     InputBytes bytes() const;
     // The longest sequences, in tokens, that the model can be trained on.
     int most_tokens() const {
-        return is_dynamic() && (packs() || samples()) ? sample_positions() : token_positions();
+        return goes_by_length() && (packs() || samples()) ? sample_positions() : token_positions();
     }
     // Says which of the folders of saves that the run reads show an older save, because the newer ones were
     // not good. Only while the saves are held.
@@ -228,15 +228,16 @@ class RunInputs {
     std::vector<int> choose_first_prompt() const;
     // The number of positions that the model has for tokens.
     int token_positions() const { return config.longest() - adapter.prompt_tokens; }
-    // The number of positions that a sample may have. With `dynamic` no more than in the config, because its
-    // scaling depends on the length, which grows during a sample.
+    // The number of positions that a sample may have. With `dynamic` and `longrope` no more than those of
+    // training, because these scale by the length of the sequence, which grows during a sample.
     int sample_positions() const {
-        return (is_dynamic() ? config.positions : config.longest()) - adapter.prompt_tokens;
+        return (goes_by_length() ? unscaled_positions(config) : config.longest()) - adapter.prompt_tokens;
     }
-    bool is_dynamic() const { return config.rope.type == RopeType::kDynamic; }
-    // True if batches have sequences that `dynamic` scales.
+    bool goes_by_length() const { return config.rope.goes_by_length(); }
+    // True if batches have sequences that such a scaling scales.
     bool scales_by_length() const {
-        return is_dynamic() && uses_batches() && o_.seq_len + adapter.prompt_tokens > config.positions;
+        return goes_by_length() && uses_batches() &&
+               o_.seq_len + adapter.prompt_tokens > unscaled_positions(config);
     }
     std::optional<Tokenizer> open_given_tokenizer();
     std::optional<Tokenizer> open_tokenizer();
@@ -343,15 +344,17 @@ inline void RunInputs::choose_length() {
                  : "");
     }
     if (!scales_by_length()) return;
-    const char* const why = "the scaling \"dynamic\" goes by the length of a whole sequence";
+    const std::string why = format("the scaling \"%s\" goes by the length of a whole sequence",
+                                   kRopeNames[static_cast<int>(config.rope.type)]);
+    const int most = unscaled_positions(config) - adapter.prompt_tokens;
     if (packs())
         fail(
             "--seq-len %d: %s, and examples share them: at most %d, or --rope-scaling yarn:4 on the model "
             "without it",
-            o_.seq_len, why, config.positions - adapter.prompt_tokens);
+            o_.seq_len, why, most);
     if (samples())
         fail("--seq-len %d: %s, which grows in a sample: add --sample tokens=0, or at most %d", o_.seq_len,
-             why, config.positions - adapter.prompt_tokens);
+             why, most);
 }
 
 // Opens the data of --data, or the built-in text for a new model. Returns nothing if the run does not train.

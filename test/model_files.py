@@ -21,6 +21,14 @@ LLAMA3 = json.dumps({"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0
                      "high_freq_factor": 4.0, "original_max_position_embeddings": 16})
 LINEAR = json.dumps({"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0})
 YARN = json.dumps({"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16})
+# 18 of 24 channels are rotated.
+PARTIAL = json.dumps({"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75})
+LONGROPE = json.dumps({"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 40,
+                       "short_factor": [1 + 0.02 * i for i in range(9)], "long_factor": [1 + 0.4 * i for i in range(9)]})
+MINISTRAL3 = json.dumps(json.loads(YARN) | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
+                                            "original_max_position_embeddings": 8})
+SMOLLM3 = json.dumps({"no_rope_layers": [1, 0]})
+GRANITE = json.dumps({"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 0.7})
 # Odd shapes: grouped heads, numbers of heads that are not powers of two, head sizes other than channels /
 # heads, tied and not tied, windows, scalings, files in shards.
 MODELS = {
@@ -31,6 +39,10 @@ MODELS = {
     "qwen2": ("--heads", 6, "--kv-heads", 3, "--channels", 48, "--tied"),
     "qwen2-window": ("--heads", 4, "--kv-heads", 2, "--channels", 48, "--window", 5),
     "qwen3": ("--heads", 4, "--kv-heads", 2, "--channels", 56, "--head-size", 18),
+    "smollm3": ("--heads", 4, "--kv-heads", 2, "--channels", 56, "--tied", "--config", SMOLLM3),
+    "phi3": ("--heads", 4, "--kv-heads", 2, "--channels", 96, "--window", 9, "--rope", PARTIAL),
+    "ministral3": ("--heads", 6, "--kv-heads", 2, "--channels", 48, "--head-size", 12, "--rope", MINISTRAL3),
+    "granite": ("--heads", 4, "--kv-heads", 2, "--channels", 48, "--tied", "--config", GRANITE),
     "bloom": ("--heads", 6, "--channels", 48),
     "bloom-prefix": ("--heads", 8, "--channels", 64, "--prefix"),
 }
@@ -40,6 +52,10 @@ MORE_MODELS = {
     "mistral-yarn": ("--heads", 4, "--kv-heads", 2, "--channels", 72, "--window", 40, "--rope", YARN),
     "qwen2-shards": ("--heads", 5, "--kv-heads", 1, "--channels", 40, "--shard-size", "30KB"),
     "qwen3-tied": ("--heads", 6, "--kv-heads", 3, "--channels", 48, "--head-size", 14, "--tied", "--shard-size", "30KB"),
+    "llama-biases": ("--heads", 3, "--channels", 36, "--config", '{"attention_bias": true}'),
+    "qwen3-biases": ("--heads", 4, "--kv-heads", 1, "--channels", 32, "--config", '{"attention_bias": true}'),
+    "qwen2-mixed": ("--heads", 4, "--kv-heads", 2, "--channels", 48, "--window", 5, "--config", '{"max_window_layers": 1}'),
+    "phi3-longrope": ("--heads", 4, "--channels", 96, "--tied", "--rope", LONGROPE),
     "bloom-shards": ("--heads", 11, "--channels", 88, "--shard-size", "99KB"),
 }
 VOCAB = 301

@@ -306,46 +306,54 @@ TYPED_TEST(FamilyKernels, Rope) {
             const Shape by_row{static_cast<int64_t>(positions.size()) / s.seq_len, s.seq_len};
             const Tensor<int> t_positions = first_position < 0 ? d_positions.tensor(by_row) : Tensor<int>();
             const std::vector<T> qkv = random_values<T>(s.size(), 1, 21);
-            const std::vector<float> frequencies = inverse_frequencies(s.head_size, {});
-            const int half = s.head_size / 2;
-            const float scale = first_position == 3000 ? 1.25f : 1.f;
-            std::vector<T> turned, back;
+            // From 3000 on the first half of the channels, or all but an odd one, are rotated, and queries
+            // grow with their position.
+            Rotation of = {s.heads, s.kv_heads, s.head_size, s.head_size};
+            RopeScaling rope;
+            if (first_position == 3000) {
+                rope.partial_rotary_factor = s.head_size > 2 ? 0.5 : 1;
+                of.rotated = rope.rotated(s.head_size), of.scale = 1.25f, of.beta = 0.1f, of.original = 700;
+            }
+            const std::vector<float> frequencies = inverse_frequencies(s.head_size, rope);
+            const int half = of.rotated / 2;
+            std::vector<T> turned_qkv, back;
             for_each_order([&] {
                 const DeviceArray<T> d_qkv(qkv);
                 const DeviceArray<float> d_frequencies(frequencies);
                 Tensor<T> t_qkv = d_qkv.tensor(s.shape());
-                rope_forward(t_qkv, d_frequencies.tensor({half}), s.turned(), std::max(first_position, 0),
-                             t_positions, kStream, scale);
-                turned = d_qkv.download();
-                rope_backward(t_qkv, d_frequencies.tensor({half}), s.turned(), std::max(first_position, 0),
-                              t_positions, kStream, scale);
+                rope_forward(t_qkv, d_frequencies.tensor({half}), of, std::max(first_position, 0),
+                             t_positions, kStream);
+                turned_qkv = d_qkv.download();
+                rope_backward(t_qkv, d_frequencies.tensor({half}), of, std::max(first_position, 0),
+                              t_positions, kStream);
                 back = d_qkv.download();
-                return bytes_of(turned, back);
+                return bytes_of(turned_qkv, back);
             });
             Doubles want = to_doubles(qkv), want_back = want;
-            bool values_kept = true;
+            bool others_kept = true;
             for (size_t row = 0; row < s.size() / s.row(); row++) {
                 const float position = static_cast<float>(positions[row]);
                 for (int h = 0; h < s.heads + 2 * s.kv_heads; h++) {
                     const size_t at = row * s.row() + h * s.head_size;
-                    for (int i = 0; i < half; i++) {
+                    const double turns = std::floor(position / of.original);
+                    const double factor =
+                        h < s.heads ? of.scale * (1 + of.beta * std::log(1 + turns)) : of.scale;
+                    const int turned = h < s.turned() ? of.rotated : 0;
+                    for (int i = 0; i < turned / 2; i++) {
                         const size_t low = at + i, high = low + half;
-                        if (h < s.turned()) {
-                            const double angle = position * frequencies[i], a = want[low], b = want[high];
-                            want[low] = scale * (a * std::cos(angle) - b * std::sin(angle));
-                            want[high] = scale * (b * std::cos(angle) + a * std::sin(angle));
-                            for (const size_t x : {low, high}) want_back[x] *= scale * scale;
-                        } else {
-                            values_kept &= bytes_of(std::vector{turned[low], turned[high]}) ==
-                                           bytes_of(std::vector{qkv[low], qkv[high]});
-                        }
+                        const double angle = position * frequencies[i], a = want[low], b = want[high];
+                        want[low] = factor * (a * std::cos(angle) - b * std::sin(angle));
+                        want[high] = factor * (b * std::cos(angle) + a * std::sin(angle));
+                        for (const size_t x : {low, high}) want_back[x] *= factor * factor;
                     }
+                    for (size_t x = at + turned; x < at + s.head_size; x++)
+                        others_kept &= bytes_of(std::vector{turned_qkv[x]}) == bytes_of(std::vector{qkv[x]});
                 }
             }
             const double exact = std::is_same_v<T, float> ? 2e-7 : tolerance<T>();
-            EXPECT_LT(relative_error(turned, want), exact);
+            EXPECT_LT(relative_error(turned_qkv, want), exact);
             EXPECT_LT(relative_error(back, want_back), exact);
-            EXPECT_TRUE(values_kept) << "values are turned too";
+            EXPECT_TRUE(others_kept) << "values, or channels that are not rotated, have changed";
         }
     }
 }
@@ -359,7 +367,7 @@ TEST(Rope, AnglesAreAccurateToTwoMillionPositions) {
         for (size_t i = 0; i < pairs.size(); i++) pairs[i] = i / half % 2 == 0;
         const DeviceArray<float> d_pairs(pairs), d_frequencies(frequencies);
         Tensor<float> t_pairs = d_pairs.tensor({1, positions, 2 * half});
-        rope_forward(t_pairs, d_frequencies.tensor({half}), 1, first, {}, kStream);
+        rope_forward(t_pairs, d_frequencies.tensor({half}), {1, 0, 2 * half, 2 * half}, first, {}, kStream);
         pairs = d_pairs.download();
         double worst = 0;
         for (size_t i = 0; i < pairs.size(); i++) {
@@ -407,7 +415,7 @@ TYPED_TEST(FamilyKernels, HeadNormForward) {
                 return bytes_of(out);
             });
             Doubles want;
-            bool values_kept = true;
+            bool others_kept = true;
             for (size_t at = 0; at < s.size(); at += s.head_size) {
                 const int head = static_cast<int>(at % s.row()) / s.head_size;
                 const std::vector<T> one(qkv.begin() + at, qkv.begin() + at + s.head_size);

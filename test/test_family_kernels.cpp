@@ -415,7 +415,7 @@ TYPED_TEST(FamilyKernels, HeadNormForward) {
                 return bytes_of(out);
             });
             Doubles want;
-            bool others_kept = true;
+            bool values_kept = true;
             for (size_t at = 0; at < s.size(); at += s.head_size) {
                 const int head = static_cast<int>(at % s.row()) / s.head_size;
                 const std::vector<T> one(qkv.begin() + at, qkv.begin() + at + s.head_size);
@@ -652,6 +652,7 @@ TYPED_TEST(FamilyKernels, Dropout) {
 TYPED_TEST(FamilyKernels, SoftPrompts) {
     using T = TypeParam;
     constexpr int kBatch = 3, kLength = 5, kPrompt = 4, kVocabulary = 11, kAll = kPrompt + kLength;
+    constexpr EmbeddingScales kScales = {2, 4};  // powers of two, which round nothing
     for (const int C : {8, 13, 100}) {
         SCOPED_TRACE(C);
         const auto wte = random_values<T>(static_cast<size_t>(kVocabulary * C), 1, 1);
@@ -667,11 +668,12 @@ TYPED_TEST(FamilyKernels, SoftPrompts) {
             const DeviceArray<int> t(tokens);
             Tensor<T> to = o.tensor({kBatch, kAll, C}), gradient = g.tensor({kPrompt, C});
             embedding_forward(to, t.tensor({kBatch, kLength}), a.tensor({kVocabulary, C}), Tensor<T>(),
-                              p.tensor({kPrompt, C}), 0, Tensor<int>(), kStream);
+                              p.tensor({kPrompt, C}), 0, Tensor<int>(), kStream, kScales);
             alone = o.download();
             embedding_forward(to, t.tensor({kBatch, kLength}), a.tensor({kVocabulary, C}),
-                              b.tensor({kAll, C}), p.tensor({kPrompt, C}), 0, Tensor<int>(), kStream);
-            prompt_backward(gradient, d.tensor({kBatch, kAll, C}), kStream);
+                              b.tensor({kAll, C}), p.tensor({kPrompt, C}), 0, Tensor<int>(), kStream,
+                              kScales);
+            prompt_backward(gradient, d.tensor({kBatch, kAll, C}), kStream, kScales.prompt);
             return bytes_of(out = o.download(), alone, d_prompt = g.download());
         });
         bool same = true, same_alone = true;
@@ -684,10 +686,12 @@ TYPED_TEST(FamilyKernels, SoftPrompts) {
                                        ? prompt[static_cast<size_t>(t * C + c)]
                                        : wte[static_cast<size_t>(
                                              tokens[static_cast<size_t>(b * kLength + t - kPrompt)] * C + c)];
-                    const float sum = to_float(from) + to_float(wpe[static_cast<size_t>(t * C + c)]);
+                    const float scaled = to_float(from) * (t < kPrompt ? kScales.prompt : kScales.tokens);
+                    const float sum = scaled + to_float(wpe[static_cast<size_t>(t * C + c)]);
                     same &= to_float(out[i]) == to_float(from_float<T>(sum));
-                    same_alone &= to_float(alone[i]) == to_float(from);
-                    if (t < kPrompt) sums[static_cast<size_t>(t * C + c)] += to_float(d_out[i]);
+                    same_alone &= to_float(alone[i]) == scaled;
+                    if (t < kPrompt)
+                        sums[static_cast<size_t>(t * C + c)] += kScales.prompt * to_float(d_out[i]);
                 }
         EXPECT_TRUE(same);
         EXPECT_TRUE(same_alone) << "without positions";

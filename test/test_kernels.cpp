@@ -446,6 +446,7 @@ TYPED_TEST(Kernels, EmbeddingBackward) {
         const std::vector<T> dwte_0 = random_values<T>(e.vocabulary * C, 1, 45);
         const std::vector<T> dwpe_0 =
             random_values<T>((e.seq_len + 2) * C, 1, 46);  // also positions that are not used
+        constexpr float kScale = 1.75f;                    // of the tokens' vectors
         std::vector<T> dwte, dwpe;
         auto run = [&](int spare, bool token_frozen = false, bool position_frozen = false) {
             const TokenGroups groups(tokens, e.vocabulary, spare);
@@ -460,7 +461,7 @@ TYPED_TEST(Kernels, EmbeddingBackward) {
                 embedding_backward(t_dwte, t_dwpe, d_dout.tensor({e.batch, e.seq_len, e.C}),
                                    d_tokens.tensor({e.batch, e.seq_len}),
                                    d_order.tensor({e.batch * e.seq_len}), d_starts.tensor({starts}), {},
-                                   kStream);
+                                   kStream, kScale);
                 dwte = d_dwte.download(), dwpe = d_dwpe.download();
                 return bytes_of(dwte, dwpe);
             });
@@ -474,7 +475,7 @@ TYPED_TEST(Kernels, EmbeddingBackward) {
         dwte = both_dwte, dwpe = both_dwpe;
         Doubles want_dwte = to_doubles(dwte_0), want_dwpe = to_doubles(dwpe_0);
         for (size_t i = 0; i < dout.size(); i++) {
-            want_dwte[tokens[i / C] * C + i % C] += to_float(dout[i]);
+            want_dwte[tokens[i / C] * C + i % C] += kScale * to_float(dout[i]);
             want_dwpe[i / C % e.seq_len * C + i % C] += to_float(dout[i]);
         }
         EXPECT_LT(relative_error(dwte, want_dwte), tolerance<T>());
@@ -690,6 +691,7 @@ TYPED_TEST(Kernels, ElementwiseFromAnyElement) {
         add([&](Tensor<T>& out) { residual_forward(out, t_a, t_b, kStream); });
         add([&](Tensor<T>& out) { gelu_forward(out, t_a, kStream); });
         add([&](Tensor<T>& out) { gelu_backward(out, t_a, t_b, kStream); });
+        add([&](Tensor<T>& out) { scale(out, t_a, 0.22, kStream); });
         add([&](Tensor<T>& out) {
             residual_forward(out, t_a, t_b, kStream);
             add_bias(out, t_bias, kStream);
@@ -708,6 +710,25 @@ TYPED_TEST(Kernels, ElementwiseFromAnyElement) {
             EXPECT_TRUE(bytes_of(got[i]) == bytes_of(aligned[i]));
 #endif
         }
+    }
+}
+
+TYPED_TEST(Kernels, Scale) {
+    using T = TypeParam;
+    for (int n : vector_sizes()) {
+        const std::vector<T> x = random_values<T>(n, 1, 64);
+        std::vector<T> out, in_place;
+        for_each_order([&] {
+            const DeviceArray<T> d_x(x), d_out(poisoned<T>(n));
+            Tensor<T> t_x = d_x.tensor({n}), t_out = d_out.tensor({n});
+            scale(t_out, t_x, 0.22, kStream);
+            scale(t_x, t_x, 0.22, kStream);
+            return bytes_of(out = d_out.download(), in_place = d_x.download());
+        });
+        Doubles want = to_doubles(x);
+        for (double& value : want) value *= 0.22;
+        EXPECT_LT(relative_error(out, want), tolerance<T>());
+        EXPECT_TRUE(bytes_of(out) == bytes_of(in_place));
     }
 }
 

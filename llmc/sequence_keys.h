@@ -175,7 +175,9 @@ class SequenceKeys {
             .hopper = hopper_,
             .positions = rows.positions(qkv.rows()).data(),
             .document_ends = rows.documents->ends.data(),
-            .dropout = rows.dropout_at(layer, kAttentionPlace, 0)};
+            .dropout = rows.dropout_at(layer, kAttentionPlace, 0),
+            .given_scale = static_cast<float>(config_.scales.attention),
+            .cap = static_cast<float>(config_.scales.attention_cap)};
         if (!kv) return in;
         // A row of kv has all keys, then all values; or, with heads_together, each head's key and value.
         in.dkv_row = row, in.dkv_head = in.kv_head;  // gradients are laid out as keys and values in qkv

@@ -91,7 +91,9 @@ inline RopeScaling read_rope(const ConfigReader& r, const Defaults& d, int posit
         if (reader->has("partial_rotary_factor"))
             rope.partial_rotary_factor = reader->number("partial_rotary_factor", 0, 1 + kTiny);
     }
-    if (rope.rotated(head_size) == 0) p.refuse("partial_rotary_factor", "more than one channel of a head");
+    if (rope.rotated(head_size) == 0)
+        (p.has("partial_rotary_factor") ? p : r)
+            .refuse("partial_rotary_factor", "two channels of a head or more");
     rope.theta = (p.has("rope_theta") ? p : r).number("rope_theta", d.theta, 1, kHuge);
     const std::string type = p.text(p.either("rope_type", "type"), "default");
     const auto known = std::find(std::begin(kRopeNames), std::end(kRopeNames), type);

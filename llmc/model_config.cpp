@@ -86,7 +86,8 @@ void ConfigReader::must_be(const std::string& name, std::initializer_list<nlohma
 }
 
 void ConfigReader::refuse(const std::string& name, const std::string& needed) const {
-    fail("%s: '%s' is %s, but must be %s", file_, printable(name), shown(json_[name]), needed);
+    const std::string value = json_.contains(name) ? shown(json_[name]) : "missing";
+    fail("%s: '%s' is %s, but must be %s", file_, printable(name), value, needed);
 }
 
 std::vector<int> ConfigReader::tokens(const std::string& name, int vocabulary) const {

@@ -64,6 +64,14 @@ TEST(Family, CountsOfPublishedModels) {
     for (const auto& [config, count] : models) EXPECT_EQ(Layout(parsed(config)).count(), count) << config;
 }
 
+// The scaling `longrope` with this many pairs.
+json longrope(int pairs) {
+    return {{"type", "longrope"},
+            {"short_factor", std::vector<double>(static_cast<size_t>(pairs), 1.5)},
+            {"long_factor", std::vector<double>(static_cast<size_t>(pairs), 4)},
+            {"original_max_position_embeddings", 1024}};
+}
+
 TEST(Family, BothSpellingsOfTransformersAreTheSame) {
     const json plain = llama(64, 2, 4, 2, 96, 300, false);
     json four = with(with(plain, "rope_theta", 5e5), "rope_scaling", kScaled), old = four;
@@ -128,7 +136,7 @@ TEST(Family, MissingKeysAreTheClasses) {
     EXPECT_TRUE(parsed({{"model_type", "bloom"}}).tied);
 }
 
-// Qwen's window is used only if the file says so, and only in all layers or none.
+// Qwen's window is used only if the file says so, and from some layer on.
 TEST(Family, WindowsOfQwen) {
     json config = of_type("qwen2", llama(64, 4, 4, 2, 96, 300, false));
     config["sliding_window"] = 7;
@@ -138,7 +146,17 @@ TEST(Family, WindowsOfQwen) {
     config["max_window_layers"] = 0;
     EXPECT_EQ(parsed(config).window, 7);
     config["max_window_layers"] = 2;
-    EXPECT_NE(refusal(config).find("2 of 4 layers"), std::string::npos);
+    const auto windows = [](const ModelConfig& c) {
+        std::vector<int> all;
+        for (int l = 0; l < c.layers; l++) all.push_back(c.layer(l).window);
+        return all;
+    };
+    EXPECT_EQ(windows(parsed(config)), (std::vector{0, 0, 7, 7}));
+    EXPECT_EQ(parsed(config).window, 0) << "the base has the longest reach";
+    EXPECT_EQ(parsed(config_json(parsed(config), "float32")), parsed(config));
+    config["layer_types"] = {"sliding_attention", "full_attention", "full_attention", "sliding_attention"};
+    EXPECT_EQ(windows(parsed(config)), (std::vector{7, 0, 0, 7}));
+    EXPECT_EQ(parsed(config_json(parsed(config), "float32")), parsed(config));
     config["layer_types"] = std::vector<std::string>(4, "sliding_attention");
     EXPECT_EQ(parsed(config).window, 7);
     config["layer_types"] = std::vector<std::string>(4, "full_attention");
@@ -154,7 +172,7 @@ TEST(Family, RefusesWhatItCannotCompute) {
         return with(plain, "rope_scaling", with(kScaled, key, value));
     };
     const std::pair<json, const char*> cases[] = {
-        {with(plain, "model_type", "gemma"), "gemma"},
+        {with(plain, "model_type", "jamba"), "jamba"},
         {with(plain, "num_attention_heads", 5), "num_attention_heads 5"},
         {with(plain, "num_attention_heads", 0), "'num_attention_heads' is 0, but must be"},
         {with(plain, "num_key_value_heads", 3), "4 heads are not a multiple of 3"},
@@ -165,7 +183,8 @@ TEST(Family, RefusesWhatItCannotCompute) {
         {with(with(with(plain, "hidden_size", 1 << 20), "num_attention_heads", 1 << 18), "head_dim", 128),
          "channels in all heads"},
         {with(plain, "hidden_act", "gelu"), "hidden_act"},
-        {with(plain, "attention_bias", true), "attention_bias"},
+        {with(of_type("mistral", plain), "attention_bias", true), "attention_bias"},
+        {with(plain, "attention_bias", 1), "'attention_bias' is 1"},
         {with(plain, "mlp_bias", true), "mlp_bias"},
         {with(plain, "rms_norm_eps", "small"), "rms_norm_eps"},
         {with(plain, "tie_word_embeddings", 1), "tie_word_embeddings"},
@@ -173,7 +192,23 @@ TEST(Family, RefusesWhatItCannotCompute) {
         {with(plain, "quantization_config", {{"quant_method", "gptq"}}), "\"gptq\""},
         {with(plain, "quantization_config", 4), "'quantization_config' is 4"},
         {with(plain, "rope_scaling", 3), "rope_scaling"},
-        {scaling("rope_type", "longrope"), "longrope"},
+        {scaling("rope_type", "longrope"), "'short_factor' is missing"},
+        {with(plain, "rope_scaling", longrope(7)), "'short_factor' is [1.5,"},
+        {with(plain, "rope_scaling", with(longrope(8), "long_factor", 2)),
+         "'long_factor' is 2, but must be a list of 8"},
+        {with(of_type("phi3", plain), "rope_scaling", kScaled), "\"llama3\" is not that of a phi3"},
+        {with(of_type("phi3", plain), "resid_pdrop", 0.1), "'resid_pdrop' is 0.1"},
+        {with(of_type("phi3", plain), "partial_rotary_factor", 1.5), "'partial_rotary_factor' is 1.5"},
+        {with(of_type("phi3", plain), "partial_rotary_factor", 0.05), "'partial_rotary_factor'"},
+        {of_type("ministral3", plain), "llama_4_scaling_beta"},
+        {with(of_type("ministral3", plain), "rope_scaling", {{"type", "yarn"}, {"factor", 2}}),
+         "llama_4_scaling_beta"},
+        {with(of_type("smollm3", plain), "no_rope_layers", {1}), "a list of 2 zeros and ones"},
+        {with(of_type("smollm3", plain), "no_rope_layers", {1, 2}), "a list of 2 zeros and ones"},
+        {with(of_type("smollm3", plain), "no_rope_layers", {0, 0}), "1 for some layer"},
+        {with(of_type("smollm3", plain), "use_sliding_window", true), "'use_sliding_window' is true"},
+        {with(of_type("granite", plain), "logits_scaling", 0), "'logits_scaling' is 0"},
+        {with(of_type("granite", plain), "mlp_bias", true), "mlp_bias"},
         {scaling("factor", 0.0), "'factor' is 0"},
         {scaling("factor", -8.0), "rope_scaling: 'factor' is -8"},
         {scaling("factor", "8"), "'factor' is \"8\", but must be a number"},
@@ -282,6 +317,18 @@ TEST(Family, WhatIsWrittenReadsBack) {
                             {"beta_fast", 20},
                             {"attention_factor", 1.25}});
     const json dynamic = with(plain_llama(), "rope_scaling", {{"rope_type", "dynamic"}, {"factor", 2}});
+    const json smollm3 = with(of_type("smollm3", plain_llama()), "no_rope_layers", {0, 1});
+    const json phi3 =
+        with(with(of_type("phi3", llama(64, 2, 4, 2, 96, 300, true)), "partial_rotary_factor", 0.75),
+             "rope_scaling", longrope(6));
+    const json ministral3 = with(of_type("ministral3", yarn), "rope_scaling",
+                                 with(yarn["rope_scaling"], "llama_4_scaling_beta", 0.1));
+    const json granite = with(of_type("granite", plain_llama()), "logits_scaling", 10.0);
+    const json biases = with(plain_llama(), "attention_bias", true);
+    for (const json& config : {smollm3, phi3, ministral3, granite, biases}) {
+        EXPECT_EQ(parsed(config_json(parsed(config), "float32")), parsed(config)) << config;
+        EXPECT_NE(parsed(config), parsed(plain_llama()));
+    }
     for (const json& config :
          {scaled, linear, window, of_type("qwen2", window), qwen, bloom, yarn, of_type("qwen3", dynamic)}) {
         const ModelConfig c = parsed(config);

@@ -28,7 +28,7 @@ LONGROPE = json.dumps({"rope_type": "longrope", "rope_theta": 10000.0, "partial_
 MINISTRAL3 = json.dumps(json.loads(YARN) | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
                                             "original_max_position_embeddings": 8})
 SMOLLM3 = json.dumps({"no_rope_layers": [1, 0]})
-GRANITE = json.dumps({"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 0.7})
+GRANITE = json.dumps({"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 1.7})
 # Odd shapes: grouped heads, numbers of heads that are not powers of two, head sizes other than channels /
 # heads, tied and not tied, windows, scalings, files in shards.
 MODELS = {

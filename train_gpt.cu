@@ -292,7 +292,8 @@ void Gpt::forward_attention(int layer, BlockActivations& a, const Rows& rows, Ke
         add_projection_in_chunks(a.middle, a.input, a.attention.out, layer, rows);
         return drop_attention();
     }
-    const TensorX projection = attention_projection(layer, a.attention.out, rows);
+    const TensorX projection =
+        attention_projection(layer, a.attention.out, rows, keep.attention ? &a.attention.norm : nullptr);
     drop_attention();
     a.middle = take("residual_middle", a.input.shape());
     a.mlp.norm = norm_.add_and_forward(kNorm2, a.middle, a.input, projection, weights_.block(layer).norm_2);
@@ -312,10 +313,12 @@ void Gpt::forward_attention_rows(int layer, BlockActivations& a, const Rows& row
     if (!keep.qkv || (a.attention.raw_qkv && !keep.norm)) a.attention.qkv.drop();
 }
 
-// The projection of attention's output (.., query_width()).
-TensorX Gpt::attention_projection(int layer, const TensorX& attended, const Rows& rows) {
-    const Linear<floatX>& w = weights_.block(layer).projection;
-    TensorX out = linear_forward(arena_, stream_, "attention_projected", attended, w, rows);
+// The projection of attention's output (.., query_width()), normalized if the family does that. `kept`, if
+// given, gets what backward of this norm needs.
+TensorX Gpt::attention_projection(int layer, const TensorX& attended, const Rows& rows, BranchNorm* kept) {
+    const Block<floatX>& w = weights_.block(layer);
+    TensorX projected = linear_forward(arena_, stream_, "attention_projected", attended, w.projection, rows);
+    TensorX out = norm_.of_branch(kAttentionNorm, std::move(projected), w.attention_norm, kept);
     if (const Dropout d = rows.dropout_at(layer, kProjectedPlace, config_.channels))
         dropout(out, out, d, stream_);
     scale(out, out, config_.scales.residual, stream_);
@@ -324,8 +327,8 @@ TensorX Gpt::attention_projection(int layer, const TensorX& attended, const Rows
 
 // middle = x + the projection of attention's output.
 void Gpt::add_attention_projection(TensorX& middle, const TensorX& x, const TensorX& attended, int layer,
-                                   const Rows& rows) {
-    residual_forward(middle, x, attention_projection(layer, attended, rows), stream_);
+                                   const Rows& rows, BranchNorm* kept) {
+    residual_forward(middle, x, attention_projection(layer, attended, rows, kept), stream_);
 }
 
 // A block's backward. Recomputes what forward dropped, and writes or adds the block's gradients. d_residual
@@ -361,6 +364,11 @@ void Gpt::backward_attention(int layer, BlockGradient<floatX>& g, BlockActivatio
     TensorX d_projection =
         branch_backward(arena_, stream_, d_residual,
                         rows.dropout_at(layer, kProjectedPlace, config_.channels), config_.scales.residual);
+    auto project = [&] {
+        return linear_forward(arena_, stream_, "attention_projected", attention.out, w.projection, rows);
+    };
+    d_projection = norm_.backward_of_branch(kAttentionNorm, g.attention_norm, std::move(d_projection),
+                                            attention.norm, project, w.attention_norm);
     TensorX d_attended = linear_backward(arena_, stream_, "d_attention", g.projection, attended, d_projection,
                                          w.projection, rows);
     d_projection.drop();
@@ -492,7 +500,7 @@ void Gpt::backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const Te
             keys.begin_chunk(kv, position);
             forward_attention_rows(layer, a, chunk, kRecomputed, &kv);
             a.middle = take("residual_middle", a.input.shape());
-            add_attention_projection(a.middle, a.input, a.attention.out, layer, chunk);
+            add_attention_projection(a.middle, a.input, a.attention.out, layer, chunk, &a.attention.norm);
             TensorX d_chunk = rows_of_sequence(d_residual, chunk, count);
             mlp_.backward_in_chunks(layer, g, a.middle, chunk, d_chunk);
             a.middle.drop();

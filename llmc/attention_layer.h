@@ -19,6 +19,7 @@ struct AttentionActivations {
     TensorX raw_qkv;  // the product, if heads are normalized after it
     TensorX out;      // (B, T, query_width()), before the projection
     TensorF lse;      // (B, heads, T), the log of each softmax's denominator
+    BranchNorm norm;  // the norm of the projection, if there is one
 };
 
 class AttentionLayer {

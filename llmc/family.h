@@ -40,12 +40,14 @@ enum class Field {
     KeyNormWeight,
     AttentionWeight,  // the projection of attention's output
     AttentionBias,
+    AttentionNormWeight,  // of what attention adds to the residual stream
     Norm2Weight,
     Norm2Bias,
     UpWeight,  // if there is a gate: gate, then up
     UpBias,
     DownWeight,
     DownBias,
+    MlpNormWeight,  // of what the MLP adds to it
     LastNormWeight,
     LastNormBias,
     HeadWeight,

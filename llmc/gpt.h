@@ -160,9 +160,9 @@ class Gpt {
     TensorX forward_block(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv = nullptr);
     void forward_attention(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv);
     void forward_attention_rows(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv);
-    TensorX attention_projection(int layer, const TensorX& attended, const Rows& rows);
+    TensorX attention_projection(int layer, const TensorX& attended, const Rows& rows, BranchNorm* kept);
     void add_attention_projection(TensorX& middle, const TensorX& x, const TensorX& attended, int layer,
-                                  const Rows& rows);
+                                  const Rows& rows, BranchNorm* kept = nullptr);
     void backward_block(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
                         TensorX& d_residual);
     void backward_attention(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,

@@ -264,6 +264,7 @@ struct BlockGradient {
     LinearGradient<T> projection;
     NormGradient<T> norm_2;
     LinearGradient<T> up, down;
+    NormGradient<T> attention_norm, mlp_norm;
 
     // `view` has views of the block's gradients. `accumulate`: add to what is there; else matrices are
     // overwritten.
@@ -275,15 +276,19 @@ struct BlockGradient {
           projection{std::move(view.projection), accumulate},
           norm_2{std::move(view.norm_2)},
           up{std::move(view.up), accumulate},
-          down{std::move(view.down), accumulate} {}
+          down{std::move(view.down), accumulate},
+          attention_norm{std::move(view.attention_norm)},
+          mlp_norm{std::move(view.mlp_norm)} {}
 
     void begin_mlp_chunks(Arena& arena, Stream stream) {
         norm_2.begin_chunks(arena, stream, "d_norm_2_sums");
+        mlp_norm.begin_chunks(arena, stream, "d_mlp_norm_sums");
         up.begin_chunks(arena, stream);
         down.begin_chunks(arena, stream);
     }
     void end_mlp_chunks(Stream stream) {
         norm_2.end_chunks(stream);
+        mlp_norm.end_chunks(stream);
         up.end_chunks(stream);
         down.end_chunks(stream);
     }
@@ -291,6 +296,7 @@ struct BlockGradient {
         norm_1.begin_chunks(arena, stream, "d_norm_1_sums");
         query_norm.begin_chunks(arena, stream, "d_query_norm_sums");
         key_norm.begin_chunks(arena, stream, "d_key_norm_sums");
+        attention_norm.begin_chunks(arena, stream, "d_attention_norm_sums");
         qkv.begin_chunks(arena, stream);
         projection.begin_chunks(arena, stream);
         begin_mlp_chunks(arena, stream);
@@ -299,6 +305,7 @@ struct BlockGradient {
         norm_1.end_chunks(stream);
         query_norm.end_chunks(stream);
         key_norm.end_chunks(stream);
+        attention_norm.end_chunks(stream);
         qkv.end_chunks(stream);
         projection.end_chunks(stream);
         end_mlp_chunks(stream);

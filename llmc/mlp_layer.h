@@ -17,8 +17,9 @@
 // The tensors of the MLP's forward, for all rows or a chunk of them.
 struct MlpActivations {
     NormedX norm;
-    TensorX up;         // before the activation; the gate's half first if there is a gate
-    TensorX activated;  // (.., mlp_width)
+    TensorX up;              // before the activation; the gate's half first if there is a gate
+    TensorX activated;       // (.., mlp_width)
+    BranchNorm norm_behind;  // the norm of the output, if there is one
 };
 
 class MlpLayer {
@@ -79,13 +80,14 @@ class MlpLayer {
     // backward() of one chunk of rows after the other. The caller has prepared g to sum over chunks.
     void backward_in_chunks(int layer, BlockGradient<floatX>& g, const TensorX& x, const Rows& rows,
                             TensorX& d_residual) {
-        for_each_chunk(
-            arena_, rows, x.rows(), chunk_rows_, [&](const Rows& chunk, int64_t first, int64_t count) {
-                const TensorX x_chunk = x.rows_at(first, count);
-                TensorX d_chunk = d_residual.rows_at(first, count);
-                MlpActivations m{norm_.forward(kNorm2, x_chunk, weights_.block(layer).norm_2), {}, {}};
-                backward_rows(layer, g, m, x_chunk, chunk, d_chunk);
-            });
+        for_each_chunk(arena_, rows, x.rows(), chunk_rows_,
+                       [&](const Rows& chunk, int64_t first, int64_t count) {
+                           const TensorX x_chunk = x.rows_at(first, count);
+                           TensorX d_chunk = d_residual.rows_at(first, count);
+                           MlpActivations m;
+                           m.norm = norm_.forward(kNorm2, x_chunk, weights_.block(layer).norm_2);
+                           backward_rows(layer, g, m, x_chunk, chunk, d_chunk);
+                       });
     }
 
   private:
@@ -103,11 +105,14 @@ class MlpLayer {
             m.activated = activate(m.up);
             if (!keep.up) m.up.drop();
         }
-        TensorX output = linear_forward(arena_, stream_, name, m.activated, w.down, rows);
+        const char* const product = w.mlp_norm.weight ? "mlp_product" : name;
+        TensorX raw = linear_forward(arena_, stream_, product, m.activated, w.down, rows);
+        if (!keep.gelu || !weights_.backward_reads_input(w.down)) m.activated.drop();
+        TensorX output = norm_.of_branch({kMlpNorm.mean, kMlpNorm.rstd, name}, std::move(raw), w.mlp_norm,
+                                         keep.up ? &m.norm_behind : nullptr);
         if (const Dropout d = rows.dropout_at(layer, kOutputPlace, config_.channels))
             dropout(output, output, d, stream_);
         scale(output, output, config_.scales.residual, stream_);
-        if (!keep.gelu || !weights_.backward_reads_input(w.down)) m.activated.drop();
         return output;
     }
 
@@ -127,6 +132,12 @@ class MlpLayer {
         TensorX d_output =
             branch_backward(arena_, stream_, d_residual,
                             rows.dropout_at(layer, kOutputPlace, config_.channels), config_.scales.residual);
+        auto make_output = [&] {
+            const TensorX activated = m.activated ? m.activated.view() : activate(m.up);
+            return linear_forward(arena_, stream_, "mlp_product", activated, w.down, rows);
+        };
+        d_output = norm_.backward_of_branch(kMlpNorm, g.mlp_norm, std::move(d_output), m.norm_behind,
+                                            make_output, w.mlp_norm);
         TensorX d_up;
         if (family_.mlp == MlpKind::Gelu) {
             d_up = back("d_up", g.down, make_activated, d_output, w.down, &m.up);  // through GELU too

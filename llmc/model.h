@@ -81,12 +81,14 @@ struct Norm {
 
 template <class T>
 struct Block {
-    Norm<T> norm_1;
+    Norm<T> norm_1;  // absent in families that only have norms behind attention and MLP
     Linear<T> qkv;
     Norm<T> query_norm, key_norm;  // of each head, before rotation
     Linear<T> projection;          // the projection of attention's output
     Norm<T> norm_2;
     Linear<T> up, down;
+    Norm<T> attention_norm = {},
+            mlp_norm = {};  // of what attention and MLP add to the residual stream, if any
 };
 
 template <class T>
@@ -221,7 +223,9 @@ class Layout {
                 at.linear(Field::AttentionWeight, Field::AttentionBias),
                 {at(Field::Norm2Weight), at(Field::Norm2Bias)},
                 at.linear(Field::UpWeight, Field::UpBias),
-                at.linear(Field::DownWeight, Field::DownBias)};
+                at.linear(Field::DownWeight, Field::DownBias),
+                {at(Field::AttentionNormWeight), {}},
+                {at(Field::MlpNormWeight), {}}};
     }
     template <class T>
     Head<T> head(T* unit) const {

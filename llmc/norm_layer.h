@@ -4,6 +4,7 @@
 #pragma once
 
 #include "llmc/arena.h"
+#include "llmc/elementwise.cuh"
 #include "llmc/gradient_sums.cuh"
 #include "llmc/layernorm.cuh"
 #include "llmc/model.h"
@@ -81,9 +82,18 @@ struct NormNames {
 };
 constexpr NormNames kNorm1 = {"norm_1_mean", "norm_1_rstd", "norm_1"},
                     kNorm2 = {"norm_2_mean", "norm_2_rstd", "norm_2"},
+                    kAttentionNorm = {"attention_norm_mean", "attention_norm_rstd", "attention_norm"},
+                    kMlpNorm = {"mlp_norm_mean", "mlp_norm_rstd", "mlp_norm"},
                     kLastNorm = {"norm_f_mean", "norm_f_rstd", "norm_f"},
                     kEmbeddingNorm = {"embedding_mean", "embedding_rstd", "residual"};
 
+// What a norm behind attention or MLP leaves for backward: its input and the statistics of that.
+struct BranchNorm {
+    TensorX in;
+    NormedX norm;
+};
+
+// A norm whose weight is absent does nothing: its output is a view of its input.
 class NormLayer {
   public:
     NormLayer(Arena& arena, const Stream& stream, const ModelConfig& config)
@@ -94,6 +104,7 @@ class NormLayer {
 
     // The norm of x (rows, C).
     NormedX forward(const NormNames& names, const TensorX& x, const Norm<floatX>& w) const {
+        if (!w.weight) return {{}, {}, x.view()};
         NormedX n = take(names, x);
         norm_forward(kind_, n, x, w, epsilon_, stream_);
         return n;
@@ -101,12 +112,17 @@ class NormLayer {
     // sum (rows, C) = a + b, and its norm.
     NormedX add_and_forward(const NormNames& names, TensorX& sum, const TensorX& a, const TensorX& b,
                             const Norm<floatX>& w) const {
+        if (!w.weight) {
+            residual_forward(sum, a, b, stream_);
+            return forward(names, sum, w);
+        }
         NormedX n = take(names, a);
         residual_norm_forward(kind_, sum, n, a, b, w, epsilon_, stream_);
         return n;
     }
     // A norm's output: the one that forward kept, or recomputed from the saved statistics, to the same bits.
     TensorX take_output(NormedX& n, const NormNames& names, const TensorX& x, const Norm<floatX>& w) const {
+        if (!w.weight) return x.view();
         if (n.out) return std::move(n.out);
         TensorX out = arena_.take<floatX>(names.out, x.shape());
         normalize(kind_, out, x, n, w, stream_);
@@ -116,11 +132,36 @@ class NormLayer {
     // parameters to g.
     void backward(TensorX& d_x, NormGradient<floatX>& g, const TensorX& d_out, const TensorX& x,
                   const NormedX& n, const Norm<floatX>& w) const {
+        if (!w.weight) return residual_forward(d_x, d_x, d_out, stream_);
         TensorF scratch;
         if (g.view.weight)
             scratch = arena_.take<float>("column_sums",
                                          column_sums_scratch(x.rows(), x.columns(), norm_sums(kind_)));
         g.with([&](auto& to) { norm_backward(kind_, d_x, to, scratch, d_out, x, n, w, stream_); });
+    }
+
+    // The norm of what a branch, attention or MLP, adds to the residual stream; that itself without a norm.
+    // `kept`, if given, gets what backward_of_branch() needs.
+    TensorX of_branch(const NormNames& names, TensorX&& branch, const Norm<floatX>& w,
+                      BranchNorm* kept) const {
+        if (!w.weight) return std::move(branch);
+        NormedX n = forward(names, branch, w);
+        TensorX out = std::move(n.out);
+        if (kept) *kept = {std::move(branch), std::move(n)};
+        return out;
+    }
+    // From d_out (rows, C), the gradient of the norm's output, returns that of the branch, and adds that of
+    // the weight to g. make_branch() computes the branch again if forward did not keep it.
+    template <class MakeBranch>
+    TensorX backward_of_branch(const NormNames& names, NormGradient<floatX>& g, TensorX&& d_out,
+                               BranchNorm& kept, MakeBranch&& make_branch, const Norm<floatX>& w) const {
+        if (!w.weight) return std::move(d_out);
+        if (!kept.in) of_branch(names, make_branch(), w, &kept);
+        TensorX d_branch = arena_.take<floatX>("d_branch", d_out.shape(), "gradient");
+        fill_zero(d_branch, stream_);
+        backward(d_branch, g, d_out, kept.in, kept.norm, w);
+        kept = {};
+        return d_branch;
     }
 
   private:

@@ -2,6 +2,7 @@
 #include "llmc/families.h"
 
 #include "llmc/family_bloom.h"
+#include "llmc/family_gemma.h"
 #include "llmc/family_gpt2.h"
 #include "llmc/family_granite.h"
 #include "llmc/family_llama.h"

@@ -19,6 +19,9 @@ struct Defaults {
     bool tied = false;
     int original_positions = 0;  // those of training before they were scaled; 0: as many as `positions`
     bool may_rotate_partly = false, may_have_biases = false;
+    int layers = 32, channels = 4096, heads = 32;
+    bool has_silu = true;          // else the family checks its activation itself
+    const char* rope_layers = "";  // the type of layers whose rotary parameters are the model's
 };
 
 constexpr double kTiny = 1e-30, kHuge = 1e30;  // fp32 has no powers outside this range
@@ -141,15 +144,15 @@ inline nlohmann::json rope_json(const RopeScaling& rope) {
 
 // Reads the keys that all families of this kind have.
 inline void read_with(const ConfigReader& r, ModelConfig& c, const Defaults& d) {
-    r.must_be("hidden_act", {"silu", "swish"});
+    if (d.has_silu) r.must_be("hidden_act", {"silu", "swish"});
     if (!d.may_have_biases) r.must_be("attention_bias", {false});
     c.attention_bias = r.truth("attention_bias", false);
     r.must_be("mlp_bias", {false});
     c.vocabulary = r.size("vocab_size", d.tokens.vocabulary, kMostVocabulary);
     c.positions = r.size("max_position_embeddings", d.positions, kMostPositions);
-    c.layers = r.size("num_hidden_layers", 32, kMostLayers);
-    c.channels = r.size("hidden_size", 4096, kMostChannels);
-    c.heads = r.size("num_attention_heads", 32, kMostChannels);
+    c.layers = r.size("num_hidden_layers", d.layers, kMostLayers);
+    c.channels = r.size("hidden_size", d.channels, kMostChannels);
+    c.heads = r.size("num_attention_heads", d.heads, kMostChannels);
     // If the key is null, there are as many key/value heads as heads; if it is missing, the class's default.
     const int kv_heads = r.json().contains("num_key_value_heads") || d.kv_heads == 0 ? c.heads : d.kv_heads;
     c.kv_heads = r.size("num_key_value_heads", kv_heads, kMostChannels);
@@ -162,7 +165,7 @@ inline void read_with(const ConfigReader& r, ModelConfig& c, const Defaults& d) 
     c.mlp_width = r.size("intermediate_size", d.mlp_width, kMostMlpWidth);
     c.norm_epsilon = r.number("rms_norm_eps", d.epsilon, 0, 1);
     c.tied = r.truth("tie_word_embeddings", d.tied);
-    c.rope = read_rope(r, d, c.positions, c.head_size);
+    c.rope = read_rope(r, d, c.positions, c.head_size, d.rope_layers);
 }
 
 inline constexpr TokenDefaults kTokens = {32000, 1, 2};

@@ -13,7 +13,7 @@ from trainer_runs import losses, make, random_tokens, read_log, refused, saved_b
 
 USUALLY = "fp32"  # see conftest.py
 
-FAMILIES = ("gpt2", "llama", "qwen3", "bloom")
+FAMILIES = ("gpt2", "llama", "qwen3", "gemma3_text", "bloom")
 ATTENTION = {"gpt2": ["attn.c_attn", "attn.c_proj"], "bloom": ["query_key_value"]}
 
 

@@ -1,5 +1,5 @@
-// elementwise.cuh - the operations of a block that treat each element by itself: GELU, SwiGLU and GeGLU of its
-// MLP, the addition to the residual stream, and the multiplication with a number.
+// elementwise.cuh - the operations of a block that treat each element by itself: GELU, SwiGLU and GeGLU of
+// its MLP, the addition to the residual stream, and the multiplication with a number.
 #pragma once
 
 #include "llmc/column_sums.cuh"

@@ -43,6 +43,15 @@ const json kScaled = {{"rope_type", "llama3"},
                       {"high_freq_factor", 4.0},
                       {"original_max_position_embeddings", 8192}};
 
+// The text model of Gemma 3 27B. What is not here is the class's default.
+json gemma3_27b() {
+    return {{"model_type", "gemma3_text"},  {"hidden_size", 5376},
+            {"num_hidden_layers", 62},      {"num_attention_heads", 32},
+            {"num_key_value_heads", 16},    {"head_dim", 128},
+            {"intermediate_size", 21504},   {"sliding_window", 1024},
+            {"query_pre_attn_scalar", 168}, {"rope_scaling", {{"rope_type", "linear"}, {"factor", 8.0}}}};
+}
+
 TEST(Family, CountsOfPublishedModels) {
     const json qwen3 = with(of_type("qwen3", llama(1024, 28, 16, 8, 3072, 151936, true)), "head_dim", 128);
     const std::pair<json, int64_t> models[] = {
@@ -60,6 +69,7 @@ TEST(Family, CountsOfPublishedModels) {
           {"n_head", 16},
           {"vocab_size", 250880}},
          559214592},  // BLOOM 560m
+        {gemma3_27b(), 27009346304},
     };
     for (const auto& [config, count] : models) EXPECT_EQ(Layout(parsed(config)).count(), count) << config;
 }
@@ -95,6 +105,22 @@ TEST(Family, BothSpellingsOfTransformersAreTheSame) {
                            {"num_attention_heads", 4},
                            {"vocab_size", 99}};
     EXPECT_EQ(parsed(bloom), parsed(original));
+}
+
+// Gemma 3's layers attend to all tokens, or to a window with a rotation of their own.
+TEST(Family, Gemma3sLayers) {
+    const ModelConfig c = parsed(gemma3_27b());
+    for (int l = 0; l < c.layers; l++) {
+        const bool slides = l % 6 != 5;
+        EXPECT_EQ(c.layer(l).window, slides ? 1024 : 0) << l;
+        EXPECT_EQ(c.layer(l).rope.theta, slides ? 1e4 : 1e6) << l;
+        EXPECT_EQ(c.layer(l).rope.type, slides ? RopeType::kDefault : RopeType::kLinear) << l;
+    }
+    json five = with(gemma3_27b(), "rope_parameters",
+                     {{"full_attention", {{"rope_type", "linear"}, {"factor", 8.0}, {"rope_theta", 1e6}}},
+                      {"sliding_attention", {{"rope_type", "default"}, {"rope_theta", 1e4}}}});
+    five.erase("rope_scaling");
+    EXPECT_EQ(parsed(five), c);
 }
 
 // The lengths from which yarn and dynamic scaling start, and the lengths that they reach.
@@ -252,6 +278,13 @@ TEST(Family, RefusesWhatItCannotCompute) {
         {with(of_type("qwen2", plain), "layer_types", 2), "'layer_types' is 2"},
         {with(of_type("qwen2", plain), "layer_types", {"sliding_attention", "sliding_attention"}),
          "no 'sliding_window'"},
+        {with(of_type("gemma", plain), "hidden_act", "silu"), "'hidden_act' is \"silu\""},
+        {with(of_type("gemma", plain), "attention_bias", true), "'attention_bias' is true"},
+        {with(gemma3_27b(), "use_bidirectional_attention", true), "'use_bidirectional_attention' is true"},
+        {with(gemma3_27b(), "hidden_activation", "gelu"), "'hidden_activation' is \"gelu\""},
+        {with(gemma3_27b(), "attn_logit_softcapping", 50.0), "'attn_logit_softcapping' is 50"},
+        {with(gemma3_27b(), "query_pre_attn_scalar", 0), "'query_pre_attn_scalar' is 0"},
+        {with(gemma3_27b(), "rope_local_base_freq", 0), "'rope_local_base_freq' is 0"},
         {{{"model_type", "bloom"}, {"apply_residual_connection_post_layernorm", true}},
          "apply_residual_connection_post_layernorm"},
     };
@@ -325,7 +358,8 @@ TEST(Family, WhatIsWrittenReadsBack) {
                                  with(yarn["rope_scaling"], "llama_4_scaling_beta", 0.1));
     const json granite = with(of_type("granite", plain_llama()), "logits_scaling", 10.0);
     const json biases = with(plain_llama(), "attention_bias", true);
-    for (const json& config : {smollm3, phi3, ministral3, granite, biases}) {
+    const json gemma = with(of_type("gemma", plain_llama()), "head_dim", 24);
+    for (const json& config : {smollm3, phi3, ministral3, granite, biases, gemma, gemma3_27b()}) {
         EXPECT_EQ(parsed(config_json(parsed(config), "float32")), parsed(config)) << config;
         EXPECT_NE(parsed(config), parsed(plain_llama()));
     }
@@ -344,7 +378,7 @@ TEST(Family, NewModels) {
     EXPECT_EQ(parse_new_model("d12").family, &kGpt2);
     EXPECT_EQ(parse_new_model("qwen3:d3").family, &kQwen3);
     EXPECT_EQ(parse_new_model("qwen3:d3").layers, 3);
-    for (const char* name : {"", "d", "dd", "12", "gemma:d3", "llama:", "llama:3", "d123456", "llama/d3"})
+    for (const char* name : {"", "d", "dd", "12", "gemma9:d3", "llama:", "llama:3", "d123456", "llama/d3"})
         EXPECT_FALSE(parse_new_model(name)) << name;
     for (const Family* family : kFamilies) {
         const ModelConfig c = new_config({family, 6}, 300, 128);

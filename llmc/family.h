@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -60,6 +61,11 @@ constexpr bool is_linear(Field field) {
     return std::ranges::find(kLinearFields, field) != std::end(kLinearFields);
 }
 
+constexpr bool is_norm_weight(Field field) {
+    return field == Field::Norm1Weight || field == Field::Norm2Weight || field == Field::QueryNormWeight ||
+           field == Field::KeyNormWeight || field == Field::LastNormWeight;
+}
+
 enum class Init { Normal, ResidualNormal, Zero, One, Uniform };
 
 // Which of LoRA's two matrices a tensor is. A linear layer with LoRA adds scale B (A x) to its outputs, from
@@ -100,6 +106,21 @@ inline Row own_head(const ModelConfig& c) {
         Field::HeadWeight, {{"lm_head.weight", {c.vocabulary, c.channels}, false}}, Init::Normal, true, true};
 }
 
+// What a GGUF calls something, beside the names that all families share.
+struct GgufName {
+    const char* ours;  // a tensor's name, without its prefix and ending, or a place in config.json
+    const char* gguf;
+};
+
+// How a family's models are in a GGUF of llama.cpp.
+struct GgufForm {
+    const char* architecture = nullptr;  // null: the family's name
+    // Rows of queries and keys that rotate together are neighbours, as in Meta's files.
+    bool rotary_pairs = false;
+    std::span<const GgufName> tensors = {}, keys = {};
+    bool states_no_window = false;  // models without a window say that it is 0
+};
+
 // The defaults of the family's class in `transformers`, for keys that a config.json lacks.
 struct TokenDefaults {
     int vocabulary;
@@ -131,7 +152,13 @@ struct Family {
     // True if the family's class has dropout in training: of attention probabilities, of what is added to the
     // residual stream, and, with learned positions, of the embeddings.
     bool drops = false;
+    GgufForm gguf = {};
 };
+
+// What a GGUF adds to the weights of a norm: llama.cpp multiplies with them as they are.
+constexpr float added_in_gguf(const Family& family, Field field) {
+    return family.norm == NormKind::RmsPlusOne && is_norm_weight(field) ? 1.f : 0.f;
+}
 
 // The part of a block's tensor names between the family's prefix and their own names.
 inline std::string block_prefix(const Family& family, int layer) {

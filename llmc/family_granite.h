@@ -5,6 +5,11 @@
 #include "llmc/family_llama.h"
 
 namespace granite {
+inline constexpr GgufName kGgufKeys[] = {{"/embedding_multiplier", "embedding_scale"},
+                                         {"/residual_multiplier", "residual_scale"},
+                                         {"/attention_multiplier", "attention.scale"},
+                                         {"/logits_scaling", "logit_scale"}};
+
 // Each factor is 1 if its key is missing: that of the scores too.
 inline void read(const ConfigReader& r, ModelConfig& c) {
     llama::read_with(
@@ -35,6 +40,7 @@ inline void begin(ModelConfig& c) {
 constexpr Family kGranite = [] {
     Family family = kLlama;
     family.name = "granite";
+    family.gguf.keys = granite::kGgufKeys;
     family.architecture = "GraniteForCausalLM";
     family.read = granite::read;
     family.write = granite::write;

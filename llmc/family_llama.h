@@ -108,8 +108,11 @@ inline RopeScaling read_rope(const ConfigReader& r, const Defaults& d, int posit
     if (rope.type == RopeType::kLlama3) read_llama3(r, p, positions, rope);
     if (rope.type == RopeType::kYarn) read_yarn(r, p, positions, rope);
     if (rope.type == RopeType::kLongrope) {
+        // A class that has a value of its own does not look into the rotary parameters.
         rope.original_max_position_embeddings =
-            read_original_positions(r, p, d.original_positions > 0 ? d.original_positions : positions);
+            d.original_positions > 0
+                ? r.size("original_max_position_embeddings", d.original_positions, INT32_MAX)
+                : read_original_positions(r, p, positions);
         read_longrope(p, positions, rope.rotated(head_size) / 2, rope);
     }
     if (rope.type == RopeType::kDynamic) {
@@ -269,7 +272,8 @@ constexpr Family kLlama = {.name = "llama",
                            .embeddings = llama::embeddings,
                            .block = llama::block,
                            .head = llama::head,
-                           .blocks = "layers"};
+                           .blocks = "layers",
+                           .gguf = {.rotary_pairs = true}};
 
 // ---- Mistral (Jiang et al., arXiv:2310.06825)
 
@@ -336,6 +340,7 @@ inline void write(const ModelConfig& c, nlohmann::json& json) {
 constexpr Family kMistral = [] {
     Family family = kLlama;
     family.name = "mistral";
+    family.gguf.architecture = "llama";
     family.architecture = "MistralForCausalLM";
     family.read = mistral::read;
     family.write = mistral::write;

@@ -7,6 +7,12 @@
 namespace ministral3 {
 inline constexpr TokenDefaults kTokens = {131072, 1, 2, 11};
 
+// llama.cpp takes mscale to be mscale_all_dim.
+inline constexpr GgufName kGgufKeys[] = {
+    {"/rope_scaling/mscale_all_dim", "rope.scaling.yarn_log_multiplier"},
+    {"/rope_scaling/mscale", "rope.scaling.yarn_log_multiplier"},
+    {"/rope_scaling/llama_4_scaling_beta", "attention.temperature_scale"}};
+
 inline void read(const ConfigReader& r, ModelConfig& c) {
     llama::read_with(r, c,
                      {.tokens = kTokens,
@@ -42,6 +48,7 @@ inline void begin(ModelConfig& c) {
 constexpr Family kMinistral3 = [] {
     Family family = kMistral;
     family.name = "ministral3";
+    family.gguf = {"mistral3", true, {}, ministral3::kGgufKeys};
     family.architecture = "Ministral3ForCausalLM";
     family.tokens = ministral3::kTokens;
     family.read = ministral3::read;

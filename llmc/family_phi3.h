@@ -8,6 +8,9 @@
 namespace phi3 {
 inline constexpr TokenDefaults kTokens = {32064, 1, 32000, 32000};
 
+inline constexpr GgufName kGgufTensors[] = {{"self_attn.qkv_proj", "attn_qkv"},
+                                            {"mlp.gate_up_proj", "ffn_up"}};
+
 inline void read(const ConfigReader& r, ModelConfig& c) {
     llama::read_with(r, c,
                      {.tokens = kTokens,
@@ -47,6 +50,7 @@ inline Table block(const ModelConfig& c, const LayerConfig& layer) {
 constexpr Family kPhi3 = [] {
     Family family = kLlama;
     family.name = "phi3";
+    family.gguf = {.tensors = phi3::kGgufTensors, .states_no_window = true};
     family.architecture = "Phi3ForCausalLM";
     family.tokens = phi3::kTokens;
     family.read = phi3::read;

@@ -46,6 +46,7 @@ inline Table block(const ModelConfig& c, const LayerConfig& layer) {
 constexpr Family kQwen2 = [] {
     Family family = kLlama;
     family.name = "qwen2";
+    family.gguf.rotary_pairs = false;
     family.architecture = "Qwen2ForCausalLM";
     family.tokens = qwen2::kTokens;
     family.read = qwen2::read;

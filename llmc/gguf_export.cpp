@@ -3,6 +3,8 @@
 
 #include <cmath>
 
+#include "llmc/model_positions.h"
+
 constexpr ExportType kExportTypes[] = {
     {"f32", 0, "F32", false},   {"f16", 1, "F16", false},  {"bf16", 32, "BF16", false},
     {"q8_0", 7, "Q8_0", false}, {"q4_0", 2, "Q4_0", true}, {"q4_k_m", 15, "Q4_K", true},
@@ -159,12 +161,22 @@ void check_rope_for_gguf(const ModelConfig& c, const std::string& where) {
     const RopeScaling& s = c.rope;
     const char* const name = kRopeNames[static_cast<int>(s.type)];
     if (s.type == RopeType::kDynamic) fail("%s: GGUF has no rotary scaling \"%s\"", where, name);
-    if (s.type == RopeType::kLlama3 && std::string_view(gguf_architecture(c)) != "llama")
+    if (s.type == RopeType::kLlama3 && std::string_view(gguf_architecture(*c.family)) != "llama")
         fail("%s: GGUF has the rotary scaling \"%s\" for llama alone, and this is a %s", where, name,
              c.family->name);
-    if (s.type == RopeType::kYarn && (s.attention_factor > 0 || s.mscale > 0 || !s.truncate))
+    const bool has_mscale = s.mscale > 0 || s.mscale_all_dim > 0;
+    const bool is_written = has_mscale && s.mscale == s.mscale_all_dim && !c.family->gguf.keys.empty();
+    if (s.type == RopeType::kYarn && (s.attention_factor > 0 || (has_mscale && !is_written) || !s.truncate))
         fail("%s: GGUF has no keys for \"attention_factor\", \"mscale\" and \"truncate\" of \"%s\"", where,
              name);
+}
+
+void check_layers_for_gguf(const ModelConfig& c, const std::string& where) {
+    nlohmann::json json = config_json(c, "float32");
+    for (const char* by_layer : {"layer_types", "no_rope_layers", "layer_sizes"}) json.erase(by_layer);
+    if (!c.uneven.empty() && !(parse_config(json, where) == c))
+        fail("%s: in GGUF the layers of a %s differ in another way than in this model, or not at all", where,
+             c.family->name);
 }
 
 // Adds the keys of rotary positions.
@@ -173,9 +185,11 @@ static void add_rope_keys(GgufKeys& keys, const std::string& arch, const RopeSca
         keys.add(arch + ".rope.scaling.type", kRopeNames[static_cast<int>(s.type)]);
         keys.add(arch + ".rope.scaling.factor", s.factor);
     }
-    if (s.type == RopeType::kYarn) {
+    if (s.type == RopeType::kLongrope) keys.add(arch + ".rope.scaling.attn_factor", attention_factor(s));
+    if (s.type == RopeType::kYarn || s.type == RopeType::kLongrope)
         keys.add(arch + ".rope.scaling.original_context_length",
                  static_cast<uint32_t>(s.original_max_position_embeddings));
+    if (s.type == RopeType::kYarn) {
         keys.add(arch + ".rope.scaling.yarn_beta_fast", s.beta_fast);
         keys.add(arch + ".rope.scaling.yarn_beta_slow", s.beta_slow);
     }
@@ -201,7 +215,7 @@ static void add_sampling_keys(GgufKeys& keys, const nlohmann::json& generation) 
 
 GgufKeys model_keys(const ModelConfig& c, const ExportType& type, const std::string& name,
                     int64_t parameters) {
-    const std::string arch = gguf_architecture(c), own = arch + ".";
+    const std::string arch = gguf_architecture(*c.family), own = arch + ".";
     const auto size = [&](GgufKeys& keys, const char* key, int64_t value) {
         keys.add(own + key, static_cast<uint32_t>(value));
     };
@@ -231,12 +245,17 @@ GgufKeys model_keys(const ModelConfig& c, const ExportType& type, const std::str
         size(keys, "attention.key_length", c.head_size);
         size(keys, "attention.value_length", c.head_size);
     }
-    if (c.window > 0) size(keys, "attention.sliding_window", c.window);
+    if (const int window = c.shortest_window(); window > 0 || c.family->gguf.states_no_window)
+        size(keys, "attention.sliding_window", window);
     keys.add("general.file_type", type.file_type);
-    if (arch == "llama") {
-        size(keys, "vocab_size", c.vocabulary);
-        size(keys, "rope.dimension_count", c.head_size);
-    }
+    if (c.family->gguf.rotary_pairs) size(keys, "vocab_size", c.vocabulary);
+    const int rotated = rotated_channels(c, c);
+    if (c.family->gguf.rotary_pairs || (rotated > 0 && rotated != c.head_size))
+        size(keys, "rope.dimension_count", rotated);
+    const nlohmann::json settings = config_json(c, "float32");
+    for (const auto& [place, key] : c.family->gguf.keys)
+        if (const nlohmann::json::json_pointer at(place); settings.contains(at) && !keys.has(own + key))
+            keys.add(own + key, settings[at].get<double>());
     keys.add("general.quantization_version", uint32_t{2});
     return keys;
 }
@@ -271,7 +290,7 @@ std::vector<ExportTensor> adapter_tensors(const ModelConfig& c, const std::vecto
 
 GgufKeys adapter_keys(const ModelConfig& c, const std::string& name, double alpha) {
     GgufKeys keys;
-    keys.add("general.architecture", gguf_architecture(c));
+    keys.add("general.architecture", gguf_architecture(*c.family));
     keys.add("general.type", "adapter");
     keys.add("adapter.type", "lora");
     keys.add("general.name", title_of(name));

@@ -44,6 +44,7 @@ struct ExportTensor {
     GgufPart::Rows order;
     bool is_transposed;  // the model's files have (in, out)
     float factor = 1;    // by which values are multiplied
+    float added = 0;     // what is added to them then
 
     int64_t rows() const { return shape[0]; }
     int64_t columns() const { return shape.size() == 1 ? 1 : shape[1]; }
@@ -58,6 +59,9 @@ size_t export_buffers(const ModelConfig& c, int64_t chunk_elements);
 
 // Fails on a scaling of rotary positions that GGUF has no keys for.
 void check_rope_for_gguf(const ModelConfig& c, const std::string& where);
+
+// Fails if layers differ in a way that GGUF has no keys for.
+void check_layers_for_gguf(const ModelConfig& c, const std::string& where);
 
 // The keys of a model, without those of its tokenizer. `name` is that of its folder or file.
 GgufKeys model_keys(const ModelConfig& c, const ExportType& type, const std::string& name,

@@ -5,6 +5,7 @@
 #include <numbers>
 #include <set>
 
+#include "llmc/jinja_strings.h"
 #include "llmc/model_names.h"
 #include "llmc/model_positions.h"
 
@@ -52,6 +53,8 @@ std::string name_of(const Family& family, std::string_view name) {
         name.remove_prefix(std::min(name.size(), dot + 1));
     }
     const size_t ending = std::min(name.rfind('.'), name.size());
+    for (const auto& [ours, gguf] : family.gguf.tensors)
+        if (name.substr(0, ending) == ours) return block + gguf + std::string(name.substr(ending));
     for (const auto& [known, ours] : kNames)
         if (name.substr(0, ending) == known) return block + ours + std::string(name.substr(ending));
     return "";
@@ -123,24 +126,29 @@ std::string published_name(const nlohmann::json& keys, const std::string& otherw
     return is_hub_name(found) && is_it ? found : otherwise;
 }
 
-const char* gguf_architecture(const ModelConfig& c) {
-    return c.family == &kMistral ? "llama" : c.family->name;
+const char* gguf_architecture(const Family& family) {
+    return family.gguf.architecture ? family.gguf.architecture : family.name;
 }
 
 GgufPart::Rows rows_order(const ModelConfig& c, const std::string& name) {
     const auto has = [&](const char* part) { return name.find(part) != name.npos; };
     const bool rotary = has(".q_proj.") || has(".k_proj.");
-    if (std::string_view(gguf_architecture(c)) == "llama" && rotary) return GgufPart::Rows::RotaryPairs;
+    if (c.family->gguf.rotary_pairs && rotary) return GgufPart::Rows::RotaryPairs;
     if (c.family->heads_together && has(".query_key_value.")) return GgufPart::Rows::QueriesKeysValues;
     return GgufPart::Rows::Same;
 }
 
 GgufModel::GgufModel(const std::string& path) : file_(path), reader_(file_.metadata(), path) {
     arch_ = reader_.text("general.architecture", "");
-    constexpr const char* known[] = {"gpt2", "llama", "qwen2", "qwen3", "bloom"};
-    if (std::find(std::begin(known), std::end(known), arch_) == std::end(known))
-        fail("%s: 'general.architecture' is \"%s\"; gpt2, llama, qwen2, qwen3 and bloom are supported", path,
-             printable(arch_));
+    std::string known;
+    for (const Family* family : kFamilies) {
+        const std::string name = gguf_architecture(*family);
+        if (name == arch_ && !family_) family_ = family;
+        if (!has_word(known.c_str(), name)) known += (known.empty() ? "" : " ") + name;
+    }
+    if (!family_)
+        fail("%s: 'general.architecture' is \"%s\"; there are %s", path, printable(arch_),
+             jinja::replaced(known, " ", ", ", -1));
     const std::string type = reader_.text("general.type", "model");
     if (type != "model") fail("%s: 'general.type' is \"%s\"; a model is needed", path, printable(type));
     refuse_other_keys();
@@ -167,10 +175,14 @@ void GgufModel::refuse_other_keys() const {
         "attention.head_count_kv attention.key_length attention.value_length "
         "attention.layer_norm_epsilon attention.layer_norm_rms_epsilon attention.sliding_window "
         "rope.dimension_count rope.freq_base rope.scaling.type rope.scaling.factor "
-        "rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.yarn_beta_fast "
+        "rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.attn_factor "
+        "rope.scaling.yarn_beta_fast "
         "rope.scaling.yarn_beta_slow tensor_data_layout";
     for (const auto& [name, value] : file_.metadata().items()) {
-        if (name.starts_with(arch_ + ".") && !has_word(kKnown, name.substr(arch_.size() + 1)))
+        if (!name.starts_with(arch_ + ".")) continue;
+        const std::string own = name.substr(arch_.size() + 1);
+        const auto is_it = [&](const GgufName& key) { return own == key.gguf; };
+        if (!has_word(kKnown, own) && std::ranges::none_of(family_->gguf.keys, is_it))
             fail("%s: '%s' is not supported", file_.path(), printable(name));
     }
 }
@@ -188,7 +200,7 @@ int GgufModel::vocabulary() const {
 nlohmann::json GgufModel::config_json() const {
     const auto size = [&](const char* name, int most) { return reader_.size(key(name), most); };
     const bool bloom = arch_ == "bloom";
-    nlohmann::json json = {{"vocab_size", vocabulary()}, {"model_type", arch_}};
+    nlohmann::json json = {{"vocab_size", vocabulary()}, {"model_type", family_->name}};
     const int layers = size("block_count", kMostLayers), channels = size("embedding_length", kMostChannels);
     const int heads = size("attention.head_count", kMostChannels),
               mlp = size("feed_forward_length", kMostMlpWidth);
@@ -212,7 +224,11 @@ nlohmann::json GgufModel::config_json() const {
                  {"num_key_value_heads", reader_.size(key("attention.head_count_kv"), heads, kMostChannels)},
                  {"rms_norm_eps", reader_.number(key("attention.layer_norm_rms_epsilon"), 0, 1)},
                  {"tie_word_embeddings", !file_.find("output.weight")}});
+    json["attention_bias"] = file_.find("blk.0.attn_output.bias") != nullptr;
     add_positions(json, channels, heads);
+    for (const auto& [place, name] : family_->gguf.keys)
+        if (reader_.has(key(name)))
+            json[nlohmann::json::json_pointer(place)] = reader_.number(key(name), -1e30, 1e30);
     return json;
 }
 
@@ -224,8 +240,9 @@ void GgufModel::add_positions(nlohmann::json& json, int channels, int heads) con
              key("attention.key_length"), channels, heads);
     const int head_size = reader_.size(key("attention.key_length"), share, kMostHeadSize);
     json["head_dim"] = head_size;
-    for (const char* same : {"attention.value_length", "rope.dimension_count"})
-        reader_.must_be(key(same), {head_size});
+    reader_.must_be(key("attention.value_length"), {head_size});
+    const int rotated = reader_.size(key("rope.dimension_count"), head_size, head_size);
+    if (rotated != head_size) json["partial_rotary_factor"] = double(rotated) / head_size;
     json["rope_theta"] = reader_.number(key("rope.freq_base"), 10000, 1, 1e30);
     const std::string scaling = reader_.text(key("rope.scaling.type"), "none");
     const auto number = [&](const char* name, double otherwise) {
@@ -244,12 +261,33 @@ void GgufModel::add_positions(nlohmann::json& json, int channels, int heads) con
     else if (scaling != "none")
         fail("%s: '%s' is \"%s\"; none, linear and yarn are supported", file_.path(),
              key("rope.scaling.type"), printable(scaling));
+    if (file_.find("rope_factors_long.weight")) add_longrope(json);
     if (!reader_.has(key("attention.sliding_window"))) return;
-    json["sliding_window"] = reader_.size(key("attention.sliding_window"), INT32_MAX);
+    const int window = reader_.integer(key("attention.sliding_window"), 0, INT32_MAX);
+    if (window == 0) return;  // as in Phi-4
+    json["sliding_window"] = window;
     if (arch_ == "llama")
         json["model_type"] = "mistral";
     else
         json["use_sliding_window"] = true, json["max_window_layers"] = 0;
+}
+
+// Adds the scaling `longrope`, whose lists are tensors.
+void GgufModel::add_longrope(nlohmann::json& json) const {
+    nlohmann::json& scaling = json["rope_scaling"] = {{"rope_type", "longrope"}};
+    for (const char* list : {"long", "short"}) {
+        const std::string name = format("rope_factors_%s.weight", list);
+        const GgufTensor* tensor = file_.find(name);
+        if (!tensor || std::string_view(tensor->type->name) != "F32" || tensor->shape.size() != 1)
+            fail("%s: tensor \"%s\" is missing, or is no list of numbers", file_.path(), name);
+        std::vector<float> divisors(static_cast<size_t>(tensor->rows()));
+        tensor->file->read(tensor->offset, tensor->bytes, divisors.data());
+        scaling[format("%s_factor", list)] = divisors;
+    }
+    scaling["original_max_position_embeddings"] =
+        reader_.size(key("rope.scaling.original_context_length"), kMostPositions);
+    if (reader_.has(key("rope.scaling.attn_factor")))
+        scaling["attention_factor"] = reader_.number(key("rope.scaling.attn_factor"), 0, 1e30);
 }
 
 // Adds the tokens that begin and end a text. The token that ends a turn ends a text too.
@@ -322,6 +360,8 @@ void GgufModel::check_tied_head() const {
 // a copy of the embedding as the head, which converters of GPT-2 and BLOOM wrote.
 void GgufModel::check_tensors() const {
     std::set<std::string> known = {"rope_freqs.weight"};
+    if (config_.rope.type == RopeType::kLongrope)
+        known.insert({"rope_factors_long.weight", "rope_factors_short.weight"});
     if (arch_ == "bloom" || arch_ == "gpt2") {
         known.insert("output.weight");
         check_tied_head();
@@ -331,7 +371,8 @@ void GgufModel::check_tensors() const {
         // A GGUF has all matrices as (out, in).
         if (!config_.family->by_outputs && is_linear(field)) std::swap(shape[0], shape[1]);
         const GgufPart found = get(name, shape);
-        if (t.shape.count == 1 && !found.has_floats())
+        const bool is_f32 = std::string_view(found.tensor->type->name) == "F32";
+        if (t.shape.count == 1 && !(added_in_gguf(*config_.family, field) == 0 ? found.has_floats() : is_f32))
             fail("%s: tensor \"%s\" has type %s where F32 is needed", file_.path(), found.tensor->name,
                  found.tensor->type->name);
         known.insert(found.tensor->name);

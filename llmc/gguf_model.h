@@ -83,7 +83,7 @@ std::vector<float> llama3_divisors(int head_size, const RopeScaling& s);
 }  // namespace gguf
 
 // The architecture's name in llama.cpp.
-const char* gguf_architecture(const ModelConfig& c);
+const char* gguf_architecture(const Family& family);
 // The order of the rows of the tensor that has this name in Hugging Face's files.
 GgufPart::Rows rows_order(const ModelConfig& c, const std::string& name);
 
@@ -94,10 +94,9 @@ std::string published_name(const nlohmann::json& keys, const std::string& otherw
 
 class GgufModel {
   public:
-    // Opens the file and reads its configuration. Supported architectures are gpt2, llama (also for
-    // Mistral), qwen2, qwen3 and bloom. Fails in one line that names the file and the key or tensor if the
-    // architecture is another one, if keys or tensors would change the arithmetic in an unknown way, or if a
-    // tensor is missing.
+    // Opens the file and reads its configuration. Fails in one line that names the file and the key or tensor
+    // if the architecture is another one, if keys or tensors would change the arithmetic in an unknown way,
+    // or if a tensor is missing.
     explicit GgufModel(const std::string& path);
 
     const GgufFile& file() const { return file_; }
@@ -114,6 +113,7 @@ class GgufModel {
     int vocabulary() const;
     nlohmann::json config_json() const;
     void add_positions(nlohmann::json& json, int channels, int heads) const;
+    void add_longrope(nlohmann::json& json) const;
     void add_marks(nlohmann::json& json) const;
     void read_rope_divisors();
     void check_tied_head() const;
@@ -122,5 +122,6 @@ class GgufModel {
     GgufFile file_;
     ConfigReader reader_;
     std::string arch_;
+    const Family* family_ = nullptr;  // of this architecture; a Llama may turn out to be a Mistral
     ModelConfig config_;
 };

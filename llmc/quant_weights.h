@@ -461,6 +461,10 @@ void load_weights(State<floatX>& state, const GgufModel& file, Stream stream, Bu
                 host.resize(static_cast<size_t>(count * row_bytes));
                 found.read_rows(first, count, host.data());
                 check_blocks_finite(format, host.data(), host.size(), found.tensor->name, file.file().path());
+                if (const float added = added_in_gguf(*file.config().family, p.field); added != 0)
+                    for (float& x :
+                         std::span(reinterpret_cast<float*>(host.data()), host.size() / sizeof(float)))
+                        x -= added;
                 auto* const device = static_cast<unsigned char*>(buffer(host.size()));
                 copy_to_device(device, host.data(), host.size(), stream);
                 dequantize(state.weights() + p.offset + part.offset + first * columns,

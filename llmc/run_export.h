@@ -39,6 +39,7 @@ inline std::vector<ExportTensor> export_tensors(const Layout& layout, int unit, 
                               row,
                               rows_order(c, part.name),
                               !c.family->by_outputs && is_linear(p.field)};
+            t.added = added_in_gguf(*c.family, p.field);
             t.shape = file_shape(part.shape);
             if (t.is_transposed) std::swap(t.shape[0], t.shape[1]);
             // Vectors and learned positions stay in fp32.
@@ -95,7 +96,8 @@ class TensorCopier {
             for (int64_t row = 0; row < count; row++) {
                 const floatX* const at =
                     &host_[static_cast<size_t>(t.is_transposed ? row : row_in_model(t, row) * columns)];
-                for (int64_t c = 0; c < columns; c++) values_.push_back(t.factor * to_float(at[c * stride]));
+                for (int64_t c = 0; c < columns; c++)
+                    values_.push_back(t.factor * to_float(at[c * stride]) + t.added);
                 // Whole rows, so whole blocks.
                 if (static_cast<int64_t>(values_.size()) >= kChunkElements) flush(t);
             }
@@ -311,6 +313,7 @@ class FinishedModel {
         for (ExportTensor& t : all) {
             t.name = t.from;
             t.order = GgufPart::Rows::Same;
+            t.added = 0;
             if (t.is_transposed) std::swap(t.shape[0], t.shape[1]);
             t.is_transposed = t.is_transposed && makes_by_outputs();
         }
@@ -353,19 +356,29 @@ class FinishedModel {
             if (is_linear(t.field) && makes_by_outputs()) t.is_transposed = false;
         return all;
     }
-    // The tensor rope_freqs.weight; empty if there is none.
-    std::vector<float> rope_divisors() const {
-        if (is_adapter() || in_.config.rope.type != RopeType::kLlama3) return {};
-        return gguf::llama3_divisors(in_.config.head_size, in_.config.rope);
+    // The tensors of rotary positions, by their names.
+    std::vector<std::pair<const char*, std::vector<float>>> rope_divisors() const {
+        const RopeScaling& rope = in_.config.rope;
+        const auto floats = [](const std::vector<double>& x) {
+            return std::vector<float>(x.begin(), x.end());
+        };
+        if (is_adapter()) return {};
+        if (rope.type == RopeType::kLlama3)
+            return {{"rope_freqs.weight", gguf::llama3_divisors(in_.config.head_size, rope)}};
+        if (rope.type == RopeType::kLongrope)
+            return {{"rope_factors_long.weight", floats(rope.long_factor)},
+                    {"rope_factors_short.weight", floats(rope.short_factor)}};
+        return {};
     }
     void declare(GgufWriter& writer, const std::vector<ExportTensor>& all) const {
-        if (!rope_divisors().empty())
-            writer.declare("rope_freqs.weight", gguf_type("F32"), {in_.config.head_size / 2});
+        for (const auto& [name, divisors] : rope_divisors())
+            writer.declare(name, gguf_type("F32"), {static_cast<int64_t>(divisors.size())});
         for (const ExportTensor& t : all) writer.declare(t.name, *t.type, t.shape);
     }
     GgufKeys exported_keys() const {
         if (is_adapter()) return adapter_keys(in_.config, in_.export_name(), alpha());
-        const auto numbers = model_.whole.count() + static_cast<int64_t>(rope_divisors().size());
+        int64_t numbers = model_.whole.count();
+        for (const auto& [name, divisors] : rope_divisors()) numbers += static_cast<int64_t>(divisors.size());
         GgufKeys all = model_keys(in_.config, type(), in_.export_name(), numbers);
         all.append(in_.exported_tokenizer);
         return all;
@@ -383,8 +396,8 @@ class FinishedModel {
         declare(writer, all);
         try {
             writer.open(temporary, exported_keys());
-            const std::vector<float> divisors = rope_divisors();
-            if (!divisors.empty()) writer.append(divisors.data(), divisors.size() * sizeof(float));
+            for (const auto& [name, divisors] : rope_divisors())
+                writer.append(divisors.data(), divisors.size() * sizeof(float));
             std::vector<unsigned char> encoded;
             append_all(
                 all, state, made, read_state, [&](const ExportTensor& t, const std::vector<float>& values) {

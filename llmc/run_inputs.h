@@ -231,7 +231,9 @@ class RunInputs {
     // The number of positions that a sample may have. With `dynamic` and `longrope` no more than those of
     // training, because these scale by the length of the sequence, which grows during a sample.
     int sample_positions() const {
-        return (goes_by_length() ? unscaled_positions(config) : config.longest()) - adapter.prompt_tokens;
+        const int longest = config.longest();
+        return (goes_by_length() ? std::min(unscaled_positions(config), longest) : longest) -
+               adapter.prompt_tokens;
     }
     bool goes_by_length() const { return config.rope.goes_by_length(); }
     // True if batches have sequences that such a scaling scales.

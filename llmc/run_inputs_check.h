@@ -400,9 +400,7 @@ inline void RunInputs::read_exported() {
     if (o_.export_file.empty()) return;
     const std::string option = "--export " + o_.export_file;
     if (adapter.kind == Trained::Prompt) fail("%s: GGUF has no soft prompts", option);
-    if (!config.uneven.empty())
-        fail("%s: the layers of this %s differ in their sizes, which is not written as GGUF", option,
-             config.family->name);
+    check_layers_for_gguf(config, option);
     if (o_.export_part == "adapter") return;
     check_rope_for_gguf(config, option);
     std::map<std::string, std::string> templates;
@@ -412,8 +410,9 @@ inline void RunInputs::read_exported() {
         templates = example_options().templates.sources;
     exported_tokenizer =
         tokenizer_keys(tokenizer_file.get(), tokenizer_folder, config, templates, end_of_turn());
-    const std::string arch = gguf_architecture(config);
-    if (tokenizer_folder.empty() && config.vocabulary != 256 && arch != "llama")  // whose other keys have it
+    const std::string arch = gguf_architecture(*config.family);
+    const bool have_it = config.family->gguf.rotary_pairs;  // the other keys
+    if (tokenizer_folder.empty() && config.vocabulary != 256 && !have_it)
         exported_tokenizer.add(arch + ".vocab_size", static_cast<uint32_t>(config.vocabulary));
 }
 

@@ -19,9 +19,10 @@ def as_gguf(name, w, config, names):
     """A tensor under its name in a GGUF, with its rows in that order."""
     endings = (".weight", ".bias")
     ours = names.get_name(name, endings) or names.get_name(name.removeprefix("transformer."), endings)
-    if config.model_type in ("llama", "mistral") and "q_proj" in name:
+    permuted = config.model_type in ("llama", "mistral", "smollm3", "ministral3", "granite")
+    if permuted and "q_proj" in name:
         w = pairs(w, config.num_attention_heads)
-    if config.model_type in ("llama", "mistral") and "k_proj" in name:
+    if permuted and "k_proj" in name:
         w = pairs(w, config.num_key_value_heads)
     if "query_key_value" in name:
         w = apart(w, config.num_attention_heads)

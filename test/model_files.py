@@ -23,8 +23,9 @@ LINEAR = json.dumps({"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0})
 YARN = json.dumps({"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16})
 # 18 of 24 channels are rotated.
 PARTIAL = json.dumps({"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75})
-LONGROPE = json.dumps({"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 40,
+LONGROPE = json.dumps({"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
                        "short_factor": [1 + 0.02 * i for i in range(9)], "long_factor": [1 + 0.4 * i for i in range(9)]})
+TRAINED_ON_60 = json.dumps({"original_max_position_embeddings": 60})
 MINISTRAL3 = json.dumps(json.loads(YARN) | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
                                             "original_max_position_embeddings": 8})
 SMOLLM3 = json.dumps({"no_rope_layers": [1, 0]})
@@ -60,7 +61,7 @@ MORE_MODELS = {
     "llama-biases": ("--heads", 3, "--channels", 36, "--config", '{"attention_bias": true}'),
     "qwen3-biases": ("--heads", 4, "--kv-heads", 1, "--channels", 32, "--config", '{"attention_bias": true}'),
     "qwen2-mixed": ("--heads", 4, "--kv-heads", 2, "--channels", 48, "--window", 5, "--config", '{"max_window_layers": 1}'),
-    "phi3-longrope": ("--heads", 4, "--channels", 96, "--tied", "--rope", LONGROPE),
+    "phi3-longrope": ("--heads", 4, "--channels", 96, "--tied", "--rope", LONGROPE, "--config", TRAINED_ON_60),
     "bloom-shards": ("--heads", 11, "--channels", 88, "--shard-size", "99KB"),
 }
 VOCAB = 301

@@ -22,7 +22,7 @@ import transformers
 from adapter_files import make_adapter, validated
 from conftest import MORE
 from gguf_files import as_gguf
-from model_files import LINEAR, LLAMA3, VOCAB, YARN
+from model_files import GRANITE, LINEAR, LLAMA3, LONGROPE, MINISTRAL3, TRAINED_ON_60, VOCAB, YARN
 from reference_runs import open_with_transformers
 from safetensors.torch import load_file, save_file
 from trainer_runs import formats_probe, make, random_tokens, refused, running, small_disk, taken_and_planned, wait_for_line, write_shard, write_text
@@ -39,10 +39,16 @@ MODELS = {
     "mistral": (*GROUPED, "--rope", YARN),
     "qwen2": (*GROUPED, "--tied"),
     "qwen3": (*GROUPED, "--head-size", 32),
+    "smollm3": (*GROUPED, "--tied"),
+    "phi3": ("--heads", 4, "--channels", 96, "--kv-heads", 2, "--mlp-width", 128, "--rope", LONGROPE, "--config", TRAINED_ON_60),
+    "ministral3": (*GROUPED, "--rope", MINISTRAL3),
+    "granite": (*GROUPED, "--tied", "--config", GRANITE),
     "bloom": SMALL,
 }
 TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2, "q4_k_m": 15, "q6_k": 18}
-ARCHITECTURES = {"mistral": "llama"}
+ARCHITECTURES = {"mistral": "llama", "ministral3": "mistral3"}
+PERMUTED = ("llama", "mistral3", "smollm3", "granite")  # architectures whose converter is that of Llama
+ROPE_TENSORS = {"llama-tied": {"rope_freqs.weight"}, "phi3": {"rope_factors_long.weight", "rope_factors_short.weight"}}
 LAYERS = 4
 
 
@@ -174,7 +180,7 @@ def test_tensors(train_fp32, model, kind):
     export(train_fp32, work, f"{kind}.gguf", type_=kind.upper())
     ours, wanted = tensors_of(work / f"{kind}.gguf"), wanted_tensors(work / "model")
     tied = "output.weight" not in wanted
-    assert ours.keys() == wanted.keys() | ({"rope_freqs.weight"} if name == "llama-tied" else set())
+    assert ours.keys() == wanted.keys() | ROPE_TENSORS.get(name, set())
     for key, w in wanted.items():
         stays = w.ndim == 1 or key == "position_embd.weight"
         type_ = gguf.GGMLQuantizationType["F32" if stays else wanted_type(kind, key, w.shape[-1], tied)]
@@ -204,18 +210,25 @@ def test_keys(train_fp32, model):
     if family in ("gpt2", "bloom"):
         wanted[f"{arch}.attention.layer_norm_epsilon"] = np.float32(1e-5)
     else:
-        size = config["head_dim"]
+        size = config.get("head_dim") or width // heads
         wanted |= {f"{arch}.attention.head_count_kv": config["num_key_value_heads"], f"{arch}.attention.key_length": size,
                    f"{arch}.attention.value_length": size, f"{arch}.attention.layer_norm_rms_epsilon": np.float32(1e-5),
                    f"{arch}.rope.freq_base": 500.0 if name == "llama-wide" else 10000.0}
     if family == "bloom":
         wanted["bloom.attention.head_count_kv"] = heads
-    if arch == "llama":
-        wanted["llama.rope.dimension_count"] = size
+    if arch in PERMUTED:
+        wanted[f"{arch}.rope.dimension_count"] = size
     scaling = {"llama-wide": {"type": "linear", "factor": 3.0},
                "mistral": {"type": "yarn", "factor": 4.0, "original_context_length": 16, "yarn_beta_fast": 32.0,
-                           "yarn_beta_slow": 1.0}}
-    wanted |= {f"llama.rope.scaling.{key}": value for key, value in scaling.get(name, {}).items()}
+                           "yarn_beta_slow": 1.0},
+               "ministral3": {"type": "yarn", "factor": 4.0, "original_context_length": 8, "yarn_beta_fast": 32.0,
+                              "yarn_beta_slow": 1.0, "yarn_log_multiplier": 1.0},
+               "phi3": {"original_context_length": 60, "attn_factor": np.float32(np.sqrt(1 + np.log(64 / 60) / np.log(60)))}}
+    wanted |= {f"{arch}.rope.scaling.{key}": value for key, value in scaling.get(name, {}).items()}
+    more = {"ministral3": {"attention.temperature_scale": np.float32(0.3)}, "phi3": {"rope.dimension_count": 18, "attention.sliding_window": 0},
+            "granite": {"attention.scale": np.float32(0.1), "embedding_scale": 3.0, "residual_scale": np.float32(0.22),
+                        "logit_scale": np.float32(1.7)}}
+    wanted |= {f"{arch}.{key}": value for key, value in more.get(name, {}).items()}
     count = sum(t.n_elements for t in tensors_of(work / "keys.gguf").values())
     wanted["general.size_label"] = gguf.utility.model_weight_count_rounded_notation(int(count))
     assert keys == wanted
@@ -242,8 +255,10 @@ def test_the_trainer_reads_it(train, model):
 
 def test_transformers_reads_it(train_fp32, model):
     name, work = model
-    if name in ("llama-tied", "llama-wide", "mistral"):
+    if name in ("llama-tied", "llama-wide", "mistral", "phi3"):
         pytest.skip("transformers does not read these scalings of a GGUF")
+    if name in ("smollm3", "ministral3", "granite"):
+        pytest.skip("transformers does not read these families of a GGUF")
     export(train_fp32, work, "theirs.gguf")
     config = transformers.AutoConfig.from_pretrained(work / "model")  # it reads the vocabulary's size from the tokenizer
     theirs = transformers.AutoModelForCausalLM.from_pretrained(work, gguf_file="theirs.gguf", config=config, dtype=torch.float32).eval()

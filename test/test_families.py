@@ -98,6 +98,18 @@ def test_greedy(train_fp32, any_work):
 
 
 @pytest.mark.usually("fp32")
+def test_longrope_of_longer_sequences(train, tmp_path):
+    """Sequences that are longer than the model was trained on use the other list of divisors, for all their positions."""
+    prepare(tmp_path, "phi3-longrope")
+    data = ("--model", tmp_path / "model", "--data", tmp_path / "data.bin", "--batch", 2, "--steps", 2)
+    for length in (60, 61):
+        expected = run_reference(*data, "--seq-len", length)
+        train(*data, "--seq-len", length, "--log", tmp_path / f"log{length}", "--sample", "tokens=0")
+        got = by_key(read_log(tmp_path / f"log{length}"), "loss")
+        assert got == pytest.approx(by_key(expected, "loss"), rel=0, abs=LOSS_BOUND[train.precision])
+
+
+@pytest.mark.usually("fp32")
 def test_memory_options_change_no_bit(train, work):
     """Each level, a mix of levels, threads, and updates in backward, which compute the norm block by
     block."""

@@ -6,9 +6,11 @@
 #include "llmc/model_positions.h"
 
 constexpr ExportType kExportTypes[] = {
-    {"f32", 0, "F32", false},   {"f16", 1, "F16", false},  {"bf16", 32, "BF16", false},
-    {"q8_0", 7, "Q8_0", false}, {"q4_0", 2, "Q4_0", true}, {"q4_k_m", 15, "Q4_K", true},
-    {"q6_k", 18, "Q6_K", true},
+    {"f32", 0, "F32", false},     {"f16", 1, "F16", false},     {"bf16", 32, "BF16", false},
+    {"q8_0", 7, "Q8_0", false},   {"q4_0", 2, "Q4_0", true},    {"q4_1", 3, "Q4_1", true},
+    {"q5_0", 8, "Q5_0", true},    {"q5_1", 9, "Q5_1", true},    {"iq4_nl", 25, "IQ4_NL", true},
+    {"q4_k_s", 14, "Q4_K", true}, {"q4_k_m", 15, "Q4_K", true}, {"q5_k_s", 16, "Q5_K", true},
+    {"q5_k_m", 17, "Q5_K", true}, {"q6_k", 18, "Q6_K", true},
 };
 const ExportType* find_export_type(std::string_view name) {
     for (const ExportType& type : kExportTypes)
@@ -16,10 +18,14 @@ const ExportType* find_export_type(std::string_view name) {
     return nullptr;
 }
 
-// True for the layers whose attn_v and ffn_down get more bits in Q4_K_M: the first and the last eighth, and
-// every third layer between them.
-static bool gets_more_bits(int layer, int layers) {
-    return layer < layers / 8 || layer >= 7 * layers / 8 || (layer - layers / 8) % 3 == 2;
+// The type with more bits that attn_v and ffn_down of a layer get in files of `type`; null if they get none.
+static const char* more_bits(std::string_view type, const ModelConfig& c, int layer, bool is_down) {
+    const int eighth = c.layers / 8;
+    if (type.ends_with("_k_m"))  // the first and the last eighth, and every third layer between them
+        return layer < eighth || layer >= 7 * c.layers / 8 || (layer - eighth) % 3 == 2 ? "Q6_K" : nullptr;
+    if (type == "q4_k_s") return layer < (is_down ? eighth : 4) ? "Q5_K" : nullptr;
+    if (type == "iq4_nl") return (is_down ? layer < eighth : c.heads / c.kv_heads >= 4) ? "Q5_K" : nullptr;
+    return nullptr;
 }
 
 const GgufType& export_type_of(const ExportType& type, const ModelConfig& c, const std::string& name,
@@ -31,11 +37,10 @@ const GgufType& export_type_of(const ExportType& type, const ModelConfig& c, con
     std::string_view chosen = type.matrices;
     if (type.is_mixed && is_head)
         chosen = fits("Q6_K") ? "Q6_K" : "Q8_0";
-    else if (chosen == "Q4_K" && (has("attn_v.") || has("attn_qkv.") || has("ffn_down.")) &&
-             gets_more_bits(layer, c.layers))
-        chosen = "Q6_K";
+    else if (has("attn_v.") || has("attn_qkv.") || has("ffn_down."))
+        if (const char* more = more_bits(type.name, c, layer, has("ffn_down."))) chosen = more;
     // Rows that are no whole blocks get a type with smaller blocks.
-    if (!fits(chosen)) chosen = chosen == "Q4_K" ? "Q5_0" : "Q8_0";
+    if (!fits(chosen)) chosen = chosen == "Q4_K" ? "Q5_0" : chosen == "Q5_K" ? "Q5_1" : "Q8_0";
     return gguf_type(fits(chosen) ? chosen : "F16");
 }
 

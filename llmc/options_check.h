@@ -91,10 +91,9 @@ inline void check_adapter_options(const Asked& o) {
         fail("--merge %s: there is no adapter to merge; give --train lora or --adapter", o.merge);
     if (o.export_part == "adapter" && !o.trains_adapter() && o.resume.empty())
         fail("--export part=adapter: there is no adapter; give --train lora or --adapter");
-    for (const char* mixed : {"q4_0", "q4_k_m", "q6_k"})
-        if (o.export_part == "adapter" && o.export_type == mixed)
-            fail("--export part=adapter: llama.cpp has adapters in f32, f16, bf16 and q8_0, not in %s",
-                 mixed);
+    if (o.export_part == "adapter" && o.export_type != "q8_0" && o.export_type.find('q') != std::string::npos)
+        fail("--export part=adapter: llama.cpp has adapters in f32, f16, bf16 and q8_0, not in %s",
+             o.export_type);
     for (const char* name : {"--export.type", "--export.part"})
         if (o.has(name) && o.export_file.empty())
             fail("--export %s=%s: add --export FILE", std::strchr(name, '.') + 1, o.first(name));

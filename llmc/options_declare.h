@@ -92,7 +92,8 @@ inline std::string date(const std::string& text) {
 // A type of GGUF files, also in the capitals of llama.cpp.
 inline std::string export_type(std::string& text) {
     std::string small = lower(text);
-    const std::string wrong = one_of({"f32", "f16", "bf16", "q8_0", "q4_0", "q4_k_m", "q6_k"})(small);
+    const std::string wrong = one_of({"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl",
+                                      "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k"})(small);
     if (wrong.empty()) text = small;
     return wrong;
 }
@@ -487,8 +488,9 @@ inline void declare_output_options(CLI::App& app, RunConfig& o) {
         "At the end, writes the model as a GGUF file, for llama.cpp and Ollama; an adapter is merged into "
         "it.");
     saving.add("--export.type", o.export_type, "TYPE",
-               "Type of its matrices: f32, f16, bf16, q8_0, q4_0, q4_k_m or q6_k.", export_type,
-               "that of the build's weights, bf16 or f32");
+               "Type of its matrices: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, iq4_nl, q4_k_s, q4_k_m, "
+               "q5_k_s, q5_k_m or q6_k.",
+               export_type, "that of the build's weights, bf16 or f32");
     saving.add_choice("--export.part", o.export_part, "model|adapter", "adapter: writes the LoRA alone.");
     saving.add("--save-every", o.save_every, "N", "Steps between saves; 0: only one at the end.",
                whole(0, 1e12));

@@ -1,5 +1,5 @@
-// quant_ggml_encode.h - quantizes rows of floats into the formats of GGUF files, on the host: F16, BF16,
-// Q8_0, Q4_0, Q5_0, Q4_K and Q6_K. quant_ggml.cuh describes the blocks and decodes them.
+// quant_ggml_encode.h - quantizes rows of floats into the formats of GGUF files, on the host: F16, BF16
+// and those of quant_ggml.cuh, except for Q2_K and Q3_K, which are only read.
 //
 // The bytes are those of ggml's reference quantizers without an importance matrix, as ggml has them on x86.
 // These round every product before it is added to something, so a fused multiply-add would change bits here
@@ -72,32 +72,54 @@ float largest_of(const float* x) {
 
 // ---- blocks of 32
 
-// Q4_0 and Q5_0: numbers of `kBits` bits, w = d (q - 2^(kBits - 1)). The scale maps the element with the
-// largest magnitude to the lowest number. The first 16 numbers have the low halves of 16 bytes, the others
-// the high halves; the fifth bits of Q5_0 are in 4 bytes before them.
+// Writes 32 numbers of `kBits` bits. The first 16 have the low halves of 16 bytes, the others the high
+// halves; fifth bits are in 4 bytes before them.
+template <int kBits>
+void put_numbers(unsigned char* to, const std::array<unsigned, 32>& q) {
+    unsigned char* const halves = to + (kBits == 5 ? 4 : 0);
+    uint32_t fifth = 0;
+    for (unsigned k = 0; k < 16; k++) {
+        halves[k] = static_cast<unsigned char>((q[k] & 15) | (q[k + 16] & 15) << 4);
+        fifth |= (q[k] >> 4 & 1) << k | (q[k + 16] >> 4 & 1) << (k + 16);
+    }
+    if constexpr (kBits == 5) std::memcpy(to, &fifth, 4);
+}
+
+// Q4_0 and Q5_0: w = d (q - 2^(kBits - 1)). The scale maps the element with the largest magnitude to the
+// lowest number.
 template <int kBits>
 void quantize_block_of_32(unsigned char* to, const float* x) {
     constexpr int kMiddle = 1 << (kBits - 1), kMost = (1 << kBits) - 1;
     const float scale = largest_of<32>(x) / -kMiddle, inverse = scale != 0 ? 1 / scale : 0;
     put_half(to, scale);
     const auto scaled = rounded<32>([&](size_t k) { return x[k] * inverse; });
-    unsigned q[32];
+    std::array<unsigned, 32> q;
     for (size_t k = 0; k < 32; k++) {
         const auto cut = static_cast<int8_t>(static_cast<int>(scaled[k] + (kMiddle + 0.5f)));
         q[k] = static_cast<unsigned>(std::min<int>(kMost, cut));
     }
-    unsigned char* const halves = to + (kBits == 5 ? 6 : 2);
-    uint32_t fifth = 0;
-    for (unsigned k = 0; k < 16; k++) {
-        halves[k] = static_cast<unsigned char>((q[k] & 15) | (q[k + 16] & 15) << 4);
-        fifth |= (q[k] >> 4 & 1) << k | (q[k + 16] >> 4 & 1) << (k + 16);
-    }
-    if constexpr (kBits == 5) std::memcpy(to + 2, &fifth, 4);
+    put_numbers<kBits>(to + 2, q);
 }
 
-// ---- Q4_K
+// Q4_1 and Q5_1: w = d q + m. The lowest element is m, and the scale maps the highest to the highest number.
+template <int kBits>
+void quantize_block_with_minimum(unsigned char* to, const float* x) {
+    constexpr int kMost = (1 << kBits) - 1;
+    const float low = *std::min_element(x, x + 32), high = *std::max_element(x, x + 32);
+    const float scale = (high - low) / kMost, inverse = scale != 0 ? 1 / scale : 0;
+    put_half(to, scale), put_half(to + 2, low);
+    const auto scaled = rounded<32>([&](size_t k) { return (x[k] - low) * inverse; });
+    std::array<unsigned, 32> q;
+    for (size_t k = 0; k < 32; k++) {
+        const auto cut = static_cast<uint8_t>(static_cast<int>(scaled[k] + 0.5f));
+        q[k] = std::min<unsigned>(kMost, cut);
+    }
+    put_numbers<kBits>(to + 4, q);
+}
 
-// A scale and a minimum with x ~ scale q - minimum for 32 elements, and the numbers q from 0 to 15.
+// ---- Q4_K and Q5_K
+
+// A scale and a minimum with x ~ scale q - minimum for 32 elements, and the numbers q.
 struct ScaleAndMinimum {
     float scale, minimum;
     std::array<int, 32> q;
@@ -130,11 +152,13 @@ inline std::array<float, 32> weights_of(const float* x) {
     return rounded<32>([&](size_t i) { return root + std::fabs(x[i]); });
 }
 
-// Starts from the range of the elements, then tries 21 scales around it: fits scale and minimum to the
-// numbers that each gives, and takes the fit with the smallest error. A better minimum also counts for later
-// trials.
-inline ScaleAndMinimum fit_scale_and_minimum(const float* x) {
-    constexpr int kMost = 15;
+// Numbers go up to kMost. Starts from the range of the elements, then tries 21 scales around it, or 16 with
+// numbers of 5 bits: fits scale and minimum to the numbers that each gives, and takes the fit with the
+// smallest error. A better minimum also counts for later trials.
+template <int kMost>
+ScaleAndMinimum fit_scale_and_minimum(const float* x) {
+    constexpr int kSteps = kMost == 15 ? 20 : 15;
+    constexpr float kFirst = kMost == 15 ? -1.f : -0.5f;
     const std::array<float, 32> weights = weights_of(x);
     const float sum_w = sum_in_order(weights);
     const float sum_x = sum_rounded<32>([&](size_t i) { return weights[i] * x[i]; });
@@ -151,8 +175,8 @@ inline ScaleAndMinimum fit_scale_and_minimum(const float* x) {
     scale = 1 / range_inverse;
     numbers = numbers_at(range_inverse);
     least_error = error_of(x, weights, numbers, scale, low);
-    for (int step = 0; step <= 20; step++) {
-        const float most = -1.f + product(0.1f, static_cast<float>(step)) + kMost;
+    for (int step = 0; step <= kSteps; step++) {
+        const float most = kFirst + product(0.1f, static_cast<float>(step)) + kMost;
         const std::array<int, 32> q = numbers_at(most / (highest - low));
         const FitSums s(x, weights, q);
         const float determinant = product(sum_w, s.qq) - product(s.q, s.q);
@@ -166,7 +190,7 @@ inline ScaleAndMinimum fit_scale_and_minimum(const float* x) {
     return {scale, -low, numbers};
 }
 
-// Writes the 6-bit scales and minimums of the eight parts; Q4_K::decode() describes where they are.
+// Writes the 6-bit scales and minimums of the eight parts; Q45_K::decode() describes where they are.
 inline void put_scales(unsigned char* to, const std::array<int, 8>& scales,
                        const std::array<int, 8>& minimums) {
     std::memset(to, 0, 12);
@@ -177,11 +201,12 @@ inline void put_scales(unsigned char* to, const std::array<int, 8>& scales,
     }
 }
 
-inline void quantize_q4_k_block(unsigned char* to, const float* x) {
+template <int kMost>
+void quantize_q45_k_block(unsigned char* to, const float* x) {
     std::array<ScaleAndMinimum, 8> parts;
     float largest_scale = 0, largest_minimum = 0;
     for (size_t j = 0; j < 8; j++) {
-        parts[j] = fit_scale_and_minimum(x + 32 * j);
+        parts[j] = fit_scale_and_minimum<kMost>(x + 32 * j);
         largest_scale = std::max(largest_scale, parts[j].scale);
         largest_minimum = std::max(largest_minimum, parts[j].minimum);
     }
@@ -203,11 +228,16 @@ inline void quantize_q4_k_block(unsigned char* to, const float* x) {
         const float scale = of_scale * static_cast<float>(scales[j]);
         if (scale == 0) continue;  // the numbers of the fit stay
         const float minimum = product(of_minimum, static_cast<float>(minimums[j]));
-        for (size_t k = 0; k < 32; k++) parts[j].q[k] = nearest((x[32 * j + k] + minimum) / scale, 0, 15);
+        for (size_t k = 0; k < 32; k++) parts[j].q[k] = nearest((x[32 * j + k] + minimum) / scale, 0, kMost);
     }
+    constexpr size_t kNumbers = kMost == 31 ? 48 : 16;
+    std::memset(to + 16, 0, kNumbers - 16);
     for (size_t j = 0; j < 8; j += 2)
-        for (size_t k = 0; k < 32; k++)
-            to[16 + 16 * j + k] = static_cast<unsigned char>(parts[j].q[k] | parts[j + 1].q[k] << 4);
+        for (size_t k = 0; k < 32; k++) {
+            const int low = parts[j].q[k], high = parts[j + 1].q[k];
+            to[kNumbers + 16 * j + k] = static_cast<unsigned char>((low & 15) | (high & 15) << 4);
+            if (kMost == 31) to[16 + k] |= static_cast<unsigned char>((low >> 4 | high >> 4 << 1) << j);
+        }
 }
 
 // ---- Q6_K
@@ -278,6 +308,38 @@ inline void quantize_q6_k_block(unsigned char* to, const float* x) {
         }
 }
 
+// ---- IQ4_NL
+
+// The number of the value nearest to x.
+inline unsigned nearest_value(float x) {
+    int next = 1;
+    while (next < 15 && x >= IQ4_NL::value(next)) next++;
+    return static_cast<unsigned>(x - IQ4_NL::value(next - 1) < IQ4_NL::value(next) - x ? next - 1 : next);
+}
+
+// Tries the scale that maps the element with the largest magnitude to 127, and 15 that map it to -134 to
+// -120, and takes the best fit. Elements weigh as much as their squares.
+inline void quantize_iq4_nl_block(unsigned char* to, const float* x) {
+    const float largest = largest_of<32>(x), lowest = IQ4_NL::value(0);
+    float scale = 0, gain = -1;
+    const auto fit = [&](float inverse) {
+        std::array<float, 32> w;
+        for (size_t i = 0; i < 32; i++) w[i] = IQ4_NL::value(static_cast<int>(nearest_value(inverse * x[i])));
+        const float qx = sum_rounded<32>([&](size_t i) { return x[i] * x[i] * w[i] * x[i]; });
+        const float qq = sum_rounded<32>([&](size_t i) { return x[i] * x[i] * w[i] * w[i]; });
+        if (qq > 0 && qx * qx > gain * qq) scale = qx / qq, gain = scale * qx;
+    };
+    if (std::fabs(largest) >= kTiny) {
+        fit(1 / (-largest / lowest));
+        for (int step = -7; step <= 7; step++) fit((static_cast<float>(step) + lowest) / largest);
+    }
+    put_half(to, scale);
+    const float inverse = scale != 0 ? 1 / scale : 0;
+    std::array<unsigned, 32> q;
+    for (size_t i = 0; i < 32; i++) q[i] = nearest_value(inverse * x[i]);
+    put_numbers<4>(to + 2, q);
+}
+
 // Calls quantize(to, x) for each block, in parallel.
 template <class Blocks, class Quantize>
 void for_each_block(unsigned char* out, const float* x, int64_t n, Quantize&& quantize) {
@@ -308,8 +370,16 @@ inline int64_t encode_ggml(const WeightFormat& format, unsigned char* out, const
         ggml::for_each_block<Q4_0>(out, x, n, ggml::quantize_block_of_32<4>);
     } else if (&format == &kQ5_0) {
         ggml::for_each_block<Q5_0>(out, x, n, ggml::quantize_block_of_32<5>);
+    } else if (&format == &kQ4_1) {
+        ggml::for_each_block<Q4_1>(out, x, n, ggml::quantize_block_with_minimum<4>);
+    } else if (&format == &kQ5_1) {
+        ggml::for_each_block<Q5_1>(out, x, n, ggml::quantize_block_with_minimum<5>);
+    } else if (&format == &kIQ4_NL) {
+        ggml::for_each_block<IQ4_NL>(out, x, n, ggml::quantize_iq4_nl_block);
     } else if (&format == &kQ4_K) {
-        ggml::for_each_block<Q4_K>(out, x, n, ggml::quantize_q4_k_block);
+        ggml::for_each_block<Q4_K>(out, x, n, ggml::quantize_q45_k_block<15>);
+    } else if (&format == &kQ5_K) {
+        ggml::for_each_block<Q5_K>(out, x, n, ggml::quantize_q45_k_block<31>);
     } else {
         assert(&format == &kQ6_K);
         ggml::for_each_block<Q6_K>(out, x, n, ggml::quantize_q6_k_block);

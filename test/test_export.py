@@ -45,7 +45,8 @@ MODELS = {
     "granite": (*GROUPED, "--tied", "--config", GRANITE),
     "bloom": SMALL,
 }
-TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2, "q4_k_m": 15, "q6_k": 18}
+TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2, "q4_1": 3, "q5_0": 8, "q5_1": 9, "iq4_nl": 25, "q4_k_s": 14, "q4_k_m": 15,
+         "q5_k_s": 16, "q5_k_m": 17, "q6_k": 18}
 ARCHITECTURES = {"mistral": "llama", "ministral3": "mistral3"}
 PERMUTED = ("llama", "mistral3", "smollm3", "granite")  # architectures whose converter is that of Llama
 ROPE_TENSORS = {"llama-tied": {"rope_freqs.weight"}, "phi3": {"rope_factors_long.weight", "rope_factors_short.weight"}}
@@ -137,17 +138,20 @@ def wanted_type(kind, name, columns, tied):
     """The type of a matrix, as llama-quantize chooses it (src/llama-quant.cpp)."""
     if kind in ("f32", "f16", "bf16", "q8_0"):
         return kind.upper() if kind != "q8_0" or columns % 32 == 0 else "F16"
-    base, block = {"q4_0": ("Q4_0", 32), "q4_k_m": ("Q4_K", 256), "q6_k": ("Q6_K", 256)}[kind]
+    base = kind.upper().removesuffix("_S").removesuffix("_M")
+    block = 256 if "_K" in base else 32
     layer = re.match(r"blk\.(\d+)\.(attn_v|attn_qkv|ffn_down)", name)
     if name == "output.weight" or (tied and name == "token_embd.weight"):
         base = "Q8_0" if columns % block else "Q6_K"
-    elif kind == "q4_k_m" and layer:
+    elif kind in ("q4_k_m", "q5_k_m") and layer:
         i = int(layer[1])
         if i < LAYERS // 8 or i >= 7 * LAYERS // 8 or (i - LAYERS // 8) % 3 == 2:
             base = "Q6_K"
-    if columns % (32 if base in ("Q4_0", "Q8_0") else 256):
-        base = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}.get(base, base)
-    return "F16" if columns % (32 if base in ("Q4_0", "Q5_0", "Q8_0") else 256) else base
+    elif kind == "q4_k_s" and layer and layer[2] != "ffn_down" and int(layer[1]) < 4:
+        base = "Q5_K"
+    if "_K" in base and columns % 256:
+        base = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}[base]
+    return "F16" if columns % 32 else base
 
 
 def ggml():
@@ -163,7 +167,7 @@ def ggml():
 
 def quantized(w, kind):
     """The bytes of a matrix in this type; None if there is no package that knows them."""
-    if "_K" not in kind.name:
+    if "_K" not in kind.name and kind.name != "IQ4_NL":
         return gguf.quants.quantize(w, kind)
     library, block, size = ggml(), *gguf.GGML_QUANT_SIZES[kind]
     if library is None:
@@ -242,7 +246,7 @@ def test_the_trainer_reads_it(train, model):
     export(train, work, f"own-{own}.gguf")
     assert keys_of(work / f"own-{own}.gguf")["general.file_type"] == TYPES[own]
     assert validated(train, work, "--model", f"own-{own}.gguf") == validated(train, work, "--model", "model")
-    for kind in ("f16", "q8_0", "q4_0", "q4_k_m", "q6_k") if train.precision == "fp32" else ():
+    for kind in ("f16", "q8_0", "q4_0", "q5_1", "iq4_nl", "q4_k_m", "q5_k_m", "q6_k") if train.precision == "fp32" else ():
         export(train, work, "quantized.gguf", type_=kind)
         export(train, work, "dequantized.gguf", of="quantized.gguf", type_="f32")
         floats, wanted = floats_of(work / "dequantized.gguf"), floats_of(work / "quantized.gguf")
@@ -736,12 +740,13 @@ def test_a_full_disk_loses_nothing(train_fp32, tmp_path):
 
 
 @pytest.mark.parametrize("options, said", [
-    ({"--export": "m.gguf,type=q3_k"}, ["'q3_k' is none of f32, f16, bf16, q8_0, q4_0, q4_k_m, q6_k"]),
+    ({"--export": "m.gguf,type=q3_k"}, ["'q3_k' is none of f32, f16, bf16, q8_0, q4_0,", "q5_k_m, q6_k"]),
     ({"--export": "m.gguf,part=all"}, ["'all' is none of model, adapter"]),
     ({"--export": "m.gguf,kind=f16"}, ["--export", "kind"]),
     ({"--export": "type=f16"}, ["--export type=f16", "--export FILE"]),
     ({"--export": "m.gguf,part=adapter"}, ["part=adapter", "no adapter"]),
     ({"--export": "m.gguf,part=adapter,type=q4_0", "--train": "lora"}, ["part=adapter", "not in q4_0"]),
+    ({"--export": "m.gguf,part=adapter,type=iq4_nl", "--train": "lora"}, ["part=adapter", "not in iq4_nl"]),
     ({"--export": "m.gguf", "--train": "prompt"}, ["--export m.gguf", "no soft prompts"]),
     ({"--export": "model"}, ["--export model", "Is a directory"]),
     ({"--export": "text"}, ["--export text", "is a file of the data"]),

@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 
 #include "llmc/arena.h"  // defines arena_give_back()
+#include "llmc/gguf_export.h"
 #include "llmc/gguf_model.h"
 #include "llmc/quant_nf4_files.h"
 #include "llmc/tokenizer.h"
@@ -253,6 +254,24 @@ TEST_F(Gguf, BrokenTokenizersAreRefused) {
     expect(with("llama", {1, 1}, nothing), {"scores", "missing"});
     expect(with("gpt2", {1, 1}, [](auto& w) { w.texts("tokenizer.ggml.merges", {"a c"}); }), {"merge 0"});
     expect(with("gpt2", {1, 1}, [](auto& w) { w.u32("tokenizer.ggml.merges", 1); }), {"a list"});
+}
+
+// As in llama.cpp's src/llama-quant.cpp. test_export.py compares models of few layers.
+TEST(ExportTypes, SomeMatricesOfDeepModelsGetMoreBits) {
+    ModelConfig c;
+    c.layers = 32, c.heads = 32, c.kv_heads = 8;
+    const auto type = [&](const char* kind, const char* matrix, int layer, int64_t columns = 512) {
+        return std::string(export_type_of(*find_export_type(kind), c, matrix, layer, columns).name);
+    };
+    EXPECT_EQ(type("q4_k_s", "attn_v.weight", 3) + type("q4_k_s", "attn_v.weight", 4), "Q5_KQ4_K");
+    EXPECT_EQ(type("q4_k_s", "ffn_down.weight", 3) + type("q4_k_s", "ffn_down.weight", 4), "Q5_KQ4_K");
+    EXPECT_EQ(type("q5_k_m", "ffn_down.weight", 3) + type("q5_k_m", "ffn_down.weight", 4), "Q6_KQ5_K");
+    EXPECT_EQ(type("q5_k_m", "attn_v.weight", 6) + type("q5_k_m", "attn_v.weight", 28), "Q6_KQ6_K");
+    EXPECT_EQ(type("q5_k_s", "attn_v.weight", 0) + type("q5_k_s", "output.weight", -1), "Q5_KQ6_K");
+    EXPECT_EQ(type("iq4_nl", "ffn_down.weight", 3) + type("iq4_nl", "ffn_down.weight", 4), "Q5_KIQ4_NL");
+    EXPECT_EQ(type("iq4_nl", "attn_v.weight", 20) + type("iq4_nl", "attn_v.weight", 20, 288), "Q5_KQ5_1");
+    c.kv_heads = 16;
+    EXPECT_EQ(type("iq4_nl", "attn_v.weight", 20), "IQ4_NL");
 }
 
 TEST(Nf4State, IsReadAndWritten) {

@@ -14,6 +14,8 @@
 // heads that share keys are processed one after the other by the block that keeps these keys. Tiles outside a
 // window or of other documents are skipped. In the fast CPU build attention_cpu.h does the same with oneDNN.
 //
+// Heads of more than 128 columns have kernels of their own, in attention_wide.cuh.
+//
 // Each kernel has two forms. The plain one has no branches for windows, ALiBi, documents, dropout and caps,
 // and its rows must be made of whole aligned 16 bytes.
 #pragma once
@@ -24,6 +26,7 @@
 #include "llmc/attention_hopper.cuh"
 #include "llmc/attention_input.h"
 #include "llmc/attention_scores.cuh"
+#include "llmc/attention_wide.cuh"
 #include "llmc/simt_vector.h"
 #include "llmc/work.h"
 #if !defined(SIMT_GPU) && SIMT_LANES == 1
@@ -150,32 +153,17 @@ SIMT_DEVICE void multiply_rows(AttentionRows<N>& s, const T* a_tile, const T* b_
     multiply_rows<kHead>(reinterpret_cast<AttentionRows<N>(&)[1]>(s), a_tile, b_tile);
 }
 
-// o += P B. P is 16 * M rows by 8 * N columns of accumulators, rounded to T; B is the 8 * N rows of kHead
-// columns in b_tile. Processes 64 columns at a time, to have few fragments in registers.
+// multiply_columns() with a tile of these kernels.
 template <int kHead, int M, int N, class T>
 SIMT_DEVICE void multiply_columns(AttentionRows<kHead / 8> (&o)[M], const AttentionRows<N> (&p)[M],
                                   const T* b_tile) {
-    constexpr int kStride = AttentionTiles<T, kHead>::kStride, kGroup = kHead / 8 < 8 ? kHead / 8 : 8;
-    UNROLL for (int k = 0; k < N; k += 2) {
-        UNROLL for (int j = 0; j < kHead / 8; j += kGroup) {
-            FragmentB<T> b[kGroup];
-            load_b_transposed(b, b_tile + 8 * k * kStride + 8 * j, kStride);
-            UNROLL for (int m = 0; m < M; m++) {
-                const FragmentA<T> a[1] = {accumulators_as_a<T>(p[m][0][k], p[m][0][k + 1])};
-                mma_tiles(reinterpret_cast<AttentionRows<kGroup>&>(o[m][0][j]), a, b);
-            }
-        }
-    }
+    multiply_columns<kHead>(o, p, b_tile, AttentionTiles<T, kHead>::kStride);
 }
 template <int kHead, int N, class T>
 SIMT_DEVICE void multiply_columns(AttentionRows<kHead / 8>& o, const AttentionRows<N>& p, const T* b_tile) {
     multiply_columns<kHead>(reinterpret_cast<AttentionRows<kHead / 8>(&)[1]>(o),
                             reinterpret_cast<const AttentionRows<N>(&)[1]>(p), b_tile);
 }
-
-// warp(). The shuffle tells the compiler that the value is the same in all lanes, so it can use uniform
-// registers.
-SIMT_DEVICE int uniform_warp() { return __shfl_sync(~0u, warp(), 0); }
 
 // Where a warp of a block of kRows queries works: its batch entry and head, the block's and its own first
 // query.
@@ -294,7 +282,7 @@ __global__ void __launch_bounds__(kBlockThreads)
         const int h = first + share.head, size = h < in.heads ? in.head_size : 0;
         const int64_t at = row * in.out_row() + h * in.head_size;
         Accumulator<N> sum;
-#pragma unroll 1  // with vectors: a lane has only one, as heads have at most 128 columns
+#pragma unroll 1  // with vectors: a lane has only one, unless a head has more than 128 columns
         for (int c = share.first; c < size; c += share.lanes * N) {
             const Packed<T, N> x = load<N>(dout + at + c), y = load<N>(out + at + c);
             for (int e = 0; e < N; e++) sum[e] += x[e] * y[e];
@@ -506,7 +494,7 @@ __global__ void __launch_bounds__(BackwardTiles<T, kHead, kPlain, kDrops, kSmall
 // Calls f(std::integral_constant) with the number of columns of the tiles for this head size.
 template <class F>
 void for_head_size(int head_size, F f) {
-    assert(attention_supports(head_size));
+    assert(head_size <= 128);
     if (head_size <= 16)
         f(std::integral_constant<int, 16>());
     else if (head_size <= 32)
@@ -597,7 +585,8 @@ Operation attention_operation(const char* name, const AttentionInput<T>& in, int
 // for the last piece writes them.
 template <class T>
 void attention_forward(T* out, float* lse, const AttentionInput<T>& in, Stream stream) {
-    assert(in.queries <= in.all_keys() && in.heads % in.kv_heads == 0 && !(in.cap > 0 && in.alibi));
+    assert(attention_supports(in.head_size) && in.queries <= in.all_keys() && in.heads % in.kv_heads == 0 &&
+           !(in.cap > 0 && in.alibi));
     assert(!in.positions || in.queries == in.keys || in.batch == 1);
     // A dry run uses a piece of average size, which may be no multiple of kKeyPiece.
     assert(in.later == 0 || (in.batch == 1 && in.in_pieces));
@@ -612,6 +601,8 @@ void attention_forward(T* out, float* lse, const AttentionInput<T>& in, Stream s
         if constexpr (kHopperAttention<T>)
             if (hopper_attention_takes(in, {out})) return hopper_attention_forward(out, lse, in, stream);
         const bool vectors = attention_vectors(in, {out});
+        if (in.head_size > 256) return wide_forward<T, 512>(out, lse, in, vectors, stream);
+        if (in.head_size > 128) return wide_forward<T, 256>(out, lse, in, vectors, stream);
         for_form(in, vectors, [&](auto columns, auto plain, auto small) {
             using Tiles = ForwardTiles<T, columns.value, plain.value, small.value>;
             const dim3 grid(in.batch * in.heads, ceil_div(in.queries, Tiles::kRows));
@@ -672,6 +663,10 @@ void attention_backward(T* dq, T* dk, T* dv, const T* dout, const float* lse, co
         if constexpr (kHopperAttention<T>)
             if (hopper_attention_takes(in, {dq, dk, dv, dout}))
                 return hopper_attention_backward(dq, dk, dv, dout, lse, delta, in, stream);
+        if (in.head_size > 256)
+            return wide_backward<T, 512>(dq, dk, dv, dout, lse, delta, in, vectors, stream);
+        if (in.head_size > 128)
+            return wide_backward<T, 256>(dq, dk, dv, dout, lse, delta, in, vectors, stream);
         for_form(in, vectors, [&](auto columns, auto plain, auto small) {
             using Tiles = AttentionTiles<T, columns.value, small.value, true>;
             constexpr size_t tiles = (2 * Tiles::kStayingSize + 4 * Tiles::kPassingSize) * sizeof(T);

@@ -256,4 +256,4 @@ void launch_in_groups(dim3 grid, const AttentionInput<T>& in, int products, F la
 }
 
 // Whether attention_forward() and attention_backward() support heads of this size.
-inline bool attention_supports(int head_size) { return 1 <= head_size && head_size <= 128; }
+inline bool attention_supports(int head_size) { return 1 <= head_size && head_size <= 512; }

@@ -91,6 +91,29 @@ SIMT_DEVICE float cap_slope(float probability, float lse, float cap) {
     return cap_slope(fmaxf(-1.f, fminf(x, 1.f)));  // a masked score has no logarithm
 }
 
+// o += P B. P is 16 * M rows by 8 * N columns of accumulators, rounded to T; B is the 8 * N rows of kHead
+// columns in b_tile, `stride` elements apart. Processes 64 columns at a time, to have few fragments in
+// registers.
+template <int kHead, int M, int N, class T>
+SIMT_DEVICE void multiply_columns(AttentionRows<kHead / 8> (&o)[M], const AttentionRows<N> (&p)[M],
+                                  const T* b_tile, int stride) {
+    constexpr int kGroup = kHead / 8 < 8 ? kHead / 8 : 8;
+    UNROLL for (int k = 0; k < N; k += 2) {
+        UNROLL for (int j = 0; j < kHead / 8; j += kGroup) {
+            FragmentB<T> b[kGroup];
+            load_b_transposed(b, b_tile + 8 * k * stride + 8 * j, stride);
+            UNROLL for (int m = 0; m < M; m++) {
+                const FragmentA<T> a[1] = {accumulators_as_a<T>(p[m][0][k], p[m][0][k + 1])};
+                mma_tiles(reinterpret_cast<AttentionRows<kGroup>&>(o[m][0][j]), a, b);
+            }
+        }
+    }
+}
+
+// warp(). The shuffle tells the compiler that the value is the same in all lanes, so it can use uniform
+// registers.
+SIMT_DEVICE int uniform_warp() { return __shfl_sync(~0u, warp(), 0); }
+
 // document_keys(): the first keys of the documents of this lane's two queries of batch entry b; `row` is the
 // warp's first query. document_ends(): where the documents of this lane's two keys end; `row` is the warp's
 // first key.
@@ -261,49 +284,57 @@ SIMT_DEVICE void add_sums(AttentionRows<kHead / 8>& o, float factor, float* sums
     for_each_pair<kHead>(o, sums, row_stride, rows, head_size, add);
 }
 
+// In the functions below the warp has kHead columns of a head, from `column` on: all of them, except in
+// attention_wide.cuh.
+
 // load_carried() reads what earlier pieces of keys left for the 16 queries from `row` on; store_carried()
 // writes it for later pieces.
 template <int kHead, class T>
 SIMT_DEVICE void load_carried(AttentionRows<kHead / 8>& o, const AttentionInput<T>& in, int h, int row,
-                              bool vectors) {
+                              bool vectors, int column = 0) {
     const auto get = [&](float& x, float& y, int, float* at, bool both) SIMT_INLINE {
         const Packed<float, 2> sum = load_pair(at, both, vectors);
         x = sum.v[0], y = sum.v[1];
     };
-    for_each_pair<kHead>(o, in.carried_rows(h, row), in.head_size, in.queries - row, in.head_size, get);
+    for_each_pair<kHead>(o, in.carried_rows(h, row) + column, in.head_size, in.queries - row,
+                         in.head_size - column, get);
 }
 template <int kHead, class T>
 SIMT_DEVICE void store_carried(AttentionRows<kHead / 8>& o, const AttentionInput<T>& in, int h, int row,
-                               bool vectors) {
+                               bool vectors, int column = 0) {
     const auto put = [&](float& x, float& y, int, float* at, bool both)
                          SIMT_INLINE { store_pair(at, x, y, both, vectors); };
-    for_each_pair<kHead>(o, in.carried_rows(h, row), in.head_size, in.queries - row, in.head_size, put);
+    for_each_pair<kHead>(o, in.carried_rows(h, row) + column, in.head_size, in.queries - row,
+                         in.head_size - column, put);
 }
 
 // Writes the gradients of the 16 keys from `row` on, times `factor`, to d or to sums, as
 // AttentionInput::dk_sums says.
 template <int kHead, class T>
 SIMT_DEVICE void store_key_rows(T* d, float* sums, AttentionRows<kHead / 8>& o, float factor,
-                                const AttentionInput<T>& in, int b, int kv, int row, bool vectors) {
+                                const AttentionInput<T>& in, int b, int kv, int row, bool vectors,
+                                int column = 0) {
     const int first = in.position(0);  // the first key whose gradient is complete
-    d += in.dkv_offset(b, kv) + (row - first) * in.dkv_row;
+    const int columns = in.head_size - column;
+    d += in.dkv_offset(b, kv) + (row - first) * in.dkv_row + column;
     if (sums) {
         const int64_t sums_row = int64_t{in.kv_heads} * in.head_size;
-        sums += row * sums_row + kv * in.head_size;
-        add_sums<kHead>(o, factor, sums, sums_row, in.keys - row, in.head_size, vectors, first - row);
+        sums += row * sums_row + kv * in.head_size + column;
+        add_sums<kHead>(o, factor, sums, sums_row, in.keys - row, columns, vectors, first - row);
         factor = 1.f;
     }
-    store_rows<kHead>(d, in.dkv_row, o, {factor, factor}, in.keys - row, in.head_size, vectors, first - row);
+    store_rows<kHead>(d, in.dkv_row, o, {factor, factor}, in.keys - row, columns, vectors, first - row);
 }
 
 // Writes the gradients of the 16 queries from `row` on, times `factor`; if more pieces of keys follow, leaves
 // the sums for them instead.
 template <int kHead, class T>
 SIMT_DEVICE void store_query_rows(T* dq, AttentionRows<kHead / 8>& o, float factor,
-                                  const AttentionInput<T>& in, int b, int h, int row, bool vectors) {
-    if (in.later > 0) return store_carried<kHead>(o, in, h, row, vectors);
-    store_rows<kHead>(dq + in.q_offset(b, h) + row * in.q_row, in.q_row, o, {factor, factor},
-                      in.queries - row, in.head_size, vectors);
+                                  const AttentionInput<T>& in, int b, int h, int row, bool vectors,
+                                  int column = 0) {
+    if (in.later > 0) return store_carried<kHead>(o, in, h, row, vectors, column);
+    store_rows<kHead>(dq + in.q_offset(b, h) + row * in.q_row + column, in.q_row, o, {factor, factor},
+                      in.queries - row, in.head_size - column, vectors);
 }
 
 // The maximum and the sum over the four lanes that share rows.
@@ -363,8 +394,8 @@ struct OnlineSoftmax {
 // Starts from what earlier pieces of keys left for the warp's 16 queries from `row` on.
 template <int kHead, class T, bool kLazy>
 SIMT_DEVICE void continue_output(AttentionRows<kHead / 8>& o, OnlineSoftmax<kLazy>& softmax,
-                                 const AttentionInput<T>& in, int h, int row, bool vectors) {
-    load_carried<kHead>(o, in, h, row, vectors);
+                                 const AttentionInput<T>& in, int h, int row, bool vectors, int column = 0) {
+    load_carried<kHead>(o, in, h, row, vectors, column);
     UNROLL for (int r = 0; r < 2; r++) {
         const int query = row + lane() / 4 + 8 * r;
         if (query >= in.queries) continue;
@@ -378,12 +409,13 @@ SIMT_DEVICE void continue_output(AttentionRows<kHead / 8>& o, OnlineSoftmax<kLaz
 template <int kHead, class T, bool kLazy>
 SIMT_DEVICE void store_output(T* out, float* lse, AttentionRows<kHead / 8>& o,
                               const OnlineSoftmax<kLazy>& softmax, const AttentionInput<T>& in, int b, int h,
-                              int row, float scale, bool vectors) {
+                              int row, float scale, bool vectors, int column = 0) {
+    const bool writes_statistics = column == 0;
     if (in.later > 0) {
-        store_carried<kHead>(o, in, h, row, vectors);
+        store_carried<kHead>(o, in, h, row, vectors, column);
         UNROLL for (int r = 0; r < 2; r++) {
             const int query = row + lane() / 4 + 8 * r;
-            if (query >= in.queries) continue;
+            if (query >= in.queries || !writes_statistics) continue;
             float* const statistics = in.carried_statistics(h, query);
             if (lane() % 4 == 0) statistics[0] = softmax.largest[r];
             statistics[1 + lane() % 4] = softmax.sum[r];
@@ -394,10 +426,10 @@ SIMT_DEVICE void store_output(T* out, float* lse, AttentionRows<kHead / 8>& o,
     UNROLL for (int r = 0; r < 2; r++) {
         const float sum = quad_sum(softmax.sum[r]);
         const int query = row + lane() / 4 + 8 * r;
-        if (lse && query < in.queries && lane() % 4 == 0)
+        if (lse && writes_statistics && query < in.queries && lane() % 4 == 0)
             lse[in.row_offset(b, h) + query] = softmax.largest[r] * scale + logf(sum);
         factor[r] = 1.f / sum;
     }
-    store_rows<kHead>(out + in.out_offset(b, h) + row * in.out_row(), in.out_row(), o, factor,
-                      in.queries - row, in.head_size, vectors);
+    store_rows<kHead>(out + in.out_offset(b, h) + row * in.out_row() + column, in.out_row(), o, factor,
+                      in.queries - row, in.head_size - column, vectors);
 }

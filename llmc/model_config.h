@@ -135,7 +135,7 @@ constexpr int kMostVocabulary = 1 << 24;
 constexpr int kMostPositions = 1 << 21;  // so that attention's tiles fit into a grid's height
 constexpr int kMostLayers = 10000;
 constexpr int kMostChannels = 1 << 20;
-constexpr int kMostHeadSize = 128;
+constexpr int kMostHeadSize = 512;
 constexpr int kMostMlpWidth = 1 << 22;
 
 // Reads the keys of a config.json. Every function fails in one line that names the file, the key and its

@@ -137,7 +137,8 @@ inline Cost cost_of(Route route) {
 // The name under which a table has an operation's rates, with the operation's form if that matters.
 inline std::string rate_name(const Work& w) {
     std::string name = w.name;
-    if (w.variant.head_size > 0) name += w.variant.head_size <= 80 ? " 64" : " 128";
+    const int head_size = w.variant.head_size;
+    if (head_size > 0) name += head_size <= 80 ? " 64" : head_size <= 128 ? " 128" : " 256";
     if (*w.variant.form) name += std::string(" ") + w.variant.form;
     return name;
 }
@@ -205,6 +206,11 @@ struct Rates {
             return w.calls * form->second.seconds(p);
         }
         auto curve = operations.find(rate_name(w));
+        if (curve == operations.end() && w.variant.head_size > 128) {  // a file that has no wider heads
+            Work narrower = w;
+            narrower.variant.head_size = 128;
+            curve = operations.find(rate_name(narrower));
+        }
         if (curve == operations.end()) curve = operations.find(kCopyRate);
         if (w.variant.length > 0) return w.flops / curve->second.at(w.variant.length);
         return w.bytes / curve->second.at(w.bytes / w.calls);

@@ -323,7 +323,7 @@ class Calibration {
         std::vector<int> lengths = {32, 128, 512, 2048};
         if (!kFastCpu) lengths.push_back(8192);
         const auto rows = static_cast<int>(kFastCpu ? 512 : kRows[2]);
-        for (const int head_size : {64, 128})
+        for (const int head_size : {64, 128, 256})
             for (const int length : lengths)
                 add([&](Bench& b) { attend(b, std::max(1, rows / length), length, head_size); });
     }

@@ -205,7 +205,7 @@ TEST(Family, RefusesWhatItCannotCompute) {
         {with(plain, "num_key_value_heads", 8), "8 key/value heads"},
         {with(plain, "head_dim", 7), "7 channels"},
         {with(plain, "head_dim", 0), "'head_dim' is 0"},
-        {with(plain, "head_dim", 256), "'head_dim' is 256, but must be an integer from 1 to 128"},
+        {with(plain, "head_dim", 514), "'head_dim' is 514, but must be an integer from 1 to 512"},
         {with(with(with(plain, "hidden_size", 1 << 20), "num_attention_heads", 1 << 18), "head_dim", 128),
          "channels in all heads"},
         {with(plain, "hidden_act", "gelu"), "hidden_act"},

@@ -164,7 +164,7 @@ Options parse_options(int argc, char** argv) {
     Options o;
     CLI::App app("Times causal attention, forward and backward; prints JSON lines.");
     app.option_defaults()->always_capture_default();
-    app.add_option("--head-sizes", o.head_sizes)->delimiter(',')->check(CLI::Range(1, 128));
+    app.add_option("--head-sizes", o.head_sizes)->delimiter(',')->check(CLI::Range(1, 512));
     app.add_option("--lengths", o.lengths)->delimiter(',')->check(CLI::PositiveNumber);
     app.add_option("--precision", o.precision)->check(CLI::IsMember({"fp32", "bf16", "both"}));
     app.add_option("--attention", o.attention, "which kernels")->check(CLI::IsMember({"common", "hopper"}));

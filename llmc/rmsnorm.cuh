@@ -214,7 +214,7 @@ void rmsnorm_backward(Tensor<T>& dx, Tensor<Gradient>& dweight, Tensor<float>& s
 
 // out = qkv with its queries and keys normalized; values are copied, unless out is qkv.
 template <class T, int N>
-__global__ void __launch_bounds__(kBlockThreads)
+__global__ void __launch_bounds__(kBlockThreads, 1)  // as for rmsnorm_forward_kernel
     head_norm_forward_kernel(T* out, const T* qkv, const T* q_weight, const T* k_weight, int rows, int heads,
                              int kv_heads, int head_size, float epsilon, RmsProduct product) {
     const int row = blockIdx.x * warps_per_block() + warp();

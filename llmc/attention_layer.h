@@ -15,11 +15,12 @@
 
 // The tensors of attention's forward.
 struct AttentionActivations {
-    TensorX qkv;      // (B, T, qkv_width()), as attention reads it
-    TensorX raw_qkv;  // the product, if heads are normalized after it
-    TensorX out;      // (B, T, query_width()), before the projection
-    TensorF lse;      // (B, heads, T), the log of each softmax's denominator
-    BranchNorm norm;  // the norm of the projection, if there is one
+    TensorX qkv;                   // (B, T, qkv_width()), as attention reads it
+    TensorX raw_qkv;               // the product, if heads are normalized after it
+    TensorF query_rstd, key_rstd;  // statistics of that, if all heads are normalized together
+    TensorX out;                   // (B, T, query_width()), before the projection
+    TensorF lse;                   // (B, heads, T), the log of each softmax's denominator
+    BranchNorm norm;               // the norm of the projection, if there is one
 };
 
 class AttentionLayer {
@@ -50,9 +51,11 @@ class AttentionLayer {
         } else {
             a.qkv = product();
         }
-        if (norms)
+        if (norms && normalizes_each_head(c, w))
             head_norm_forward(a.qkv, a.raw_qkv ? a.raw_qkv : a.qkv, w.query_norm.weight, w.key_norm.weight,
                               c.heads, c.kv_heads, stream_, epsilon(), rms_product(family_.norm));
+        else if (norms)
+            normalize_together(c, a, w);
         if (const Rotation of = rotation(c); of.rotated > 0)
             rope_forward(a.qkv, keys_.factors_of(layer), of, first_position, rows.positions(a.qkv.rows()),
                          stream_);
@@ -93,7 +96,11 @@ class AttentionLayer {
         if (const Rotation of = rotation(c); of.rotated > 0)
             rope_backward(d_qkv, keys_.factors_of(layer), of, kv ? kv->rows_before : 0,
                           rows.positions(d_qkv.rows()), stream_);
-        if (w.query_norm.weight) backward_of_norms(c, d_qkv, a, w, g);
+        if (w.query_norm.weight) {
+            normalizes_each_head(c, w) ? backward_of_norms(c, d_qkv, a, w, g)
+                                       : backward_together(c, d_qkv, a, w, g);
+            a.raw_qkv.drop();
+        }
         return d_qkv;
     }
 
@@ -163,7 +170,51 @@ class AttentionLayer {
         };
         g.query_norm.all ? backward(g.query_norm.sums.weight, g.key_norm.sums.weight)
                          : backward(g.query_norm.view.weight, g.key_norm.view.weight);
-        a.raw_qkv.drop();
+    }
+
+    // OLMo 2 normalizes the queries of a row together, and its keys, with weights for all heads: the rows of
+    // these norms are parts of the rows of qkv.
+    static bool normalizes_each_head(const LayerConfig& c, const Block<floatX>& w) {
+        return w.query_norm.weight.size() == c.head_size;
+    }
+    void normalize_together(const LayerConfig& c, AttentionActivations& a, const Block<floatX>& w) {
+        const TensorX raw = a.raw_qkv ? a.raw_qkv.view() : a.qkv.view();
+        const int64_t rows = raw.rows(), row = raw.columns(), values = row - c.kv_width();
+        const auto normalize = [&](const char* name, int64_t first, const TensorX& weight) {
+            TensorF rstd = arena_.take<float>(name, {rows});
+            TensorX out(a.qkv.at(first), {rows, weight.size()});
+            const TensorX x(raw.at(first), out.shape());
+            rmsnorm_forward(out, rstd, x, weight, stream_, epsilon(), rms_product(family_.norm), row);
+            return rstd;
+        };
+        a.query_rstd = normalize("query_rstd", 0, w.query_norm.weight);
+        a.key_rstd = normalize("key_rstd", c.query_width(), w.key_norm.weight);
+        if (a.raw_qkv)
+            copy_rows_on_device(a.qkv.at(values), row, raw.at(values), row, c.kv_width(), rows, stream_);
+    }
+    void backward_together(const LayerConfig& c, TensorX& d_qkv, AttentionActivations& a,
+                           const Block<floatX>& w, BlockGradient<floatX>& g) {
+        const int64_t rows = d_qkv.rows(), row = d_qkv.columns(), values = row - c.kv_width();
+        TensorX d_raw = arena_.take<floatX>("d_raw_qkv", d_qkv.shape(), "gradient");
+        fill_zero(d_raw, stream_);
+        const auto backward = [&](NormGradient<floatX>& to, int64_t first, const TensorX& weight,
+                                  TensorF& rstd) {
+            const Shape part{rows, weight.size()};
+            TensorX d_x(d_raw.at(first), part);
+            const TensorX x(a.raw_qkv.at(first), part), d_out(d_qkv.at(first), part);
+            TensorF scratch;
+            if (to.view.weight)
+                scratch = arena_.take<float>("column_sums", column_sums_scratch(rows, weight.size(), 1));
+            to.with([&](auto& norm) {
+                rmsnorm_backward(d_x, norm.weight, scratch, d_out, x, rstd, weight, stream_,
+                                 rms_product(family_.norm), row);
+            });
+            rstd.drop();
+        };
+        backward(g.query_norm, 0, w.query_norm.weight, a.query_rstd);
+        backward(g.key_norm, c.query_width(), w.key_norm.weight, a.key_rstd);
+        copy_rows_on_device(d_raw.at(values), row, d_qkv.at(values), row, c.kv_width(), rows, stream_);
+        d_qkv = std::move(d_raw);
     }
 
     Arena& arena_;

@@ -68,7 +68,7 @@ SIMT_DEVICE void store_block_sums(float* out, const Accumulator<N>& sums, int co
 
 template <class T, int N, class Columns>
 __global__ void __launch_bounds__(kBlockThreads, 2)  // otherwise loads wait for each other, to save registers
-    column_sums_kernel(float* partial, Columns columns, int rows, int C, int rows_per_chunk) {
+    column_sums_kernel(float* partial, Columns columns, int rows, int C, int64_t apart, int rows_per_chunk) {
     constexpr int kSums = Columns::kSums;
     const int chunk_end = (blockIdx.y + 1) * rows_per_chunk, end = chunk_end < rows ? chunk_end : rows;
     const int base = (blockIdx.x * kLanes * kColumnVectors + lane()) * N;
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)  // otherwise loads wait for
 #pragma unroll
         for (int v = 0; v < kColumnVectors; v++) {
             const int c = base + v * kLanes * N;  // column 0 instead of one beyond the end: no branch
-            of_row.v[v] = columns.template part<N>(row, int64_t{row} * C + (c < C ? c : 0));
+            of_row.v[v] = columns.template part<N>(row, row * apart + (c < C ? c : 0));
         }
         return of_row;
     };
@@ -134,19 +134,19 @@ void add_chunks(ColumnOutputs<T, kSums> out, const Tensor<float>& partial, int c
 }
 
 // out[s] (C) += sums over all rows. columns.part() loads a vector of a row of T, columns.add() adds it to the
-// sums.
+// sums. The rows begin `apart` elements apart, or C if that is 0.
 template <class T, class Columns, class Out>
 void add_column_sums(const Columns& columns, ColumnOutputs<Out, Columns::kSums> out, Tensor<float>& scratch,
-                     int rows, int C, Stream stream) {
+                     int rows, int C, Stream stream, int64_t apart = 0) {
     const int chunks = column_chunks(rows);
     assert(scratch.shape() == column_sums_scratch(rows, C, Columns::kSums));
     const int rows_per_chunk = static_cast<int>(ceil_div(rows, chunks));
-    with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
+    with_vector_size<T>(std::gcd(int64_t{C}, apart), [&]<int N>(std::integral_constant<int, N>) {
         const dim3 grid(static_cast<unsigned>(ceil_div(C, int64_t{kLanes} * N * kColumnVectors)),
                         static_cast<unsigned>(chunks));
         const size_t shared_bytes = kFastCpu ? 0 : kBlockWarps * SumsRow<N>::kFloats * sizeof(float);
         launch<column_sums_kernel<T, N, Columns>>(grid, kBlockThreads, shared_bytes, stream, scratch.data(),
-                                                  columns, rows, C, rows_per_chunk);
+                                                  columns, rows, C, apart > 0 ? apart : C, rows_per_chunk);
     });
     add_chunks(out, scratch, chunks, C, stream);
 }

@@ -7,6 +7,7 @@
 #include "llmc/family_granite.h"
 #include "llmc/family_llama.h"
 #include "llmc/family_ministral3.h"
+#include "llmc/family_olmo.h"
 #include "llmc/family_phi3.h"
 #include "llmc/family_qwen.h"
 #include "llmc/family_smollm3.h"

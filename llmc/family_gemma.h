@@ -76,73 +76,51 @@ namespace gemma3 {
 inline constexpr TokenDefaults kTokens = {262208, 2, 1, 0};
 constexpr int kPattern = 6;  // every sixth layer attends to all tokens
 
-// Layers with a window rotate by frequencies of their own, which are not scaled.
-inline RopeScaling read_local_rope(const ConfigReader& r, const llama::Defaults& d, const ModelConfig& c) {
-    if (llama::rope_parameters(r).has("sliding_attention"))
-        return llama::read_rope(r, d, c.positions, c.head_size, "sliding_attention");
-    RopeScaling rope;
-    rope.theta = r.number("rope_local_base_freq", 10000, 1, llama::kHuge);
-    return rope;
-}
-
-// Sets the layers that attend to `window` tokens, and how these rotate.
-template <class Slides>
-void set_windows(ModelConfig& c, int window, const RopeScaling& local, Slides&& slides) {
-    std::vector<LayerConfig> layers(static_cast<size_t>(c.layers), c);
-    for (int l = 0; l < c.layers; l++)
-        if (slides(l))
-            layers[static_cast<size_t>(l)].window = window, layers[static_cast<size_t>(l)].rope = local;
-    c.set_layers(std::move(layers));
-}
-
 inline void read(const ConfigReader& r, ModelConfig& c) {
-    llama::Defaults d = {.tokens = kTokens,
-                         .mlp_width = 9216,
-                         .positions = 131072,
-                         .kv_heads = 4,
-                         .head_size = 256,
-                         .theta = 1e6,
-                         .tied = true,
-                         .layers = 26,
-                         .channels = 2304,
-                         .heads = 8,
-                         .has_silu = false,
-                         .rope_layers = "full_attention"};
-    gemma::read_with(r, c, d);
+    gemma::read_with(r, c,
+                     {.tokens = kTokens,
+                      .mlp_width = 9216,
+                      .positions = 131072,
+                      .kv_heads = 4,
+                      .head_size = 256,
+                      .theta = 1e6,
+                      .tied = true,
+                      .layers = 26,
+                      .channels = 2304,
+                      .heads = 8,
+                      .has_silu = false,
+                      .rope_layers = "full_attention"});
     r.must_be("hidden_activation", {"gelu_pytorch_tanh"});
     for (const char* cap : {"attn_logit_softcapping", "final_logit_softcapping"}) r.must_be(cap, {nullptr});
     c.scales.attention = 1 / std::sqrt(r.size("query_pre_attn_scalar", 256, 1 << 20));
-    d.theta = 10000;
-    const RopeScaling local = read_local_rope(r, d, c);
-    if (local.type != RopeType::kDefault) r.refuse("rope_parameters", "not scaled in layers with a window");
+    const RopeScaling local =
+        mistral::read_local_rope(r, r.number("rope_local_base_freq", 10000, 1, llama::kHuge));
     const int pattern = r.size("sliding_window_pattern", kPattern, INT32_MAX);
-    const std::vector<bool> slides =
-        mistral::sliding_layers(r, c, [&](int layer) { return (layer + 1) % pattern != 0; });
-    set_windows(c, r.size("sliding_window", 4096, INT32_MAX), local,
-                [&](int layer) { return slides[static_cast<size_t>(layer)]; });
+    mistral::read_windows(
+        r, c, r.size("sliding_window", 4096, INT32_MAX), [&](int l) { return (l + 1) % pattern != 0; },
+        &local);
 }
 
 inline void write(const ModelConfig& c, nlohmann::json& json) {
     llama::write(c, json);
+    mistral::write_windows(c, json);
     json.erase("hidden_act");
     json["hidden_activation"] = "gelu_pytorch_tanh";
     json["query_pre_attn_scalar"] = std::lround(1 / (c.scales.attention * c.scales.attention));
-    json["layer_types"] = nlohmann::json::array();
-    for (int l = 0; l < c.layers; l++) {
-        const LayerConfig& layer = c.layer(l);
-        json["layer_types"].push_back(layer.window > 0 ? "sliding_attention" : "full_attention");
-        if (layer.window == 0) continue;
-        json["sliding_window"] = layer.window;
-        json["rope_local_base_freq"] = layer.rope.theta;
-    }
+    for (int l = 0; l < c.layers; l++)
+        if (c.layer(l).window > 0) json["rope_local_base_freq"] = c.layer(l).rope.theta;
 }
 
 inline void begin(ModelConfig& c) {
     gemma::begin(c);
     c.scales.attention = 1 / std::sqrt(c.head_size);
-    const RopeScaling local = c.rope;
-    c.rope.theta = 1e6;
-    set_windows(c, 512, local, [](int layer) { return (layer + 1) % kPattern != 0; });
+    std::vector<LayerConfig> layers(static_cast<size_t>(c.layers), c);
+    for (size_t l = 0; l < layers.size(); l++) {
+        const bool sees_all = (l + 1) % kPattern == 0;
+        layers[l].rope.theta = sees_all ? 1e6 : 10000;
+        layers[l].window = sees_all ? 0 : 512;
+    }
+    c.set_layers(std::move(layers));
 }
 
 // The norm before the MLP has another name than Llama's, whose name is that of the norm behind attention.

@@ -300,9 +300,10 @@ std::vector<bool> sliding_layers(const ConfigReader& r, const ModelConfig& c, Sl
 }
 
 // Reads the windows of layers: all have `window`, if it is not 0, or those that slides() or 'layer_types'
-// choose.
+// choose. These layers rotate by `local` if it is given.
 template <class Slides>
-void read_windows(const ConfigReader& r, ModelConfig& c, int window, Slides&& slides) {
+void read_windows(const ConfigReader& r, ModelConfig& c, int window, Slides&& slides,
+                  const RopeScaling* local = nullptr) {
     std::vector<LayerConfig> layers(static_cast<size_t>(c.layers), c);
     const std::vector<bool> sliding =
         sliding_layers(r, c, [&](int layer) { return window > 0 && slides(layer); });
@@ -310,6 +311,7 @@ void read_windows(const ConfigReader& r, ModelConfig& c, int window, Slides&& sl
         if (sliding[l] && window == 0)
             fail("%s: 'layer_types' has sliding_attention, and no 'sliding_window' is set", r.file());
         if (sliding[l]) layers[l].window = window;
+        if (sliding[l] && local) layers[l].rope = *local;
     }
     c.set_layers(std::move(layers));
 }
@@ -318,6 +320,24 @@ void read_windows(const ConfigReader& r, ModelConfig& c, int window, Slides&& sl
 inline void write_layer_types(const ModelConfig& c, nlohmann::json& json) {
     for (const LayerConfig& layer : c.uneven)
         json["layer_types"].push_back(layer.window > 0 ? "sliding_attention" : "full_attention");
+}
+
+// Where layers with a window have a rotation of their own: it is not scaled, and has `theta` unless
+// 'rope_parameters' names another.
+inline RopeScaling read_local_rope(const ConfigReader& r, double theta) {
+    const ConfigReader p = r.object("rope_parameters").object("sliding_attention");
+    p.must_be("rope_type", {"default"});
+    RopeScaling rope;
+    rope.theta = p.number("rope_theta", theta, 1, llama::kHuge);
+    return rope;
+}
+
+// Writes each layer's type, and the window of those that have one.
+inline void write_windows(const ModelConfig& c, nlohmann::json& json) {
+    json["layer_types"] = nlohmann::json::array();
+    for (int l = 0; l < c.layers; l++)
+        json["layer_types"].push_back(c.layer(l).window > 0 ? "sliding_attention" : "full_attention");
+    if (c.shortest_window() > 0) json["sliding_window"] = c.shortest_window();
 }
 
 inline void read(const ConfigReader& r, ModelConfig& c) {

@@ -51,10 +51,10 @@ SIMT_DEVICE void rms_normalize(T* out, const T* x, float rstd, const T* weight, 
 template <class T, int N, int kKept, bool kResidual>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     rmsnorm_forward_kernel(T* out, float* rstd, T* sum, const T* a, const T* b, const T* weight, int rows,
-                           int C, float epsilon, RmsProduct product) {
+                           int C, int64_t apart, float epsilon, RmsProduct product) {
     const int row = blockIdx.x * warps_per_block() + warp();
     if (row >= rows) return;
-    const int64_t start = int64_t{row} * C;
+    const int64_t start = row * apart;
     LaneRow<T, N, kKept> x(a + start, C);
     const LaneRow<T, N, kKept> other(kResidual ? b + start : nullptr, kResidual ? C : 0);
     Accumulator<N> squares;
@@ -90,15 +90,16 @@ __global__ void __launch_bounds__(kBlockThreads)
     rms_normalize<N>(out + start, x + start, rstd[row], weight, product, C, lane() * N, kLanes * N);
 }
 
-// dx += rstd (g - xhat mean(g xhat)) with g = dout (weight + added) and xhat = x rstd. One warp per row,
-// which it reads once if kKept vectors of it are kept in registers. The sum has the same order in any case.
+// dx += rstd (g - xhat mean(g xhat)) with g = dout (weight + added) and xhat = x
+// rstd. One warp per row, which it reads once if kKept vectors of it are kept in registers. The sum has the
+// same order in any case.
 template <class T, int N, int kKept>
 __global__ void __launch_bounds__(kBlockThreads)
     rmsnorm_backward_input_kernel(T* dx, const T* dout, const T* x, const float* rstd, const T* weight,
-                                  int rows, int C, float added) {
+                                  int rows, int C, int64_t apart, float added) {
     const int row = blockIdx.x * warps_per_block() + warp();
     if (row >= rows) return;
-    const int64_t start = int64_t{row} * C;
+    const int64_t start = row * apart;
     const float r = rstd[row];
     LaneRow<T, N, kKept> d_row(dout + start, C), x_row(x + start, C);
     Accumulator<N> sum_gx;
@@ -141,23 +142,26 @@ struct RmsnormColumns {
 
 template <class T, bool kResidual>
 void rmsnorm_launch(Tensor<T>& out, Tensor<float>& rstd, T* sum, const Tensor<T>& a, const T* b,
-                    const Tensor<T>& weight, Stream stream, float epsilon, RmsProduct product) {
+                    const Tensor<T>& weight, Stream stream, float epsilon, RmsProduct product,
+                    int64_t apart) {
     const int rows = static_cast<int>(a.rows()), C = static_cast<int>(a.columns());
     with_lane_rows<T>(
-        C, [&]<int N, int kKept>(std::integral_constant<int, N>, std::integral_constant<int, kKept>) {
+        C,
+        [&]<int N, int kKept>(std::integral_constant<int, N>, std::integral_constant<int, kKept>) {
             launch<rmsnorm_forward_kernel<T, N, kKept, kResidual>>(
                 blocks_of_rows(rows), kBlockThreads, 0, stream, out.data(), rstd.data(), sum, a.data(), b,
-                weight.data(), rows, C, epsilon, product);
-        });
+                weight.data(), rows, C, apart > 0 ? apart : C, epsilon, product);
+        },
+        apart);
 }
 
 // out (rows, C) = x rstd (weight + product.added), with rstd = 1/sqrt(mean(x^2) + epsilon) of each row, which
-// is saved.
+// is saved. The rows of out and x begin `apart` elements apart, or C if that is 0. out may be x.
 template <class T>
 void rmsnorm_forward(Tensor<T>& out, Tensor<float>& rstd, const Tensor<T>& x, const Tensor<T>& weight,
-                     Stream stream, float epsilon, RmsProduct product = {}) {
+                     Stream stream, float epsilon, RmsProduct product = {}, int64_t apart = 0) {
     const Operation operation("rmsnorm_forward", 0, pass_bytes(out, x));
-    rmsnorm_launch<T, false>(out, rstd, nullptr, x, nullptr, weight, stream, epsilon, product);
+    rmsnorm_launch<T, false>(out, rstd, nullptr, x, nullptr, weight, stream, epsilon, product, apart);
 }
 
 // sum (rows, C) = a + b, and out = rmsnorm of sum.
@@ -166,7 +170,7 @@ void residual_rmsnorm_forward(Tensor<T>& sum, Tensor<T>& out, Tensor<float>& rst
                               const Tensor<T>& b, const Tensor<T>& weight, Stream stream, float epsilon,
                               RmsProduct product = {}) {
     const Operation operation("residual_rmsnorm_forward", 0, pass_bytes(sum, out, a, b));
-    rmsnorm_launch<T, true>(out, rstd, sum.data(), a, b.data(), weight, stream, epsilon, product);
+    rmsnorm_launch<T, true>(out, rstd, sum.data(), a, b.data(), weight, stream, epsilon, product, 0);
 }
 
 // Recomputes rmsnorm_forward's output from x and the saved rstd: the same bits, one pass.
@@ -183,23 +187,27 @@ void rmsnorm_normalize(Tensor<T>& out, const Tensor<T>& x, const Tensor<float>& 
 
 // Adds to dx (rows, C) and dweight (C) their gradients through rmsnorm_forward of x, from dout (rows, C). If
 // dweight is absent, the weight is frozen: nothing is computed for it, and scratch may be absent too.
-// Otherwise scratch is column_sums_scratch(rows, C, 1).
+// Otherwise scratch is column_sums_scratch(rows, C, 1). The rows of dx, dout and x begin `apart` elements
+// apart, or C if that is 0.
 template <class T, class Gradient>
 void rmsnorm_backward(Tensor<T>& dx, Tensor<Gradient>& dweight, Tensor<float>& scratch, const Tensor<T>& dout,
                       const Tensor<T>& x, const Tensor<float>& rstd, const Tensor<T>& weight, Stream stream,
-                      RmsProduct product = {}) {
+                      RmsProduct product = {}, int64_t apart = 0) {
     const Operation operation("rmsnorm_backward", 0,
                               pass_bytes(dx, dx, dout, x) + (dweight ? pass_bytes(dout, x) : 0));
     const int rows = static_cast<int>(x.rows()), C = static_cast<int>(x.columns());
     with_lane_rows<T>(
-        C, [&]<int N, int kKept>(std::integral_constant<int, N>, std::integral_constant<int, kKept>) {
-            launch<rmsnorm_backward_input_kernel<T, N, kKept>>(blocks_of_rows(rows), kBlockThreads, 0, stream,
-                                                               dx.data(), dout.data(), x.data(), rstd.data(),
-                                                               weight.data(), rows, C, product.added);
-        });
+        C,
+        [&]<int N, int kKept>(std::integral_constant<int, N>, std::integral_constant<int, kKept>) {
+            launch<rmsnorm_backward_input_kernel<T, N, kKept>>(
+                blocks_of_rows(rows), kBlockThreads, 0, stream, dx.data(), dout.data(), x.data(), rstd.data(),
+                weight.data(), rows, C, apart > 0 ? apart : C, product.added);
+        },
+        apart);
     if (!dweight) return;
     const RmsnormColumns<T> columns{dout.data(), x.data(), rstd.data()};
-    add_column_sums<T>(columns, ColumnOutputs<Gradient, 1>{{dweight.data()}}, scratch, rows, C, stream);
+    add_column_sums<T>(columns, ColumnOutputs<Gradient, 1>{{dweight.data()}}, scratch, rows, C, stream,
+                       apart);
 }
 
 // ---- the norm of each head

@@ -6,6 +6,7 @@
 // one element: launchers choose, with vector_fits().
 #pragma once
 
+#include <numeric>
 #include <type_traits>
 
 #include "llmc/simt.h"
@@ -271,10 +272,10 @@ class LaneRow {
 };
 
 // Calls f with the vector size that rows of C elements allow and the number of vectors that a lane keeps, as
-// integral constants.
+// integral constants. The rows begin `apart` elements apart, or C if that is 0.
 template <class T, class F>
-void with_lane_rows(int64_t C, F&& f) {
-    with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N> size) {
+void with_lane_rows(int64_t C, F&& f, int64_t apart = 0) {
+    with_vector_size<T>(std::gcd(C, apart), [&]<int N>(std::integral_constant<int, N> size) {
         const int64_t vectors = ceil_div(C, int64_t{kLanes} * N);
         if constexpr (N > 1 && kMostKept > 0) {
             if (vectors <= 4) return f(size, std::integral_constant<int, 4>());

@@ -29,6 +29,7 @@ TRAINED_ON_60 = json.dumps({"original_max_position_embeddings": 60})
 MINISTRAL3 = json.dumps(json.loads(YARN) | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
                                             "original_max_position_embeddings": 8})
 SMOLLM3 = json.dumps({"no_rope_layers": [1, 0]})
+OLMO3_ROPE = json.dumps({"full_attention": json.loads(YARN), "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}})
 GRANITE = json.dumps({"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 1.7})
 GEMMA3 = json.dumps({"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 13})
 GEMMA3_ROPE = json.dumps({"full_attention": json.loads(LINEAR), "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}})
@@ -49,6 +50,8 @@ MODELS = {
     "gemma": ("--heads", 4, "--kv-heads", 1, "--channels", 56, "--head-size", 18, "--tied"),
     "gemma3_text": ("--heads", 4, "--kv-heads", 2, "--channels", 48, "--head-size", 20, "--tied", "--window", 7,
                     "--rope", GEMMA3_ROPE, "--config", GEMMA3),
+    "olmo2": ("--heads", 6, "--kv-heads", 2, "--channels", 48),
+    "olmo3": ("--heads", 4, "--channels", 48, "--window", 9, "--rope", OLMO3_ROPE, "--config", '{"layer_types": ["sliding_attention", "full_attention"]}'),
     "bloom": ("--heads", 6, "--channels", 48),
     "bloom-prefix": ("--heads", 8, "--channels", 64, "--prefix"),
 }

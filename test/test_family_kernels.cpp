@@ -160,12 +160,13 @@ std::vector<unsigned char> rmsnorm_bits(const MatrixSize& s) {
     const dim3 blocks(blocks_of_rows(s.rows));
     launch<rmsnorm_forward_kernel<T, N, kKept, true>>(blocks, kBlockThreads, 0, kStream, out_of_sum.data(),
                                                       rstd_of_sum.data(), sum.data(), x.data(), b.data(),
-                                                      w.data(), s.rows, s.C, kEpsilon, RmsProduct{});
+                                                      w.data(), s.rows, s.C, s.C, kEpsilon, RmsProduct{});
     launch<rmsnorm_forward_kernel<T, N, kKept, false>>(blocks, kBlockThreads, 0, kStream, out.data(),
                                                        rstd.data(), nullptr, x.data(), nullptr, w.data(),
-                                                       s.rows, s.C, kEpsilon, RmsProduct{});
+                                                       s.rows, s.C, s.C, kEpsilon, RmsProduct{});
     launch<rmsnorm_backward_input_kernel<T, N, kKept>>(blocks, kBlockThreads, 0, kStream, dx.data(), b.data(),
-                                                       x.data(), rstd.data(), w.data(), s.rows, s.C, 0.f);
+                                                       x.data(), rstd.data(), w.data(), s.rows, s.C, s.C,
+                                                       0.f);
     return bytes_of(out.download(), sum.download(), out_of_sum.download(), dx.download(), rstd.download(),
                     rstd_of_sum.download());
 }
@@ -226,6 +227,48 @@ TYPED_TEST(FamilyKernels, RmsnormBackward) {
             EXPECT_LT(relative_error(dw, want_dw), tolerance<T>());
             EXPECT_TRUE(bytes_of(dx_alone) == bytes_of(dx)) << "a frozen weight changes dx";
         }
+}
+
+// Rows that are parts of wider rows, as OLMo 2 normalizes queries and keys: the rest stays as it is.
+TYPED_TEST(FamilyKernels, RmsnormOfPartsOfRows) {
+    using T = TypeParam;
+    struct Case {
+        int rows, C, first, apart;
+    };
+    for (const Case& s : {Case{37, 64, 128, 256}, {5, 36, 72, 144}, {9, 18, 72, 108}, {3, 72, 0, 108}}) {
+        SCOPED_TRACE(std::to_string(s.C) + " of " + std::to_string(s.apart));
+        const size_t n = static_cast<size_t>(s.rows) * s.apart;
+        const std::vector<T> x = random_values<T>(n, 1, 41), dout = random_values<T>(n, 1, 42),
+                             dx_0 = random_values<T>(n, 1, 45), w = random_values<T>(s.C, 1, 43),
+                             dw_0 = random_values<T>(s.C, 3, 44);
+        std::vector<T> out, dx, dw;
+        for_each_order([&] {
+            const DeviceArray<T> d_x(x), d_out(x), d_dout(dout), d_dx(dx_0), d_w(w), d_dw(dw_0);
+            const DeviceArray<float> d_rstd(poisoned<float>(s.rows));
+            const Shape scratch_shape = column_sums_scratch(s.rows, s.C, 1), part{s.rows, s.C};
+            const DeviceArray<float> d_scratch(poisoned<float>(scratch_shape.size()));
+            const Tensor<T> t_x(d_x.data() + s.first, part), t_dout(d_dout.data() + s.first, part),
+                t_w = d_w.tensor({s.C});
+            Tensor<T> t_out(d_out.data() + s.first, part), t_dx(d_dx.data() + s.first, part);
+            Tensor<T> t_dw = d_dw.tensor({s.C});
+            Tensor<float> rstd = d_rstd.tensor({s.rows}), scratch = d_scratch.tensor(scratch_shape);
+            rmsnorm_forward(t_out, rstd, t_x, t_w, kStream, kEpsilon, {}, s.apart);
+            rmsnorm_backward(t_dx, t_dw, scratch, t_dout, t_x, rstd, t_w, kStream, {}, s.apart);
+            out = d_out.download(), dx = d_dx.download(), dw = d_dw.download();
+            return bytes_of(out, dx, dw);
+        });
+        const Doubles in = to_doubles(x), d = to_doubles(dout), weight = to_doubles(w);
+        Doubles want = in, want_dx = to_doubles(dx_0), want_dw = to_doubles(dw_0);
+        for (size_t at = s.first; at < n; at += s.apart) {
+            const RmsnormReference row(Doubles(&in[at], &in[at] + s.C), weight, double{kEpsilon});
+            std::copy(row.out.begin(), row.out.end(), &want[at]);
+            add_rmsnorm_gradients(&want_dx[at], want_dw.data(), &d[at], &in[at], row.rstd[0], weight.data(),
+                                  s.C);
+        }
+        EXPECT_LT(relative_error(out, want), tolerance<T>());
+        EXPECT_LT(relative_error(dx, want_dx), tolerance<T>());
+        EXPECT_LT(relative_error(dw, want_dw), tolerance<T>());
+    }
 }
 
 // Compared with inv_freq of `transformers` 5.23.

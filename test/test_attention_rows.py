@@ -18,7 +18,7 @@ VOCAB, LENGTH = 301, 300
 DATA = ("--model", "model", "--data", "data.bin", "--batch", 2, "--seq-len", LENGTH, "--recompute", "block")
 # Odd shapes of everything that a block may have; windows of less than a chunk and of more.
 MODELS = {"gpt2": OPTIONS["gpt2"], "llama": OPTIONS["llama"], "qwen3": OPTIONS["qwen3"], "bloom": OPTIONS["bloom"],
-          "gemma3_text-window": OPTIONS["gemma3_text"],
+          "gemma3_text-window": OPTIONS["gemma3_text"], "olmo2": OPTIONS["olmo2"],
           "mistral": ("--heads", 4, "--kv-heads", 2, "--channels", 48, "--window", 37),
           "qwen2-window": ("--heads", 4, "--kv-heads", 2, "--channels", 48, "--window", 140)}
 

@@ -70,6 +70,7 @@ TEST(Family, CountsOfPublishedModels) {
           {"vocab_size", 250880}},
          559214592},  // BLOOM 560m
         {gemma3_27b(), 27009346304},
+        {of_type("olmo2", llama(4096, 32, 32, 32, 11008, 100352, false)), 7298617344},  // OLMo 2 7B
     };
     for (const auto& [config, count] : models) EXPECT_EQ(Layout(parsed(config)).count(), count) << config;
 }
@@ -359,7 +360,9 @@ TEST(Family, WhatIsWrittenReadsBack) {
     const json granite = with(of_type("granite", plain_llama()), "logits_scaling", 10.0);
     const json biases = with(plain_llama(), "attention_bias", true);
     const json gemma = with(of_type("gemma", plain_llama()), "head_dim", 24);
-    for (const json& config : {smollm3, phi3, ministral3, granite, biases, gemma, gemma3_27b()}) {
+    const json olmo2 = of_type("olmo2", plain_llama()), olmo3 = of_type("olmo3", yarn);
+    for (const json& config :
+         {smollm3, phi3, ministral3, granite, biases, gemma, gemma3_27b(), olmo2, olmo3}) {
         EXPECT_EQ(parsed(config_json(parsed(config), "float32")), parsed(config)) << config;
         EXPECT_NE(parsed(config), parsed(plain_llama()));
     }

@@ -62,8 +62,10 @@ constexpr bool is_linear(Field field) {
 }
 
 constexpr bool is_norm_weight(Field field) {
-    return field == Field::Norm1Weight || field == Field::Norm2Weight || field == Field::QueryNormWeight ||
-           field == Field::KeyNormWeight || field == Field::LastNormWeight;
+    using enum Field;
+    constexpr Field all[] = {Norm1Weight,   Norm2Weight,         QueryNormWeight, KeyNormWeight,
+                             MlpNormWeight, AttentionNormWeight, LastNormWeight};
+    return std::ranges::find(all, field) != std::end(all);
 }
 
 enum class Init { Normal, ResidualNormal, Zero, One, Uniform };
@@ -119,6 +121,8 @@ struct GgufForm {
     bool rotary_pairs = false;
     std::span<const GgufName> tensors = {}, keys = {};
     bool states_no_window = false;  // models without a window say that it is 0
+    // Adds what llama.cpp takes for granted to the config.json that was made of a GGUF's keys.
+    void (*add_implied)(nlohmann::json&) = nullptr;
 };
 
 // The defaults of the family's class in `transformers`, for keys that a config.json lacks.

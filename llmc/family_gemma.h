@@ -58,6 +58,7 @@ inline Table head(const ModelConfig& c) { return with_gains_from_0(llama::head(c
 constexpr Family kGemma = [] {
     Family family = kLlama;
     family.name = "gemma";
+    family.gguf = {};
     family.architecture = "GemmaForCausalLM";
     family.tokens = gemma::kTokens;
     family.norm = NormKind::RmsPlusOne;
@@ -140,9 +141,26 @@ inline Table block(const ModelConfig& c, const LayerConfig& layer) {
 }
 }  // namespace gemma3
 
+namespace gemma3 {
+inline constexpr GgufName kGgufTensors[] = {{"post_attention_layernorm", "post_attention_norm"},
+                                            {"pre_feedforward_layernorm", "ffn_norm"},
+                                            {"post_feedforward_layernorm", "post_ffw_norm"}};
+
+// The scale of scores is that of the 27B for models with as many layers. Without a window all layers attend
+// to all tokens.
+inline void add_implied(nlohmann::json& json) {
+    const int channels = json["hidden_size"], heads = json["num_attention_heads"];
+    json["query_pre_attn_scalar"] =
+        json["num_hidden_layers"] == 62 ? channels / heads : json["head_dim"].get<int>();
+    if (!json.contains("sliding_window")) json["sliding_window_pattern"] = 1;
+}
+}  // namespace gemma3
+
 constexpr Family kGemma3 = [] {
     Family family = kGemma;
     family.name = "gemma3_text";
+    family.gguf = {
+        .architecture = "gemma3", .tensors = gemma3::kGgufTensors, .add_implied = gemma3::add_implied};
     family.architecture = "Gemma3ForCausalLM";
     family.tokens = gemma3::kTokens;
     family.read = gemma3::read;

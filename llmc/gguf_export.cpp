@@ -178,10 +178,18 @@ void check_rope_for_gguf(const ModelConfig& c, const std::string& where) {
 
 void check_layers_for_gguf(const ModelConfig& c, const std::string& where) {
     nlohmann::json json = config_json(c, "float32");
-    for (const char* by_layer : {"layer_types", "no_rope_layers", "layer_sizes"}) json.erase(by_layer);
-    if (!c.uneven.empty() && !(parse_config(json, where) == c))
-        fail("%s: in GGUF the layers of a %s differ in another way than in this model, or not at all", where,
-             c.family->name);
+    const auto implied = c.family->gguf.add_implied;
+    if (c.uneven.empty() && !implied) return;
+    for (const char* without_key :
+         {"layer_types", "no_rope_layers", "layer_sizes", "query_pre_attn_scalar", "rope_local_base_freq"})
+        json.erase(without_key);
+    if (implied) implied(json);
+    if (!(parse_config(json, where) == c))
+        fail(
+            "%s: GGUF has no keys for the scale of attention's scores and for how layers differ in a %s, and "
+            "this is "
+            "none of its published models",
+            where, c.family->name);
 }
 
 // Adds the keys of rotary positions.

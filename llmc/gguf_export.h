@@ -60,7 +60,7 @@ size_t export_buffers(const ModelConfig& c, int64_t chunk_elements);
 // Fails on a scaling of rotary positions that GGUF has no keys for.
 void check_rope_for_gguf(const ModelConfig& c, const std::string& where);
 
-// Fails if layers differ in a way that GGUF has no keys for.
+// Fails if layers or the scale of attention's scores are not what llama.cpp takes for granted in the family.
 void check_layers_for_gguf(const ModelConfig& c, const std::string& where);
 
 // The keys of a model, without those of its tokenizer. `name` is that of its folder or file.

@@ -229,6 +229,7 @@ nlohmann::json GgufModel::config_json() const {
     for (const auto& [place, name] : family_->gguf.keys)
         if (reader_.has(key(name)))
             json[nlohmann::json::json_pointer(place)] = reader_.number(key(name), -1e30, 1e30);
+    if (family_->gguf.add_implied) family_->gguf.add_implied(json);
     return json;
 }
 

@@ -30,8 +30,9 @@ Tokenizer::Tokenizer(TokenizerParts parts, int begin_of_text, int end_of_text)
     : parts_(std::make_shared<const TokenizerParts>(std::move(parts))),
       begin_of_text_(begin_of_text),
       end_of_text_(end_of_text) {
-    for (const char* usual : {"<|endoftext|>", "<|begin_of_text|>", "<s>"})
+    for (const char* usual : {"<|endoftext|>", "<|begin_of_text|>"})
         if (usual_start_ < 0) usual_start_ = find_spelling(usual);
+    start_tag_ = find_spelling("<s>");
 }
 
 namespace {

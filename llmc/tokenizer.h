@@ -45,10 +45,11 @@ class Tokenizer {
     // than kLongestPiece (tokenizer_encoder.h) is refused, naming the byte.
     std::shared_ptr<TextEncoder> encoder(Spellings spellings = Spellings::Special) const;
     // The token that goes before each document of the data: the usual one, else the one that begins a text,
-    // else the one that ends a text; -1 if there is none of them.
+    // else <s>, else the one that ends a text; -1 if there is none of them.
     int document_start() const {
         if (usual_start_ >= 0) return usual_start_;
-        return begin_of_text_ >= 0 ? begin_of_text_ : end_of_text_;
+        if (begin_of_text_ >= 0) return begin_of_text_;
+        return start_tag_ >= 0 ? start_tag_ : end_of_text_;
     }
 
     // The bytes that a token stands for in the middle of a text; they need not be whole characters. Empty if
@@ -89,7 +90,8 @@ class Tokenizer {
 
     std::shared_ptr<const TokenizerParts> parts_;
     int begin_of_text_ = -1, end_of_text_ = -1;
-    int usual_start_ = -1;  // <|endoftext|>, <|begin_of_text|> or <s>; -1: none of them
+    int usual_start_ = -1;  // <|endoftext|> or <|begin_of_text|>; -1: neither
+    int start_tag_ = -1;    // <s>; in Gemma it is a tag of HTML
 };
 
 // ---- The tokenizer of a GGUF file, which is in the file's metadata. `path` names the file in errors.

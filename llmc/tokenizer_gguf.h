@@ -195,7 +195,11 @@ inline std::string sentencepiece_model(const TokenizerKeys& keys) {
     for (size_t i = 0; i < used; i++) {
         if (!scores[i].is_number()) fail("%s: score %zu is not a number", keys.path(), i);
         ProtoMessage piece;
-        piece.add(1, std::string_view(keys.token(i)));
+        // A GGUF has spaces in Gemma's tokens of spaces; the library looks for them after it has replaced
+        // those of the text.
+        piece.add(
+            1, std::string_view(keys.type(i) == kUserDefined ? with_replaced(keys.token(i), " ", kSpaceSymbol)
+                                                             : keys.token(i)));
         piece.add(2, scores[i].get<float>());
         piece.add(3, static_cast<uint64_t>(i == unknown ? kUnknown : keys.type(i)));
         model.add(1, std::string_view(piece.bytes()));

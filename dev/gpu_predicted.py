@@ -76,7 +76,7 @@ PRODUCTS = {
 # The kernels that an operation launches. The script ends if a kernel belongs to no operation, or an operation
 # has no kernel.
 OPERATIONS = {
-    "attention_forward": "(hopper_)?attention_forward", "attention_backward": "(hopper_)?attention_backward",
+    "attention_forward": "((hopper|wide)_)?attention_forward", "attention_backward": "((hopper|wide)_)?attention_backward",
     "attention_delta": "attention_delta",
     "layernorm_forward": "layernorm_forward.*Lb0E", "residual_layernorm_forward": "layernorm_forward.*Lb1E",
     "layernorm_normalize": "layernorm_normalize", "residual_forward": "residual_forward",

@@ -79,6 +79,15 @@ SIMT_DEVICE void load_wide(T* tile, const T* from, int64_t row_stride, int rows,
     }
 }
 
+// Starts to copy a tile of keys, from `key` on, and that of their values.
+template <class Tiles, class T>
+SIMT_DEVICE void load_wide_keys(T* tiles, const AttentionInput<T>& in, int b, int kv, int key, bool vectors) {
+    const int64_t at = in.kv_offset(b, kv) + key * in.kv_row;
+    load_wide<Tiles, Tiles::kPassing>(tiles, in.k + at, in.kv_row, in.keys - key, in.head_size, vectors);
+    load_wide<Tiles, Tiles::kPassing>(tiles + Tiles::kPassingSize, in.v + at, in.kv_row, in.keys - key,
+                                      in.head_size, vectors);
+}
+
 // Loads the block's rows, of which there are `rows`, and keeps the warp's columns of its own rows. Ends with
 // a __syncthreads().
 template <class Tiles, int M, class T>
@@ -185,11 +194,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     keep_rows(q, shared, in.q + in.q_offset(b, h) + block_row * in.q_row, in.q_row, in.queries - block_row,
               in.head_size, vectors, warp);
     const auto load_keys = [&](int i, T* tiles) SIMT_INLINE {
-        const int key = i * kPassing;
-        const int64_t at = in.kv_offset(b, kv) + key * in.kv_row;
-        load_wide<Tiles, kPassing>(tiles, in.k + at, in.kv_row, in.keys - key, in.head_size, vectors);
-        load_wide<Tiles, kPassing>(tiles + Tiles::kPassingSize, in.v + at, in.kv_row, in.keys - key,
-                                   in.head_size, vectors);
+        load_wide_keys<Tiles>(tiles, in, b, kv, i * kPassing, vectors);
     };
     const auto use_keys = [&](int i, const T* tiles) SIMT_INLINE {
         const int key = i * kPassing;
@@ -338,11 +343,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
         if (in.continues) load_carried<kWideColumns>(dq_rows[m], in, h, row + 16 * m, vectors, warp.column);
     }
     const auto load_keys = [&](int i, T* tiles) SIMT_INLINE {
-        const int key = i * kPassing;
-        const int64_t at = in.kv_offset(b, kv) + key * in.kv_row;
-        load_wide<Tiles, kPassing>(tiles, in.k + at, in.kv_row, in.keys - key, in.head_size, vectors);
-        load_wide<Tiles, kPassing>(tiles + Tiles::kPassingSize, in.v + at, in.kv_row, in.keys - key,
-                                   in.head_size, vectors);
+        load_wide_keys<Tiles>(tiles, in, b, kv, i * kPassing, vectors);
     };
     const auto use_keys = [&](int i, const T* k_tile) SIMT_INLINE {
         const int key = i * kPassing;

@@ -387,7 +387,7 @@ TensorX Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, T
                            const Head<floatX>& d_head) {
     TensorX residual = embedding_and_head_.without_prompt(std::move(m.residual));
     const int64_t row_count = residual.rows(), C = config_.channels;
-    Loss loss(arena_, m.batch, loss_scale, config_.vocabulary);
+    Loss loss(arena_, m.batch, loss_scale, config_.vocabulary, config_.scales.logit_cap);
     HeadGradient<floatX> g(d_head, m.accumulate);
     g.begin(arena_, stream_, go_in_chunks(row_count, head_rows));
     embedding_and_head_.prefetch_head();
@@ -416,6 +416,7 @@ HeadActivations Gpt::forward_head(const TensorX& x, const Rows& rows) {
     HeadActivations a{norm_.forward(kLastNorm, x, weights_.head.norm), {}};
     scale(a.norm.out, a.norm.out, config_.scales.logits, stream_);
     a.logits = embedding_and_head_.logits(a.norm.out, rows);
+    soft_cap(a.logits, config_.scales.logit_cap, stream_);
     return a;
 }
 
@@ -520,7 +521,7 @@ void Gpt::evaluate(const DeviceBatch& batch, int64_t head_rows, float loss_scale
     TensorX last = forward_only(batch.inputs, rows_of(batch), nullptr);
     if (!layout_.has_head()) return send(Neighbor::Next, last);
     const TensorX residual = embedding_and_head_.without_prompt(std::move(last));
-    Loss loss(arena_, batch, loss_scale, config_.vocabulary);
+    Loss loss(arena_, batch, loss_scale, config_.vocabulary, config_.scales.logit_cap);
     embedding_and_head_.prefetch_head();
     for_each_chunk(arena_, {}, residual.rows(), head_rows, [&](const Rows&, int64_t first, int64_t count) {
         const HeadActivations a = forward_head(residual.rows_at(first, count));

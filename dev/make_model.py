@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, GPT2Config
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-ROTARY = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "ministral3", "granite", "gemma", "gemma3_text", "olmo2", "olmo3")
+ROTARY = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "ministral3", "granite", "gemma", "gemma2", "gemma3_text", "olmo2", "olmo3")
 FAMILIES = ("gpt2", *ROTARY, "bloom")
 
 
@@ -27,7 +27,7 @@ def config_of(options):
                           n_positions=options.positions, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **ends)
     if options.family == "bloom":
         return BloomConfig(n_layer=options.layers, n_head=options.heads, hidden_size=options.channels, **ends)
-    window = {"sliding_window": options.window or None} if options.family in ("mistral", "phi3", "ministral3", "gemma3_text", "olmo3") else {}
+    window = {"sliding_window": options.window or None} if options.family in ("mistral", "phi3", "ministral3", "gemma2", "gemma3_text", "olmo3") else {}
     if options.window and options.family in ("qwen2", "qwen3"):
         window = {"use_sliding_window": True, "sliding_window": options.window, "max_window_layers": 0}
     head_size = options.head_size or options.channels // options.heads

@@ -16,11 +16,12 @@ struct LossScale {
 };
 
 // Columns from V to stride are padding of the vocabulary: no probability, zero gradient. A row with a
-// negative target is ignored: no loss, zero gradient. `stride` is a multiple of the vector.
+// negative target is ignored: no loss, zero gradient. `stride` is a multiple of the vector. If logits have a
+// soft cap, `fraction` is 1 / cap, and the gradient is that of the logits before they were capped; else 0.
 template <class T, bool kGradient>
 __global__ void __launch_bounds__(kBlockThreads)
     cross_entropy_kernel(T* logits, float* losses, const int* targets, LossScale loss_scale, int V,
-                         int stride) {
+                         int stride, float fraction) {
     constexpr int N = kVectorSize<T>;
     T* row = logits + int64_t{blockIdx.x} * stride;
     const int target = targets[blockIdx.x];
@@ -49,14 +50,16 @@ __global__ void __launch_bounds__(kBlockThreads)
     if constexpr (kGradient) {
         __syncthreads();  // the loss has read the target's logit, which is overwritten now
         const float scale = loss_scale.get(), factor = target < 0 ? 0.f : scale / total;
+        const auto slope = [fraction](float x) { return 1.f - (x * fraction) * (x * fraction); };
         for (int c = first; c < stride; c += step) {
             const Packed<T, N> p = load_ahead<N>(row + c);
             float o[N];
-            for (int k = 0; k < N; k++) o[k] = fast_exp(p[k] - maximum) * factor;
+            for (int k = 0; k < N; k++) o[k] = fast_exp(p[k] - maximum) * factor * slope(p[k]);
             if (c + N > V)
                 for (int k = 0; k < N; k++) o[k] = c + k < V ? o[k] : 0.f;
             if (target >= c && target < c + N) {
-                const float one = fast_exp(to_float(row[target]) - maximum) * factor - scale;
+                const float x = to_float(row[target]);
+                const float one = (fast_exp(x - maximum) * factor - scale) * slope(x);
                 for (int k = 0; k < N; k++)
                     if (c + k == target) o[k] = one;
             }
@@ -86,15 +89,16 @@ __global__ void __launch_bounds__(kBlockThreads)
 }
 
 // losses[row] = -log softmax(logits[row])[target] over the first V columns. logits (rows, padded V) are
-// overwritten with d(scale * sum of losses)/dlogits. Targets are in [0, V), or negative for a row that does
-// not count.
+// overwritten with d(scale * sum of losses)/dlogits; if they have a soft cap, with the gradient of what was
+// capped. Targets are in [0, V), or negative for a row that does not count.
 template <class T>
 void cross_entropy_forward_backward(Tensor<T>& logits, Tensor<float>& losses, const Tensor<int>& targets,
-                                    LossScale scale, int V, Stream stream) {
+                                    LossScale scale, int V, Stream stream, double cap = 0) {
     const Operation operation("cross_entropy_forward_backward", 0, pass_bytes(logits, logits, logits));
     launch<cross_entropy_kernel<T, true>>(static_cast<unsigned>(logits.rows()), kBlockThreads, 0, stream,
                                           logits.data(), losses.data(), targets.data(), scale, V,
-                                          static_cast<int>(logits.columns()));
+                                          static_cast<int>(logits.columns()),
+                                          cap > 0 ? static_cast<float>(1 / cap) : 0.f);
 }
 
 // Computes the losses alone; logits do not change.
@@ -104,7 +108,7 @@ void cross_entropy_forward(const Tensor<T>& logits, Tensor<float>& losses, const
     const Operation operation("cross_entropy_forward", 0, pass_bytes(logits));
     launch<cross_entropy_kernel<T, false>>(static_cast<unsigned>(logits.rows()), kBlockThreads, 0, stream,
                                            logits.data(), losses.data(), targets.data(), LossScale(), V,
-                                           static_cast<int>(logits.columns()));
+                                           static_cast<int>(logits.columns()), 0.f);
 }
 
 // total (1) += scale * the sum of losses (rows).

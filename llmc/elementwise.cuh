@@ -1,5 +1,5 @@
 // elementwise.cuh - the operations of a block that treat each element by itself: GELU, SwiGLU and GeGLU of
-// its MLP, the addition to the residual stream, and the multiplication with a number.
+// its MLP, the addition to the residual stream, the multiplication with a number, and a soft cap.
 #pragma once
 
 #include "llmc/column_sums.cuh"
@@ -15,10 +15,9 @@
 constexpr float kGeluScale = 0.7978845608f;
 constexpr float kGeluCubic = 0.044715f;
 
-SIMT_DEVICE float gelu_tanh(float x) {
-    const float u = kGeluScale * (x + kGeluCubic * x * x * x);
-    return 1.f - fast_quotient(2.f, fast_exp(2.f * u) + 1.f);
-}
+// To 2^-23, absolute.
+SIMT_DEVICE float fast_tanh(float x) { return 1.f - fast_quotient(2.f, fast_exp(2.f * x) + 1.f); }
+SIMT_DEVICE float gelu_tanh(float x) { return fast_tanh(kGeluScale * (x + kGeluCubic * x * x * x)); }
 
 SIMT_DEVICE float gelu(float x) { return 0.5f * x * (1.f + gelu_tanh(x)); }
 // The derivative of gelu(x), with t = gelu_tanh(x).
@@ -219,4 +218,29 @@ void scale(Tensor<T>& out, const Tensor<T>& x, double factor, Stream stream) {
     const Operation operation("scale", 0, pass_bytes(out, x));
     launch<scale_kernel<T>>(elementwise_blocks<T>(x.size()), kBlockThreads, 0, stream, out.data(), x.data(),
                             static_cast<float>(factor), x.size());
+}
+
+// ---- a soft cap
+//
+// Of logits, in Gemma 2: x becomes cap tanh(x / cap). Its derivative 1 - (x / cap)^2 follows from the result
+// (cross_entropy.cuh).
+
+template <class T>
+__global__ void __launch_bounds__(kBlockThreads) soft_cap_kernel(T* x, float cap, int64_t n) {
+    const float fraction = 1.f / cap;
+    for_each_vector<T>(n, are_aligned(x), [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
+        const Packed<T, N> p = load_ahead<N>(x + i);
+        float o[N];
+        for (int k = 0; k < N; k++) o[k] = cap * fast_tanh(p[k] * fraction);
+        store(x + i, o);
+    });
+}
+
+// Caps x in place; not if the cap is 0.
+template <class T>
+void soft_cap(Tensor<T>& x, double cap, Stream stream) {
+    if (cap == 0) return;
+    const Operation operation("soft_cap", 0, pass_bytes(x, x));
+    launch<soft_cap_kernel<T>>(elementwise_blocks<T>(x.size()), kBlockThreads, 0, stream, x.data(),
+                               static_cast<float>(cap), x.size());
 }

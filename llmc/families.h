@@ -8,10 +8,10 @@
 
 // Each has its table in a file of its own, which families.cpp includes.
 extern const Family kGpt2, kLlama, kMistral, kQwen2, kQwen3, kSmolLm3, kPhi3, kMinistral3, kGranite, kGemma,
-    kGemma3, kOlmo2, kOlmo3, kBloom;
-inline constexpr std::array kFamilies = {&kGpt2,    &kLlama, &kMistral,    &kQwen2,   &kQwen3,
-                                         &kSmolLm3, &kPhi3,  &kMinistral3, &kGranite, &kGemma,
-                                         &kGemma3,  &kOlmo2, &kOlmo3,      &kBloom};
+    kGemma2, kGemma3, kOlmo2, kOlmo3, kBloom;
+inline constexpr std::array kFamilies = {&kGpt2,    &kLlama,  &kMistral,    &kQwen2,   &kQwen3,
+                                         &kSmolLm3, &kPhi3,   &kMinistral3, &kGranite, &kGemma,
+                                         &kGemma2,  &kGemma3, &kOlmo2,      &kOlmo3,   &kBloom};
 std::string family_names();  // "gpt2, llama, ..."
 
 // A model from scratch, by its name: "d12" is a GPT-2 with 12 layers, "llama:d12" a Llama.

@@ -1,6 +1,6 @@
-// family_gemma.h - Gemma 1 and 3 (Google, arXiv:2403.08295, arXiv:2503.19786): Llama with a scaled embedding,
-// norms that multiply with 1 + weight, and a GeGLU. Gemma 3 also has norms behind attention and MLP, norms of
-// heads, and windows in most layers.
+// family_gemma.h - Gemma 1 to 3 (Google, arXiv:2403.08295, arXiv:2408.00118, arXiv:2503.19786): Llama with a
+// scaled embedding, norms that multiply with 1 + weight, and a GeGLU. Since Gemma 2 there are also norms
+// behind attention and MLP, windows in some layers, and soft caps (Gemma 2) or norms of heads (Gemma 3).
 #pragma once
 
 #include <cmath>
@@ -71,6 +71,96 @@ constexpr Family kGemma = [] {
     return family;
 }();
 
+// ---- Gemma 2
+
+namespace gemma2 {
+constexpr llama::Defaults kSizes = {.tokens = gemma::kTokens,
+                                    .mlp_width = 9216,
+                                    .positions = 8192,
+                                    .kv_heads = 4,
+                                    .head_size = 256,
+                                    .tied = true,
+                                    .layers = 26,
+                                    .channels = 2304,
+                                    .heads = 8,
+                                    .has_silu = false};
+
+// A soft cap: none if the key is null, `otherwise` if it is missing.
+inline double read_cap(const ConfigReader& r, const char* key, double otherwise) {
+    if (r.json().contains(key) && !r.has(key)) return 0;
+    return r.has(key) ? r.number(key, llama::kTiny, llama::kHuge) : otherwise;
+}
+inline void read_with(const ConfigReader& r, ModelConfig& c, const llama::Defaults& d, double logit_cap) {
+    gemma::read_with(r, c, d);
+    r.must_be("hidden_activation", {"gelu_pytorch_tanh"});
+    c.scales.attention = 1 / std::sqrt(r.size("query_pre_attn_scalar", 256, 1 << 20));
+    c.scales.logit_cap = read_cap(r, "final_logit_softcapping", logit_cap);
+}
+
+// Every second layer has a window, the first one too.
+inline bool slides(int layer) { return layer % 2 == 0; }
+
+inline void read(const ConfigReader& r, ModelConfig& c) {
+    read_with(r, c, kSizes, 30);
+    c.scales.attention_cap = read_cap(r, "attn_logit_softcapping", 50);
+    mistral::read_windows(r, c, r.size("sliding_window", 4096, INT32_MAX), slides);
+}
+
+inline void write(const ModelConfig& c, nlohmann::json& json) {
+    llama::write(c, json);
+    mistral::write_windows(c, json);
+    const auto cap = [](double x) { return x > 0 ? nlohmann::json(x) : nlohmann::json(); };
+    json.erase("hidden_act");
+    json.update({{"hidden_activation", "gelu_pytorch_tanh"},
+                 {"query_pre_attn_scalar", std::lround(1 / (c.scales.attention * c.scales.attention))},
+                 {"attn_logit_softcapping", cap(c.scales.attention_cap)},
+                 {"final_logit_softcapping", cap(c.scales.logit_cap)}});
+}
+
+// Sets the window of those layers that have one.
+template <class Slides>
+void begin_with(ModelConfig& c, int window, Slides&& slides, double theta_of_others) {
+    gemma::begin(c);
+    c.scales.attention = 1 / std::sqrt(c.head_size);
+    std::vector<LayerConfig> layers(static_cast<size_t>(c.layers), c);
+    for (int l = 0; l < c.layers; l++) {
+        LayerConfig& layer = layers[static_cast<size_t>(l)];
+        if (slides(l))
+            layer.window = window;
+        else
+            layer.rope.theta = theta_of_others;
+    }
+    c.set_layers(std::move(layers));
+}
+inline void begin(ModelConfig& c) {
+    begin_with(c, 4096, slides, c.rope.theta);
+    c.scales.attention_cap = 50;
+    c.scales.logit_cap = 30;
+}
+
+// The norm before the MLP has another name than Llama's, whose name is that of the norm behind attention.
+inline Table block(const ModelConfig& c, const LayerConfig& layer) {
+    Table table = gemma::block(c, layer);
+    for (Row& row : table)
+        if (row.field == Field::Norm2Weight) row.parts[0].name = "pre_feedforward_layernorm.weight";
+    table.push_back(
+        row(Field::AttentionNormWeight, "post_attention_layernorm.weight", {c.channels}, Init::Zero));
+    table.push_back(row(Field::MlpNormWeight, "post_feedforward_layernorm.weight", {c.channels}, Init::Zero));
+    return table;
+}
+}  // namespace gemma2
+
+constexpr Family kGemma2 = [] {
+    Family family = kGemma;
+    family.name = "gemma2";
+    family.architecture = "Gemma2ForCausalLM";
+    family.read = gemma2::read;
+    family.write = gemma2::write;
+    family.begin = gemma2::begin;
+    family.block = gemma2::block;
+    return family;
+}();
+
 // ---- Gemma 3
 
 namespace gemma3 {
@@ -78,63 +168,33 @@ inline constexpr TokenDefaults kTokens = {262208, 2, 1, 0};
 constexpr int kPattern = 6;  // every sixth layer attends to all tokens
 
 inline void read(const ConfigReader& r, ModelConfig& c) {
-    gemma::read_with(r, c,
-                     {.tokens = kTokens,
-                      .mlp_width = 9216,
-                      .positions = 131072,
-                      .kv_heads = 4,
-                      .head_size = 256,
-                      .theta = 1e6,
-                      .tied = true,
-                      .layers = 26,
-                      .channels = 2304,
-                      .heads = 8,
-                      .has_silu = false,
-                      .rope_layers = "full_attention"});
-    r.must_be("hidden_activation", {"gelu_pytorch_tanh"});
-    for (const char* cap : {"attn_logit_softcapping", "final_logit_softcapping"}) r.must_be(cap, {nullptr});
-    c.scales.attention = 1 / std::sqrt(r.size("query_pre_attn_scalar", 256, 1 << 20));
+    llama::Defaults d = gemma2::kSizes;
+    d.tokens = kTokens;
+    d.positions = 131072;
+    d.theta = 1e6;
+    d.rope_layers = "full_attention";
+    gemma2::read_with(r, c, d, 0);
+    r.must_be("attn_logit_softcapping", {nullptr});
     const RopeScaling local =
         mistral::read_local_rope(r, r.number("rope_local_base_freq", 10000, 1, llama::kHuge));
     const int pattern = r.size("sliding_window_pattern", kPattern, INT32_MAX);
-    mistral::read_windows(
-        r, c, r.size("sliding_window", 4096, INT32_MAX), [&](int l) { return (l + 1) % pattern != 0; },
-        &local);
+    const auto slides = [&](int layer) { return (layer + 1) % pattern != 0; };
+    mistral::read_windows(r, c, r.size("sliding_window", 4096, INT32_MAX), slides, &local);
 }
 
 inline void write(const ModelConfig& c, nlohmann::json& json) {
-    llama::write(c, json);
-    mistral::write_windows(c, json);
-    json.erase("hidden_act");
-    json["hidden_activation"] = "gelu_pytorch_tanh";
-    json["query_pre_attn_scalar"] = std::lround(1 / (c.scales.attention * c.scales.attention));
+    gemma2::write(c, json);
     for (int l = 0; l < c.layers; l++)
         if (c.layer(l).window > 0) json["rope_local_base_freq"] = c.layer(l).rope.theta;
 }
 
 inline void begin(ModelConfig& c) {
-    gemma::begin(c);
-    c.scales.attention = 1 / std::sqrt(c.head_size);
-    std::vector<LayerConfig> layers(static_cast<size_t>(c.layers), c);
-    for (size_t l = 0; l < layers.size(); l++) {
-        const bool sees_all = (l + 1) % kPattern == 0;
-        layers[l].rope.theta = sees_all ? 1e6 : 10000;
-        layers[l].window = sees_all ? 0 : 512;
-    }
-    c.set_layers(std::move(layers));
+    gemma2::begin_with(
+        c, 512, [](int layer) { return (layer + 1) % kPattern != 0; }, 1e6);
 }
 
-// The norm before the MLP has another name than Llama's, whose name is that of the norm behind attention.
-inline Table four_norms(Table table, int64_t channels) {
-    for (Row& row : table)
-        if (row.field == Field::Norm2Weight) row.parts[0].name = "pre_feedforward_layernorm.weight";
-    table.push_back(
-        row(Field::AttentionNormWeight, "post_attention_layernorm.weight", {channels}, Init::Zero));
-    table.push_back(row(Field::MlpNormWeight, "post_feedforward_layernorm.weight", {channels}, Init::Zero));
-    return table;
-}
 inline Table block(const ModelConfig& c, const LayerConfig& layer) {
-    Table table = four_norms(gemma::block(c, layer), c.channels);
+    Table table = gemma2::block(c, layer);
     table.push_back(row(Field::QueryNormWeight, "self_attn.q_norm.weight", {layer.head_size}, Init::Zero));
     table.push_back(row(Field::KeyNormWeight, "self_attn.k_norm.weight", {layer.head_size}, Init::Zero));
     return table;
@@ -157,7 +217,7 @@ inline void add_implied(nlohmann::json& json) {
 }  // namespace gemma3
 
 constexpr Family kGemma3 = [] {
-    Family family = kGemma;
+    Family family = kGemma2;
     family.name = "gemma3_text";
     family.gguf = {
         .architecture = "gemma3", .tensors = gemma3::kGgufTensors, .add_implied = gemma3::add_implied};

@@ -74,8 +74,8 @@ struct Scales {
     double residual = 1;   // of what attention and MLP add to the residual stream
     double attention = 0;  // of the products of queries and keys; 0: 1 / sqrt(head_size)
     double logits = 1;
-    // A soft cap c of the products of queries and keys: x becomes c tanh(x / c). 0: none.
-    double attention_cap = 0;
+    // A soft cap c of the products of queries and keys, and of logits: x becomes c tanh(x / c). 0: none.
+    double attention_cap = 0, logit_cap = 0;
 
     bool operator==(const Scales&) const = default;
 };

@@ -31,6 +31,7 @@ MINISTRAL3 = json.dumps(json.loads(YARN) | {"mscale": 1.0, "mscale_all_dim": 1.0
 SMOLLM3 = json.dumps({"no_rope_layers": [1, 0]})
 OLMO3_ROPE = json.dumps({"full_attention": json.loads(YARN), "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}})
 GRANITE = json.dumps({"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 1.7})
+GEMMA2 = json.dumps({"query_pre_attn_scalar": 13, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0})
 GEMMA3 = json.dumps({"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 13})
 GEMMA3_ROPE = json.dumps({"full_attention": json.loads(LINEAR), "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}})
 # Odd shapes: grouped heads, numbers of heads that are not powers of two, head sizes other than channels /
@@ -48,6 +49,7 @@ MODELS = {
     "ministral3": ("--heads", 6, "--kv-heads", 2, "--channels", 48, "--head-size", 12, "--rope", MINISTRAL3),
     "granite": ("--heads", 4, "--kv-heads", 2, "--channels", 48, "--tied", "--config", GRANITE),
     "gemma": ("--heads", 4, "--kv-heads", 1, "--channels", 56, "--head-size", 18, "--tied"),
+    "gemma2": ("--heads", 4, "--kv-heads", 2, "--channels", 48, "--head-size", 18, "--tied", "--window", 9, "--config", GEMMA2),
     "gemma3_text": ("--heads", 4, "--kv-heads", 2, "--channels", 48, "--head-size", 20, "--tied", "--window", 7,
                     "--rope", GEMMA3_ROPE, "--config", GEMMA3),
     "olmo2": ("--heads", 6, "--kv-heads", 2, "--channels", 48),

@@ -70,6 +70,7 @@ TEST(Family, CountsOfPublishedModels) {
           {"vocab_size", 250880}},
          559214592},  // BLOOM 560m
         {gemma3_27b(), 27009346304},
+        {{{"model_type", "gemma2"}}, 2614341888},                                       // Gemma 2 2B
         {of_type("olmo2", llama(4096, 32, 32, 32, 11008, 100352, false)), 7298617344},  // OLMo 2 7B
     };
     for (const auto& [config, count] : models) EXPECT_EQ(Layout(parsed(config)).count(), count) << config;
@@ -122,6 +123,17 @@ TEST(Family, Gemma3sLayers) {
                       {"sliding_attention", {{"rope_type", "default"}, {"rope_theta", 1e4}}}});
     five.erase("rope_scaling");
     EXPECT_EQ(parsed(five), c);
+}
+
+TEST(Family, CapsOfGemma2) {
+    const json config = of_type("gemma2", plain_llama());
+    EXPECT_EQ(parsed(config).scales.attention_cap, 50);
+    EXPECT_EQ(parsed(config).scales.logit_cap, 30);
+    EXPECT_EQ(parsed(with(config, "attn_logit_softcapping", nullptr)).scales.attention_cap, 0);
+    EXPECT_EQ(parsed(with(gemma3_27b(), "final_logit_softcapping", 20)).scales.logit_cap, 20);
+    EXPECT_EQ(parsed(gemma3_27b()).scales.logit_cap, 0);
+    EXPECT_NE(refusal(with(config, "final_logit_softcapping", 0)).find("'final_logit_softcapping' is 0"),
+              std::string::npos);
 }
 
 // The lengths from which yarn and dynamic scaling start, and the lengths that they reach.
@@ -360,9 +372,10 @@ TEST(Family, WhatIsWrittenReadsBack) {
     const json granite = with(of_type("granite", plain_llama()), "logits_scaling", 10.0);
     const json biases = with(plain_llama(), "attention_bias", true);
     const json gemma = with(of_type("gemma", plain_llama()), "head_dim", 24);
+    const json gemma2 = with(of_type("gemma2", plain_llama()), "attn_logit_softcapping", nullptr);
     const json olmo2 = of_type("olmo2", plain_llama()), olmo3 = of_type("olmo3", yarn);
     for (const json& config :
-         {smollm3, phi3, ministral3, granite, biases, gemma, gemma3_27b(), olmo2, olmo3}) {
+         {smollm3, phi3, ministral3, granite, biases, gemma, gemma2, gemma3_27b(), olmo2, olmo3}) {
         EXPECT_EQ(parsed(config_json(parsed(config), "float32")), parsed(config)) << config;
         EXPECT_NE(parsed(config), parsed(plain_llama()));
     }

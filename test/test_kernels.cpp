@@ -636,6 +636,41 @@ TYPED_TEST(Kernels, CrossEntropy) {
     }
 }
 
+// With a soft cap the gradient is that of the logits before it: the derivative follows from the capped ones.
+TYPED_TEST(Kernels, CrossEntropyOfCappedLogits) {
+    using T = TypeParam;
+    const CrossEntropyCase s{7, 130, 256};
+    const float cap = 3;
+    const Shape matrix{s.rows, s.stride}, column{s.rows};
+    const std::vector<T> logits = random_values<T>(static_cast<size_t>(s.rows) * s.stride, 4, 51);
+    const std::vector<int> targets = targets_of(s);
+    std::vector<T> capped, gradient;
+    for_each_order([&] {
+        const DeviceArray<T> d_logits(logits);
+        const DeviceArray<int> d_targets(targets);
+        const DeviceArray<float> d_losses(poisoned<float>(s.rows));
+        Tensor<T> t_logits = d_logits.tensor(matrix);
+        Tensor<float> t_losses = d_losses.tensor(column);
+        soft_cap(t_logits, cap, kStream);
+        capped = d_logits.download();
+        cross_entropy_forward_backward(t_logits, t_losses, d_targets.tensor(column), {}, s.V, kStream, cap);
+        return bytes_of(capped, gradient = d_logits.download());
+    });
+    const DeviceArray<T> d_capped(capped);
+    const DeviceArray<int> d_targets(targets);
+    const DeviceArray<float> d_losses(poisoned<float>(s.rows));
+    Tensor<T> t_capped = d_capped.tensor(matrix);
+    Tensor<float> t_losses = d_losses.tensor(column);
+    cross_entropy_forward_backward(t_capped, t_losses, d_targets.tensor(column), {}, s.V, kStream);
+    Doubles want = to_doubles(d_capped.download()), want_capped = to_doubles(logits);
+    for (size_t i = 0; i < want.size(); i++) {
+        want[i] *= 1 - std::pow(to_float(capped[i]) / cap, 2);
+        want_capped[i] = cap * std::tanh(want_capped[i] / cap);
+    }
+    EXPECT_LT(relative_error(capped, want_capped), tolerance<T>());
+    EXPECT_LT(relative_error(gradient, want), tolerance<T>());
+}
+
 // A scale on the device gives the same results. With a zero scale there is neither loss nor gradient, nor a
 // NaN.
 TYPED_TEST(Kernels, CrossEntropyScaledOnTheDevice) {

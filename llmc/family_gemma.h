@@ -138,6 +138,24 @@ inline void begin(ModelConfig& c) {
     c.scales.logit_cap = 30;
 }
 
+inline constexpr GgufName kGgufTensors[] = {{"post_attention_layernorm", "post_attention_norm"},
+                                            {"pre_feedforward_layernorm", "ffn_norm"},
+                                            {"post_feedforward_layernorm", "post_ffw_norm"}};
+inline constexpr GgufName kGgufKeys[] = {{"/attn_logit_softcapping", "attn_logit_softcapping"},
+                                         {"/final_logit_softcapping", "final_logit_softcapping"}};
+
+// The scale of scores is that of the 27B for models with as many layers. llama.cpp has caps where the file
+// has none.
+inline void add_implied(nlohmann::json& json, int layers_of_27b) {
+    const int channels = json["hidden_size"], heads = json["num_attention_heads"];
+    json["query_pre_attn_scalar"] =
+        json["num_hidden_layers"] == layers_of_27b ? channels / heads : json["head_dim"].get<int>();
+    for (const GgufName& key : kGgufKeys)
+        if (const nlohmann::json::json_pointer at(key.ours); json.contains(at) && json[at].is_null())
+            json.erase(key.gguf);
+}
+inline void add_implied(nlohmann::json& json) { add_implied(json, 46); }
+
 // The norm before the MLP has another name than Llama's, whose name is that of the norm behind attention.
 inline Table block(const ModelConfig& c, const LayerConfig& layer) {
     Table table = gemma::block(c, layer);
@@ -153,6 +171,8 @@ inline Table block(const ModelConfig& c, const LayerConfig& layer) {
 constexpr Family kGemma2 = [] {
     Family family = kGemma;
     family.name = "gemma2";
+    family.gguf = {
+        .tensors = gemma2::kGgufTensors, .keys = gemma2::kGgufKeys, .add_implied = gemma2::add_implied};
     family.architecture = "Gemma2ForCausalLM";
     family.read = gemma2::read;
     family.write = gemma2::write;
@@ -193,6 +213,12 @@ inline void begin(ModelConfig& c) {
         c, 512, [](int layer) { return (layer + 1) % kPattern != 0; }, 1e6);
 }
 
+// Without a window all layers attend to all tokens.
+inline void add_implied(nlohmann::json& json) {
+    gemma2::add_implied(json, 62);
+    if (!json.contains("sliding_window")) json["sliding_window_pattern"] = 1;
+}
+
 inline Table block(const ModelConfig& c, const LayerConfig& layer) {
     Table table = gemma2::block(c, layer);
     table.push_back(row(Field::QueryNormWeight, "self_attn.q_norm.weight", {layer.head_size}, Init::Zero));
@@ -201,26 +227,11 @@ inline Table block(const ModelConfig& c, const LayerConfig& layer) {
 }
 }  // namespace gemma3
 
-namespace gemma3 {
-inline constexpr GgufName kGgufTensors[] = {{"post_attention_layernorm", "post_attention_norm"},
-                                            {"pre_feedforward_layernorm", "ffn_norm"},
-                                            {"post_feedforward_layernorm", "post_ffw_norm"}};
-
-// The scale of scores is that of the 27B for models with as many layers. Without a window all layers attend
-// to all tokens.
-inline void add_implied(nlohmann::json& json) {
-    const int channels = json["hidden_size"], heads = json["num_attention_heads"];
-    json["query_pre_attn_scalar"] =
-        json["num_hidden_layers"] == 62 ? channels / heads : json["head_dim"].get<int>();
-    if (!json.contains("sliding_window")) json["sliding_window_pattern"] = 1;
-}
-}  // namespace gemma3
-
 constexpr Family kGemma3 = [] {
     Family family = kGemma2;
     family.name = "gemma3_text";
-    family.gguf = {
-        .architecture = "gemma3", .tensors = gemma3::kGgufTensors, .add_implied = gemma3::add_implied};
+    family.gguf.architecture = "gemma3";
+    family.gguf.add_implied = gemma3::add_implied;
     family.architecture = "Gemma3ForCausalLM";
     family.tokens = gemma3::kTokens;
     family.read = gemma3::read;

@@ -18,7 +18,13 @@ inline void read_with(const ConfigReader& r, ModelConfig& c, double theta, const
                       .epsilon = 1e-5,
                       .rope_layers = rope_layers});
 }
-inline void read(const ConfigReader& r, ModelConfig& c) { read_with(r, c, 10000, ""); }
+inline void read(const ConfigReader& r, ModelConfig& c) {
+    read_with(r, c, 10000, "");
+    r.must_be("use_sliding_window", {false});  // a GGUF of OLMo 3 says that it is an OLMo 2, with a window
+}
+
+inline constexpr GgufName kGgufTensors[] = {{"post_attention_layernorm", "post_attention_norm"},
+                                            {"post_feedforward_layernorm", "post_ffw_norm"}};
 
 inline Table block(const ModelConfig& c, const LayerConfig& layer) {
     Table table = llama::block(c, layer);
@@ -37,6 +43,7 @@ inline Table block(const ModelConfig& c, const LayerConfig& layer) {
 constexpr Family kOlmo2 = [] {
     Family family = kLlama;
     family.name = "olmo2";
+    family.gguf = {.tensors = olmo2::kGgufTensors};
     family.architecture = "Olmo2ForCausalLM";
     family.tokens = olmo2::kTokens;
     family.norm = NormKind::RmsFloat;
@@ -82,6 +89,7 @@ inline void begin(ModelConfig& c) {
 constexpr Family kOlmo3 = [] {
     Family family = kOlmo2;
     family.name = "olmo3";
+    family.gguf.architecture = "olmo2";
     family.architecture = "Olmo3ForCausalLM";
     family.read = olmo3::read;
     family.write = olmo3::write;

@@ -267,7 +267,8 @@ GgufKeys model_keys(const ModelConfig& c, const ExportType& type, const std::str
         size(keys, "rope.dimension_count", rotated);
     const nlohmann::json settings = config_json(c, "float32");
     for (const auto& [place, key] : c.family->gguf.keys)
-        if (const nlohmann::json::json_pointer at(place); settings.contains(at) && !keys.has(own + key))
+        if (const nlohmann::json::json_pointer at(place);
+            settings.contains(at) && !settings[at].is_null() && !keys.has(own + key))
             keys.add(own + key, settings[at].get<double>());
     keys.add("general.quantization_version", uint32_t{2});
     return keys;

@@ -203,11 +203,11 @@ TEST_F(Gguf, OtherModelsAreRefused) {
     const auto with = [](const Change& change) {
         return [=](GgufBytes& w) { add_keys(w), change(w), add_tensors(w); };
     };
-    expect_no_model([](auto& w) { w.text("general.architecture", "gemma3"); }, {"gemma3", "qwen3"});
+    expect_no_model([](auto& w) { w.text("general.architecture", "gemma9"); }, {"gemma9", "qwen3"});
     expect_no_model([](auto& w) { w.u32("a", 1); }, {"general.architecture"});
     expect_no_model(with([](auto& w) { w.u32("llama.expert_count", 8); }), {"llama.expert_count"});
     expect_no_model(with([](auto& w) { w.u32("llama.rope.dimension_count", 2); }),
-                    {"rope.dimension_count", "2"});
+                    {"partial_rotary_factor", "0.5"});
     expect_no_model(with([](auto& w) { w.text("llama.rope.scaling.type", "longrope"); }), {"longrope"});
     expect_no_model(with([](auto& w) { w.u32("llama.vocab_size", 7); }), {"vocab_size", "7"});
     expect_no_model(with([](auto& w) { w.floats("blk.0.attn_q.bias", {8}); }), {"attn_q.bias"});

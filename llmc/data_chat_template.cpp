@@ -132,6 +132,8 @@ struct ChatFormat {
     const char* source;
 };
 
+// Asks for an answer.
+#define LLMC_ASK(TEXT) "{%- if add_generation_prompt %}{{ '" TEXT "' }}{% endif %}\n"
 // Writes a content, which may be a list of texts.
 #define LLMC_TEXT                  \
     "{%- macro text(content) %}\n" \
@@ -165,8 +167,7 @@ struct ChatFormat {
     "{%- set content = text(message.content) %}\n"                                                      \
     "{{- " MESSAGE                                                                                      \
     " }}\n"                                                                                             \
-    "{%- endfor %}\n"                                                                                   \
-    "{%- if add_generation_prompt %}{{ '" ASK "' }}{% endif %}\n"
+    "{%- endfor %}\n" LLMC_ASK(ASK)
 
 // If several formats have one name, the first whose special tokens the tokenizer has is used. "{bos}" and
 // "{eos}" stand for the tokenizer's.
@@ -202,9 +203,19 @@ static const std::vector<ChatFormat>& chat_formats() {
          {"{eos}"},
          LLMC_ROLES("zephyr", "'<|' + message.role + '|>\\n' + content + eos_token + '\\n'",
                     "<|assistant|>\\n")},
+        {"gemma",
+         {"{bos}", "<start_of_turn>", "<end_of_turn>"},
+         // A system's text keeps its spaces, so a user's text is trimmed before it comes behind that.
+         "{{- bos_token }}\n" LLMC_TURNS(
+             "gemma", "", "\\n\\n",
+             "'<start_of_turn>user\\n' + (system + '\\n\\n' if loop.first and system else '') + "
+             "text(message.content) | trim + '<end_of_turn>\\n'",
+             "'<start_of_turn>model\\n' + content | trim + '<end_of_turn>\\n'")
+             LLMC_ASK("<start_of_turn>model\\n")},
     };
     return formats;
 }
+#undef LLMC_ASK
 #undef LLMC_TEXT
 #undef LLMC_TURNS
 #undef LLMC_ROLES
@@ -262,6 +273,7 @@ static std::string recognize(const std::string& model, const Tokenizer& tokenize
     if (knows("<|im_start|>") && knows("<|im_end|>")) return "chatml";
     if (knows("<|start_header_id|>") && knows("<|eot_id|>")) return "llama3";
     if (knows("[INST]") && knows("[/INST]")) return "mistral";
+    if (knows("<start_of_turn>") && knows("<end_of_turn>")) return "gemma";
     fail("%s has no chat template, and no marks of a chat format that is known: give --chat-format", model);
 }
 

@@ -174,10 +174,11 @@ inline void declare_model_options(CLI::App& app, RunConfig& o) {
         "--loss-on", o.loss_on, "completions|all|last",
         "What has a loss in JSON examples. completions: completions, and the assistant's messages; all: "
         "everything; last: of a chat only the last answer.");
-    group.add("--chat-format", o.chat_format, "NAME",
-              "Writes chats as chatml, llama3, mistral, llama2 or zephyr; by default as the chat template in "
-              "the model's folder says.",
-              one_of({"auto", "chatml", "llama3", "mistral", "llama2", "zephyr"}));
+    group.add(
+        "--chat-format", o.chat_format, "NAME",
+        "Writes chats as chatml, llama3, mistral, llama2, zephyr or gemma; by default as the chat template "
+        "in the model's folder says.",
+        one_of({"auto", "chatml", "llama3", "mistral", "llama2", "zephyr", "gemma"}));
     group.add("--chat-date", o.chat_date, "YYYY-MM-DD",
               "The date that chat templates write, instead of today's.", date);
     group.add("--show-example", o.show_example, "N",

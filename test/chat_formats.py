@@ -2,7 +2,8 @@
 
 import json
 
-from known_tokenizers import llama3
+from known_tokenizers import from_sentencepiece, llama3
+from tokenizers import pre_tokenizers
 
 # Hugging Face's chat templates, shortened.
 CHATML = """{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system
@@ -40,11 +41,23 @@ ZEPHYR = """{% for message in messages %}
 {{ '<|assistant|>' }}
 {% endif %}
 {% endfor %}"""
+GEMMA = FIRST_USER + """
+{{- bos_token }}{%- for m in rest %}
+{{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' + (system + '\\n\\n' if loop.first and system else '') +
+m.content | trim + '<end_of_turn>\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}"""
 
 
 def llama3_with_headers():
     tokenizer = llama3()
     tokenizer.add_special_tokens(["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"])
+    return tokenizer
+
+
+def gemma():
+    """Gemma's special tokens, in Llama 2's vocabulary and without a space before a text."""
+    tokenizer = from_sentencepiece("tokenizer.model.v1", pre_tokenizers.Metaspace(prepend_scheme="never", split=False))
+    tokenizer.add_special_tokens(["<start_of_turn>", "<end_of_turn>"])
     return tokenizer
 
 

@@ -77,12 +77,12 @@ void deal(const std::string& path, const Tokenizer& tokenizer, const std::string
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* input, size_t size) {
     if (size < 3) return 0;
-    constexpr const char* kFormats[] = {"auto", "chatml", "llama3", "mistral", "llama2", "zephyr"};
+    constexpr const char* kFormats[] = {"auto", "chatml", "llama3", "mistral", "llama2", "zephyr", "gemma"};
     const std::string path = fuzz_file({reinterpret_cast<const char*>(input) + 2, size - 2}, ".jsonl");
     static const Folder folder;  // outside of parse_or_refuse(): it must open
     static const Tokenizer tokenizer = *Tokenizer::open(folder.path);
     parse_or_refuse([&] {
-        deal(path, tokenizer, folder.path, kFormats[input[0] % 6], input[0] / 6 % 2, input[1] % 40 + 1);
+        deal(path, tokenizer, folder.path, kFormats[input[0] % 7], input[0] / 7 % 2, input[1] % 40 + 1);
     });
     return 0;
 }

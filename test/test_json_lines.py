@@ -18,7 +18,7 @@ import reference
 import torch
 import transformers
 from adapter_files import make_adapter
-from chat_formats import (CHATML, LLAMA2, LLAMA3, MISTRAL_1, MISTRAL_3, PLAIN_CHATML, ZEPHYR, llama3_with_headers,
+from chat_formats import (CHATML, GEMMA, LLAMA2, LLAMA3, MISTRAL_1, MISTRAL_3, PLAIN_CHATML, ZEPHYR, gemma, llama3_with_headers,
                           save_tokenizer)
 from example_files import VOCAB, WORDS, lines_of, says, tokenizer, words, write_examples
 from known_tokenizers import encode_all, facts, llama2, llama2_first, mistral3, probe, smollm2
@@ -37,6 +37,7 @@ FORMATS = {
     "llama2": (llama2, LLAMA2, "<s>", "</s>", " </s>"),
     "llama2-first": (llama2_first, LLAMA2, "<s>", "</s>", " </s>"),
     "zephyr": (llama2, ZEPHYR, "<s>", "</s>", "</s>"),
+    "gemma": (gemma, GEMMA, "<s>", "</s>", "<end_of_turn>"),
 }
 
 
@@ -253,7 +254,7 @@ def test_formats_without_a_template(tmp_path):
     [line] = lines_of([{"messages": CONVERSATIONS[0]}])
     for make_tokenizer, begin, end, same in ((smollm2, "<|im_start|>", "<|im_end|>", "chatml"),
                                              (llama3_with_headers, "<|begin_of_text|>", "<|eot_id|>", "llama3"),
-                                             (mistral3, "<s>", "</s>", "mistral")):
+                                             (mistral3, "<s>", "</s>", "mistral"), (gemma, "<s>", "</s>", "gemma")):
         folder = save_tokenizer(tmp_path / same, make_tokenizer(), None, begin, end)
         assert (encode_all(folder, [line], "auto", command="examples") ==
                 encode_all(folder, [line], same, command="examples"))
@@ -267,12 +268,11 @@ def test_formats_without_a_template(tmp_path):
         folder, "examples", "llama2", inputs=[turns.encode()], code=2)
 
 
-@pytest.mark.parametrize("kind", ["chatml", "llama3", "mistral", "llama2", "zephyr"])
+@pytest.mark.parametrize("kind", ["chatml", "llama3", "mistral", "llama2", "zephyr", "gemma"])
 def test_our_formats_refuse_what_they_do_not_write(tmp_path, kind):
     """Fields that a model's own template may write."""
-    folder = save_tokenizer(tmp_path / "model", llama3_with_headers() if kind == "llama3" else smollm2() if kind == "chatml" else llama2(),
-                            None, "<|begin_of_text|>" if kind == "llama3" else "<s>" if kind != "chatml" else "<|im_start|>",
-                            "<|eot_id|>" if kind == "llama3" else "</s>" if kind != "chatml" else "<|im_end|>")
+    make_tokenizer, _, begin, end, _ = FORMATS["mistral-1" if kind == "mistral" else kind]
+    folder = save_tokenizer(tmp_path / "model", make_tokenizer(), None, begin, end)
     answer = says("assistant", "b")
     fields = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}], "reasoning_content": "c", "thinking": "c"}
     chats = {name: {"messages": [says("user", "a"), answer | {name: value}]} for name, value in fields.items()}

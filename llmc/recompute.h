@@ -12,15 +12,15 @@
 #include "llmc/text.h"
 
 // The tensors that a block keeps besides its input. Any subset works; each level below keeps less than the
-// one before it.
+// one before it. The input of a norm behind the MLP is kept where `up` is, that of one behind attention where
+// attention's output is; else one product recomputes it.
 struct Keep {
-    bool backward = true;  // a backward will follow: this chooses kernels; if false, nothing else is kept
-    bool gelu = true;      // the MLP's activation
-    bool norm = true;      // the outputs of the block's norms
-    bool up =
-        true;  // the activation's input, recomputed by one product; and the input of a norm behind the MLP
+    bool backward = true;   // a backward will follow: this chooses kernels; if false, nothing else is kept
+    bool gelu = true;       // the MLP's activation
+    bool norm = true;       // the outputs of the block's norms
+    bool up = true;         // the activation's input, recomputed by one product
     bool qkv = true;        // recomputed by one product
-    bool attention = true;  // attention's output and lse; and the input of a norm behind its projection
+    bool attention = true;  // attention's output and lse
     bool middle = true;     // the residual stream between attention and MLP; false: keep only the input
 };
 constexpr Keep kKeepNothing = {false, false, false, false, false, false, false};

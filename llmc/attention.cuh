@@ -472,14 +472,16 @@ __global__ void __launch_bounds__(BackwardTiles<T, kHead, kPlain, kDrops, kSmall
             if (kDrops) drop_scores(ds[m], in, b, h, row, key);
             if (!kPlain && in.cap > 0) cap_scores(s[m], fast_quotient(scale, in.cap));
             if (!kPlain && in.alibi) add_distances(s[m], last, in.slope(h, scale));
-            const auto gradient = [&](float& x, float score, int r, int) {
-                x = exp2_of(score * (softmax_scale * kLog2e) - row_lse[m][r]) * (x - row_delta[m][r]);
-            };
-            for_each_score<kPassing / 8>(gradient, ds[m], s[m]);
+            const auto subtract = [&](float& x, int r, int) { x -= row_delta[m][r]; };
+            for_each_score<kPassing / 8>(subtract, ds[m]);
             if (!kPlain && in.cap > 0) {
                 const auto through_cap = [](float& x, float score, int, int) { x *= cap_slope(score); };
                 for_each_score<kPassing / 8>(through_cap, ds[m], s[m]);
             }
+            const auto gradient = [&](float& x, float score, int r, int) {
+                x *= exp2_of(score * (softmax_scale * kLog2e) - row_lse[m][r]);
+            };
+            for_each_score<kPassing / 8>(gradient, ds[m], s[m]);
             if (last < kPassing - 1) mask_after(ds[m], last, 0.f);
             if (!kPlain && last + 15 >= in.span()) mask_up_to(ds[m], last - in.span(), 0.f);
             if (!kPlain && in.positions) mask_before(ds[m], {first_keys[0] - key, first_keys[1] - key}, 0.f);

@@ -360,14 +360,16 @@ __global__ void __launch_bounds__(kWideThreads, 1)
             if (in.dropout) drop_scores(ds[m], in, b, h, row + 16 * m, key);
             if (in.cap > 0) cap_scores(s[m], fast_quotient(scale, in.cap));
             if (in.alibi) add_distances(s[m], last, in.slope(h, scale));
-            const auto gradient = [&](float& x, float score, int r, int) {
-                x = exp2_of(score * (softmax_scale * kLog2e) - row_lse[m][r]) * (x - row_delta[m][r]);
-            };
-            for_each_score<N>(gradient, ds[m], s[m]);
+            const auto subtract = [&](float& x, int r, int) { x -= row_delta[m][r]; };
+            for_each_score<N>(subtract, ds[m]);
             if (in.cap > 0) {
                 const auto through_cap = [](float& x, float score, int, int) { x *= cap_slope(score); };
                 for_each_score<N>(through_cap, ds[m], s[m]);
             }
+            const auto gradient = [&](float& x, float score, int r, int) {
+                x *= exp2_of(score * (softmax_scale * kLog2e) - row_lse[m][r]);
+            };
+            for_each_score<N>(gradient, ds[m], s[m]);
             if (last < kPassing - 1) mask_after(ds[m], last, 0.f);
             if (last + 15 >= in.span()) mask_up_to(ds[m], last - in.span(), 0.f);
             if (in.positions) mask_before(ds[m], {first_keys[m][0] - key, first_keys[m][1] - key}, 0.f);

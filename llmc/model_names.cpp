@@ -70,6 +70,14 @@ std::string other_revision(const std::string& folder) {
 
 // ---- well-known models
 
+constexpr const char *kGemma3Long = R"({"rope_scaling": {"rope_type": "linear", "factor": 8}})",
+                     *kMinistral3Yarn = R"({"rope_scaling": {"rope_type": "yarn", "factor": 16, "mscale": 1,
+    "mscale_all_dim": 1, "original_max_position_embeddings": 16384, "llama_4_scaling_beta": 0.1}})",
+                     *kGranite2b = R"({"embedding_multiplier": 12, "residual_multiplier": 0.22,
+    "attention_multiplier": 0.015625, "logits_scaling": 8})",
+                     *kGranite8b = R"({"embedding_multiplier": 12, "residual_multiplier": 0.22,
+    "attention_multiplier": 0.0078125, "logits_scaling": 16})";
+
 // Qwen2 and Qwen2.5 have the context of their instruct models, where that of some base models is 131072.
 constexpr KnownModel kKnownModels[] = {
     {"llama-2-7b", &kLlama, 32, 4096, 32, 32, 128, 11008, 32000, 4096, 1e4},
@@ -116,6 +124,29 @@ constexpr KnownModel kKnownModels[] = {
     {"qwen3-8b", &kQwen3, 36, 4096, 32, 8, 128, 12288, 151936, 40960, 1e6},
     {"qwen3-14b", &kQwen3, 40, 5120, 40, 8, 128, 17408, 151936, 40960, 1e6},
     {"qwen3-32b", &kQwen3, 64, 5120, 64, 8, 128, 25600, 151936, 40960, 1e6},
+    {"smollm3-3b", &kSmolLm3, 36, 2048, 16, 4, 128, 11008, 128256, 65536, 5e6, true, 0, 0, "{}"},
+    {"gemma-2b", &kGemma, 18, 2048, 8, 1, 256, 16384, 256000, 8192, 1e4, true, 0, 0, "{}"},
+    {"gemma-7b", &kGemma, 28, 3072, 16, 16, 256, 24576, 256000, 8192, 1e4, true, 0, 0, "{}"},
+    {"gemma-3-270m", &kGemma3, 18, 640, 4, 1, 256, 2048, 262144, 32768, 1e6, true, 0, 512, "{}"},
+    {"gemma-3-1b", &kGemma3, 26, 1152, 4, 1, 256, 6912, 262144, 32768, 1e6, true, 0, 512, "{}"},
+    {"gemma-3-4b", &kGemma3, 34, 2560, 8, 4, 256, 10240, 262208, 131072, 1e6, true, 0, 1024, kGemma3Long},
+    {"gemma-3-12b", &kGemma3, 48, 3840, 16, 8, 256, 15360, 262208, 131072, 1e6, true, 0, 1024, kGemma3Long},
+    {"gemma-3-27b", &kGemma3, 62, 5376, 32, 16, 128, 21504, 262208, 131072, 1e6, true, 0, 1024,
+     R"({"query_pre_attn_scalar": 168, "rope_scaling": {"rope_type": "linear", "factor": 8}})"},
+    {"phi-3-mini", &kPhi3, 32, 3072, 32, 32, 96, 8192, 32064, 4096, 1e4, false, 0, 2047},
+    {"phi-3-medium", &kPhi3, 40, 5120, 40, 10, 128, 17920, 32064, 4096, 1e4, false, 0, 2047},
+    {"phi-3.5-mini", &kPhi3, 32, 3072, 32, 32, 96, 8192, 32064, 131072, 1e4},
+    {"phi-4", &kPhi3, 40, 5120, 40, 10, 128, 17920, 100352, 16384, 250000},
+    {"phi-4-mini", &kPhi3, 32, 3072, 24, 8, 128, 8192, 200064, 131072, 1e4, true, 0, 0,
+     R"({"partial_rotary_factor": 0.75})"},
+    {"ministral-3-3b", &kMinistral3, 26, 3072, 32, 8, 128, 9216, 131072, 262144, 1e6, true, 0, 0,
+     kMinistral3Yarn},
+    {"ministral-3-8b", &kMinistral3, 34, 4096, 32, 8, 128, 14336, 131072, 262144, 1e6, false, 0, 0,
+     kMinistral3Yarn},
+    {"ministral-3-14b", &kMinistral3, 40, 5120, 32, 8, 128, 16384, 131072, 262144, 1e6, false, 0, 0,
+     kMinistral3Yarn},
+    {"granite-3.3-2b", &kGranite, 40, 2048, 32, 8, 64, 8192, 49159, 131072, 1e7, true, 0, 0, kGranite2b},
+    {"granite-3.3-8b", &kGranite, 40, 4096, 32, 8, 128, 12800, 49159, 131072, 1e7, true, 0, 0, kGranite8b},
     {"distilgpt2", &kGpt2, 6, 768, 12, 12, 64, 3072, 50257, 1024},
     {"gpt2", &kGpt2, 12, 768, 12, 12, 64, 3072, 50257, 1024},
     {"gpt2-medium", &kGpt2, 24, 1024, 16, 16, 64, 4096, 50257, 1024},
@@ -145,8 +176,10 @@ constexpr const char* kOtherKinds[][2] = {
 };
 // Families that are not supported: remove one that is.
 constexpr const char* kOtherFamilies =
-    "-qwen3.5 -qwen3.6 -qwen3.8 -qwen3-next gemma -gpt-oss -phi- -phi1 -phi2 -phi3 -phi4 -granite -smollm3 "
-    "-olmo -ministral-3- -mistral-small-3.1 -mistral-small-3.2 -mistral-small-4 -devstral-small-2- -llama-4- "
+    "-qwen3.5 -qwen3.6 -qwen3.8 -qwen3-next gemma-2- gemma-3n gemma3n gemma-4 paligemma t5gemma "
+    "embeddinggemma "
+    "recurrentgemma -gpt-oss -phi-1 -phi1 -phi-2- -phi2 -phi-3-small -phi-4-mini-flash -granite-4 "
+    "-olmo -mistral-small-3.1 -mistral-small-3.2 -mistral-small-4 -devstral-small-2- -llama-4- "
     "-glm -deepseek-v2 -deepseek-v3 -deepseek-r1 -chatglm -kimi -lfm -minimax -nvidia-nemotron -nemotron-h "
     "-seed-oss -exaone -command-r -c4ai -aya- -falcon- -stablelm -stable-code -hunyuan -ernie -internlm "
     "-baichuan -minicpm -starcoder -pythia -gpt-neo -gpt-j -opt- mamba -jamba rwkv bert -t5";
@@ -155,6 +188,7 @@ constexpr const char* kSameShapes =
     "_ - -meta- - -llama2 -llama-2 -llama3 -llama-3 -llama4 -llama-4 -bloomz- -bloom- "
     "-deepseek-r1-distill-llama-8b- -llama-3.1-8b- -deepseek-r1-distill-llama-70b- -llama-3.3-70b- "
     "-instruct- - -chat- - -base- - -hf- - -it- - -thinking- - -coder- - -2407- - -2501- - -v1.0- - "
+    "-granite-3.0- -granite-3.3- -granite-3.1- -granite-3.3- -granite-3.2- -granite-3.3- "
     "-unsloth- - -gguf- - -bnb-4bit- -nf4- -mistral-nemo- -mistral-nemo-12b-";
 
 std::string words_of_model(const std::string& name) {
@@ -191,7 +225,8 @@ const KnownModel* find_known_model(const std::string& name) {
     for (const KnownModel& known : kKnownModels) {
         const std::string own = format("-%s-", known.name), others = jinja::replaced(words, own, "--", -1);
         if (others == words || (known.family == &kGpt2 && others != "--")) continue;
-        if (spelling_in(others, "-0k- -1m- -tiny- -random- draft eagle medusa -pruned-") != "") continue;
+        if (spelling_in(others, "-flash- -0k- -1m- -tiny- -random- draft eagle medusa -pruned-") != "")
+            continue;
         if (!found || own.size() > strlen(found->name) + 2) found = &known;
     }
     return found;
@@ -236,7 +271,26 @@ const KnownModel* known_shape(const std::string& name) {
     return !cached.empty() && file_exists(cached + "/config.json") ? nullptr : known;
 }
 
+// The config.json of a model that its family reads.
+static nlohmann::json config_json(const KnownModel& known) {
+    nlohmann::json json = {{"model_type", known.family->name},
+                           {"num_hidden_layers", known.layers},
+                           {"hidden_size", known.channels},
+                           {"num_attention_heads", known.heads},
+                           {"num_key_value_heads", known.kv_heads},
+                           {"head_dim", known.head_size},
+                           {"intermediate_size", known.mlp_width},
+                           {"vocab_size", known.vocabulary},
+                           {"max_position_embeddings", known.positions},
+                           {"rope_theta", known.theta},
+                           {"tie_word_embeddings", known.tied}};
+    if (known.window > 0) json["sliding_window"] = known.window;
+    json.update(nlohmann::json::parse(known.settings));
+    return json;
+}
+
 ModelConfig config_of(const KnownModel& known) {
+    if (known.settings) return parse_config(config_json(known), known.name);
     ModelConfig c;
     c.family = known.family;
     c.vocabulary = known.vocabulary;

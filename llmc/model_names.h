@@ -47,6 +47,9 @@ struct KnownModel {
     bool tied = false;      // the head is the token embedding; always so in GPT-2 and BLOOM
     int llama3_factor = 0;  // of Llama 3.1's scaling of rotary positions; 0: none
     int window = 0;         // of attention; 0: none
+    // Further keys of config.json, as JSON. With them the family reads the model as from a file, with windows
+    // and rotations by layer; null: the numbers above are all.
+    const char* settings = nullptr;
 };
 
 std::span<const KnownModel> known_models();

@@ -17,6 +17,11 @@ LLAMA_8B = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "n
                              "original_max_position_embeddings": 8192}}
 # The parameters that the makers publish, by summing the tensors of their files.
 PARAMETERS = {
+    "smollm3-3b": 3075098624, "gemma-2b": 2506172416, "gemma-7b": 8537680896, "gemma-3-270m": 268098176, "gemma-3-1b": 999885952,
+    "gemma-3-4b": 3880263168, "gemma-3-12b": 11766034176, "gemma-3-27b": 27009346304, "phi-3-mini": 3821079552,
+    "phi-3-medium": 13960238080, "phi-3.5-mini": 3821079552, "phi-4": 14659507200, "phi-4-mini": 3836021760,
+    "ministral-3-3b": 3429006336, "ministral-3-8b": 8489553920, "ministral-3-14b": 13506073600,
+    "granite-3.3-2b": 2533539840, "granite-3.3-8b": 8170864640,
     "llama-2-7b": 6738415616, "llama-2-13b": 13015864320, "llama-2-70b": 68976648192, "llama-3-8b": 8030261248,
     "llama-3-70b": 70553706496, "llama-3.1-8b": 8030261248, "llama-3.1-70b": 70553706496, "llama-3.1-405b": 405853388800,
     "llama-3.2-1b": 1235814400, "llama-3.2-3b": 3212749824, "llama-3.3-70b": 70553706496, "tinyllama-1.1b": 1100048384,

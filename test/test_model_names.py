@@ -26,7 +26,7 @@ NAMES = {
     "unsloth/DeepSeek-R1-Distill-Llama-8B-unsloth-bnb-4bit": "llama-3.1-8b nf4",
     "bartowski/Meta-Llama-3.1-8B-Instruct-GGUF": "llama-3.1-8b",
     "bartowski/Qwen2.5-Coder-32B-Instruct-GGUF": "qwen2.5-32b",
-    "bartowski/gemma-2-9b-it-GGUF": "!gemma",
+    "bartowski/gemma-2-9b-it-GGUF": "!gemma-2",
     "Qwen/Qwen3-8B-GGUF": "qwen3-8b",
     "someone/Qwen3-0.6B-Q4_K_M-GGUF": "qwen3-0.6b nf4",
     "NousResearch/Hermes-3-Llama-3.1-8B": "llama-3.1-8b",
@@ -48,14 +48,23 @@ NAMES = {
     "deepseek-ai/deepseek-coder-6.7b-instruct": "",
     "deepseek-ai/deepseek-llm-7b-chat": "",
     "HuggingFaceTB/SmolLM2-360M-Instruct": "smollm2-360m",
-    "HuggingFaceTB/SmolLM3-3B": "!smollm3",
+    "HuggingFaceTB/SmolLM3-3B": "smollm3-3b",
     "HuggingFaceTB/SmolLM-135M": "",
     "HuggingFaceTB/SmolVLM-Instruct": IMAGES,
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": "tinyllama-1.1b",
     "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T": "",
-    "microsoft/phi-4": "!phi",
-    "microsoft/Phi-3.5-mini-instruct": "!phi",
-    "ibm-granite/granite-3.3-2b-instruct": "!granite",
+    "microsoft/phi-4": "phi-4",
+    "microsoft/Phi-3.5-mini-instruct": "phi-3.5-mini",
+    "ibm-granite/granite-3.3-2b-instruct": "granite-3.3-2b",
+    "ibm-granite/granite-3.1-8b-base": "granite-3.3-8b",
+    "ibm-granite/granite-4.0-h-micro": "!granite-4",
+    "mistralai/Ministral-3-8B-Instruct-2512": "ministral-3-8b",
+    "microsoft/Phi-4-mini-instruct": "phi-4-mini",
+    "microsoft/Phi-4-mini-flash-reasoning": "!phi-4-mini-flash",
+    "microsoft/phi-2": "!phi-2",
+    "google/gemma-3n-E4B-it": "!gemma-3n",
+    "google/gemma-4-12B-it": "!gemma-4",
+    "unsloth/gemma-3-12b-it-bnb-4bit": "gemma-3-12b nf4",
     "ibm-granite/granite-3.0-1b-a400m-instruct": MIXTURE,
     "allenai/OLMo-2-1124-7B": "!olmo",
     "allenai/OLMoE-1B-7B-0924": MIXTURE,
@@ -63,7 +72,6 @@ NAMES = {
     "mistralai/Mistral-Small-24B-Instruct-2501": "mistral-small-24b",
     "mistralai/Mistral-Small-3.2-24B-Instruct-2506": "!mistral-small-3.2",
     "mistralai/Ministral-8B-Instruct-2410": "ministral-8b",
-    "mistralai/Ministral-3-8B-Instruct-2512": "!ministral-3",
     "mistralai/Mixtral-8x7B-Instruct-v0.1": MIXTURE,
     "mistralai/Pixtral-12B-2409": IMAGES,
     "Qwen/Qwen2.5-Coder-7B-Instruct": "qwen2.5-7b",
@@ -86,8 +94,8 @@ NAMES = {
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": "!llama-4",
     "nvidia/Llama-3.1-Nemotron-Nano-8B-v1": "",
     "nvidia/NVIDIA-Nemotron-Nano-9B-v2": "!nvidia-nemotron",
-    "google/gemma-3-270m": "!gemma",
-    "google/codegemma-7b-it": "!gemma",
+    "google/gemma-3-270m": "gemma-3-270m",
+    "google/codegemma-7b-it": "",
     "openai/gpt-oss-20b": "!gpt-oss",
     "openai-community/gpt2-large": "gpt2-large",
     "uer/gpt2-chinese-cluecorpussmall": "",
@@ -98,7 +106,7 @@ NAMES = {
     "HuggingFaceH4/zephyr-7b-beta": "",
     "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": "",
     # without an organisation, and with a letter or a number too few or too many: no other model's shape
-    "Qwen3.5-4B": "!qwen3.5", "gemma-3-270m": "!gemma", "ministral-3b": "", "ministral-7b": "", "llama3.1-8b": "llama-3.1-8b",
+    "Qwen3.5-4B": "!qwen3.5", "gemma-3-270m": "gemma-3-270m", "ministral-3b": "", "ministral-7b": "", "llama3.1-8b": "llama-3.1-8b",
     "qwen2.5-4b": "", "qwen-3-8b": "", "smollm-1.7b": "", "mixtral-7b": MIXTURE, "lama-3.1-8b": "", "llama-3.1-80b": "",
 }
 OPTIONS = "--train", "lora", "--batch", 1, "--seq-len", 16, "--plan"
@@ -136,7 +144,7 @@ def test_a_run_says_it_too(train, tmp_path):
     """Nothing is downloaded first that could not be read then. A mistyped path is no such name."""
     (tmp_path / "out").mkdir()
     (tmp_path / "x.txt").write_text("To be, or not to be: that is the question.\n" * 100)
-    for model, says in (("google/gemma-3-270m", "gemma is not supported"), ("gemma-3-270m", "gemma is not supported"),
+    for model, says in (("google/gemma-4-12B", "gemma-4 is not supported"), ("gemma-4-12B", "gemma-4 is not supported"),
                         ("out/gemma-run", "there is no such file or folder"), ("./gemma-run", "is not a folder with config.json")):
         error = train("--model", model, "--data", "x.txt", code=2, cwd=tmp_path).stderr.decode()
         assert says in error and error.count("\n") == 1, error

@@ -116,7 +116,7 @@ struct GgufName {
 
 // How a family's models are in a GGUF of llama.cpp.
 struct GgufForm {
-    const char* architecture = nullptr;  // null: the family's name
+    const char* architecture = nullptr;  // null: the family's name; "": not read or written here
     // Rows of queries and keys that rotate together are neighbours, as in Meta's files.
     bool rotary_pairs = false;
     std::span<const GgufName> tensors = {}, keys = {};

@@ -89,7 +89,7 @@ inline void begin(ModelConfig& c) {
 constexpr Family kOlmo3 = [] {
     Family family = kOlmo2;
     family.name = "olmo3";
-    family.gguf.architecture = "olmo2";
+    family.gguf.architecture = "";  // a GGUF has it as an OLMo 2, with a list of the layers that have windows
     family.architecture = "Olmo3ForCausalLM";
     family.read = olmo3::read;
     family.write = olmo3::write;

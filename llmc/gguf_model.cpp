@@ -144,7 +144,7 @@ GgufModel::GgufModel(const std::string& path) : file_(path), reader_(file_.metad
     for (const Family* family : kFamilies) {
         const std::string name = gguf_architecture(*family);
         if (name == arch_ && !family_) family_ = family;
-        if (!has_word(known.c_str(), name)) known += (known.empty() ? "" : " ") + name;
+        if (!name.empty() && !has_word(known.c_str(), name)) known += (known.empty() ? "" : " ") + name;
     }
     if (!family_)
         fail("%s: 'general.architecture' is \"%s\"; there are %s", path, printable(arch_),

@@ -133,6 +133,14 @@ constexpr KnownModel kKnownModels[] = {
     {"gemma-3-12b", &kGemma3, 48, 3840, 16, 8, 256, 15360, 262208, 131072, 1e6, true, 0, 1024, kGemma3Long},
     {"gemma-3-27b", &kGemma3, 62, 5376, 32, 16, 128, 21504, 262208, 131072, 1e6, true, 0, 1024,
      R"({"query_pre_attn_scalar": 168, "rope_scaling": {"rope_type": "linear", "factor": 8}})"},
+    {"gemma-2-2b", &kGemma2, 26, 2304, 8, 4, 256, 9216, 256000, 8192, 1e4, true, 0, 4096, "{}"},
+    {"gemma-2-9b", &kGemma2, 42, 3584, 16, 8, 256, 14336, 256000, 8192, 1e4, true, 0, 4096, "{}"},
+    {"gemma-2-27b", &kGemma2, 46, 4608, 32, 16, 128, 36864, 256000, 8192, 1e4, true, 0, 4096,
+     R"({"query_pre_attn_scalar": 144})"},
+    {"olmo-2-7b", &kOlmo2, 32, 4096, 32, 32, 128, 11008, 100352, 4096, 5e5},
+    {"olmo-2-13b", &kOlmo2, 40, 5120, 40, 40, 128, 13824, 100352, 4096, 5e5},
+    {"olmo-3-7b", &kOlmo3, 32, 4096, 32, 32, 128, 11008, 100278, 65536, 5e5, false, 0, 4096, "{}"},
+    {"olmo-3-32b", &kOlmo3, 64, 5120, 40, 8, 128, 27648, 100278, 65536, 5e5, false, 0, 4096, "{}"},
     {"phi-3-mini", &kPhi3, 32, 3072, 32, 32, 96, 8192, 32064, 4096, 1e4, false, 0, 2047},
     {"phi-3-medium", &kPhi3, 40, 5120, 40, 10, 128, 17920, 32064, 4096, 1e4, false, 0, 2047},
     {"phi-3.5-mini", &kPhi3, 32, 3072, 32, 32, 96, 8192, 32064, 131072, 1e4},
@@ -176,10 +184,10 @@ constexpr const char* kOtherKinds[][2] = {
 };
 // Families that are not supported: remove one that is.
 constexpr const char* kOtherFamilies =
-    "-qwen3.5 -qwen3.6 -qwen3.8 -qwen3-next gemma-2- gemma-3n gemma3n gemma-4 paligemma t5gemma "
+    "-qwen3.5 -qwen3.6 -qwen3.8 -qwen3-next gemma-3n gemma3n gemma-4 paligemma t5gemma "
     "embeddinggemma "
     "recurrentgemma -gpt-oss -phi-1 -phi1 -phi-2- -phi2 -phi-3-small -phi-4-mini-flash -granite-4 "
-    "-olmo -mistral-small-3.1 -mistral-small-3.2 -mistral-small-4 -devstral-small-2- -llama-4- "
+    "-olmo-1b -olmo-7b -mistral-small-3.1 -mistral-small-3.2 -mistral-small-4 -devstral-small-2- -llama-4- "
     "-glm -deepseek-v2 -deepseek-v3 -deepseek-r1 -chatglm -kimi -lfm -minimax -nvidia-nemotron -nemotron-h "
     "-seed-oss -exaone -command-r -c4ai -aya- -falcon- -stablelm -stable-code -hunyuan -ernie -internlm "
     "-baichuan -minicpm -starcoder -pythia -gpt-neo -gpt-j -opt- mamba -jamba rwkv bert -t5";
@@ -188,7 +196,8 @@ constexpr const char* kSameShapes =
     "_ - -meta- - -llama2 -llama-2 -llama3 -llama-3 -llama4 -llama-4 -bloomz- -bloom- "
     "-deepseek-r1-distill-llama-8b- -llama-3.1-8b- -deepseek-r1-distill-llama-70b- -llama-3.3-70b- "
     "-instruct- - -chat- - -base- - -hf- - -it- - -thinking- - -coder- - -2407- - -2501- - -v1.0- - "
-    "-granite-3.0- -granite-3.3- -granite-3.1- -granite-3.3- -granite-3.2- -granite-3.3- "
+    "-1124- - -1025- - -1125- - -granite-3.0- -granite-3.3- -granite-3.1- -granite-3.3- -granite-3.2- "
+    "-granite-3.3- "
     "-unsloth- - -gguf- - -bnb-4bit- -nf4- -mistral-nemo- -mistral-nemo-12b-";
 
 std::string words_of_model(const std::string& name) {

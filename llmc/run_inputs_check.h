@@ -400,6 +400,8 @@ inline void RunInputs::read_exported() {
     if (o_.export_file.empty()) return;
     const std::string option = "--export " + o_.export_file;
     if (adapter.kind == Trained::Prompt) fail("%s: GGUF has no soft prompts", option);
+    if (!*gguf_architecture(*config.family))
+        fail("%s: an %s is not written as GGUF", option, config.family->name);
     check_layers_for_gguf(config, option);
     if (o_.export_part == "adapter") return;
     check_rope_for_gguf(config, option);

@@ -26,6 +26,8 @@ def as_gguf(name, w, config, names):
         w = pairs(w, config.num_key_value_heads)
     if "query_key_value" in name:
         w = apart(w, config.num_attention_heads)
+    if config.model_type.startswith("gemma") and name.endswith("norm.weight"):
+        w = w + 1
     return ours, w
 
 

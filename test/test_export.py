@@ -22,7 +22,7 @@ import transformers
 from adapter_files import make_adapter, validated
 from conftest import MORE
 from gguf_files import as_gguf
-from model_files import GRANITE, LINEAR, LLAMA3, LONGROPE, MINISTRAL3, TRAINED_ON_60, VOCAB, YARN
+from model_files import GEMMA3_ROPE, GRANITE, LINEAR, LLAMA3, LONGROPE, MINISTRAL3, TRAINED_ON_60, VOCAB, YARN
 from reference_runs import open_with_transformers
 from safetensors.torch import load_file, save_file
 from trainer_runs import formats_probe, make, random_tokens, refused, running, small_disk, taken_and_planned, wait_for_line, write_shard, write_text
@@ -43,13 +43,20 @@ MODELS = {
     "phi3": ("--heads", 4, "--channels", 96, "--kv-heads", 2, "--mlp-width", 128, "--rope", LONGROPE, "--config", TRAINED_ON_60),
     "ministral3": (*GROUPED, "--rope", MINISTRAL3),
     "granite": (*GROUPED, "--tied", "--config", GRANITE),
+    "gemma": (*GROUPED, "--head-size", 32, "--tied"),
+    "gemma2": (*GROUPED, "--head-size", 32, "--tied", "--window", 9,
+               "--config", '{"query_pre_attn_scalar": 32, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}'),
+    "gemma3_text": (*GROUPED, "--layers", 6, "--head-size", 32, "--tied", "--window", 9, "--config", '{"query_pre_attn_scalar": 32}',
+                    "--rope", GEMMA3_ROPE.replace("50.0", "10000.0")),
+    "olmo2": GROUPED,
     "bloom": SMALL,
 }
 TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2, "q4_1": 3, "q5_0": 8, "q5_1": 9, "iq4_nl": 25, "q4_k_s": 14, "q4_k_m": 15,
          "q5_k_s": 16, "q5_k_m": 17, "q6_k": 18}
-ARCHITECTURES = {"mistral": "llama", "ministral3": "mistral3"}
+ARCHITECTURES = {"mistral": "llama", "ministral3": "mistral3", "gemma3_text": "gemma3"}
 PERMUTED = ("llama", "mistral3", "smollm3", "granite")  # architectures whose converter is that of Llama
 ROPE_TENSORS = {"llama-tied": {"rope_freqs.weight"}, "phi3": {"rope_factors_long.weight", "rope_factors_short.weight"}}
+FEWER_TYPES = ("smollm3", "phi3", "ministral3", "granite", "gemma", "gemma2", "gemma3_text", "olmo2")
 LAYERS = 4
 
 
@@ -123,7 +130,7 @@ def wanted_tensors(folder):
     model = open_with_transformers(folder).float()
     arch = ARCHITECTURES.get(model.config.model_type, model.config.model_type)
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
-    names, tensors = gguf.get_tensor_name_map(number, LAYERS), {}
+    names, tensors = gguf.get_tensor_name_map(number, model.config.num_hidden_layers), {}
     for name, w in model.state_dict().items():
         if name == "lm_head.weight" and (model.config.tie_word_embeddings or arch in ("gpt2", "bloom")):
             continue
@@ -181,6 +188,8 @@ def quantized(w, kind):
 def test_tensors(train_fp32, model, kind):
     """Names, shapes, rows, types and bytes."""
     name, work = model
+    if name in FEWER_TYPES and kind not in ("f32", "q8_0"):
+        pytest.skip("types do not depend on the family")
     export(train_fp32, work, f"{kind}.gguf", type_=kind.upper())
     ours, wanted = tensors_of(work / f"{kind}.gguf"), wanted_tensors(work / "model")
     tied = "output.weight" not in wanted
@@ -207,7 +216,7 @@ def test_keys(train_fp32, model):
     arch = ARCHITECTURES.get(family, family)
     width, heads = config.get("hidden_size", config.get("n_embd")), config.get("num_attention_heads", config.get("n_head"))
     wanted = {"general.architecture": arch, "general.type": "model", "general.name": "Model", "general.file_type": 15,
-              "general.quantization_version": 2, f"{arch}.block_count": LAYERS, f"{arch}.embedding_length": width,
+              "general.quantization_version": 2, f"{arch}.block_count": config.get("num_hidden_layers", LAYERS), f"{arch}.embedding_length": width,
               f"{arch}.attention.head_count": heads, "tokenizer.ggml.model": "none", f"{arch}.vocab_size": VOCAB,
               f"{arch}.feed_forward_length": config.get("intermediate_size", 4 * width),
               f"{arch}.context_length": config.get("seq_length", width) if family == "bloom" else 64}
@@ -217,12 +226,12 @@ def test_keys(train_fp32, model):
         size = config.get("head_dim") or width // heads
         wanted |= {f"{arch}.attention.head_count_kv": config["num_key_value_heads"], f"{arch}.attention.key_length": size,
                    f"{arch}.attention.value_length": size, f"{arch}.attention.layer_norm_rms_epsilon": np.float32(1e-5),
-                   f"{arch}.rope.freq_base": 500.0 if name == "llama-wide" else 10000.0}
+                   f"{arch}.rope.freq_base": 500.0 if name in ("llama-wide", "gemma3_text") else 10000.0}
     if family == "bloom":
         wanted["bloom.attention.head_count_kv"] = heads
     if arch in PERMUTED:
         wanted[f"{arch}.rope.dimension_count"] = size
-    scaling = {"llama-wide": {"type": "linear", "factor": 3.0},
+    scaling = {"llama-wide": {"type": "linear", "factor": 3.0}, "gemma3_text": {"type": "linear", "factor": 3.0},
                "mistral": {"type": "yarn", "factor": 4.0, "original_context_length": 16, "yarn_beta_fast": 32.0,
                            "yarn_beta_slow": 1.0},
                "ministral3": {"type": "yarn", "factor": 4.0, "original_context_length": 8, "yarn_beta_fast": 32.0,
@@ -230,6 +239,8 @@ def test_keys(train_fp32, model):
                "phi3": {"original_context_length": 60, "attn_factor": np.float32(np.sqrt(1 + np.log(64 / 60) / np.log(60)))}}
     wanted |= {f"{arch}.rope.scaling.{key}": value for key, value in scaling.get(name, {}).items()}
     more = {"ministral3": {"attention.temperature_scale": np.float32(0.3)}, "phi3": {"rope.dimension_count": 18, "attention.sliding_window": 0},
+            "gemma2": {"attention.sliding_window": 9, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+            "gemma3_text": {"attention.sliding_window": 9},
             "granite": {"attention.scale": np.float32(0.1), "embedding_scale": 3.0, "residual_scale": np.float32(0.22),
                         "logit_scale": np.float32(1.7)}}
     wanted |= {f"{arch}.{key}": value for key, value in more.get(name, {}).items()}
@@ -261,7 +272,7 @@ def test_transformers_reads_it(train_fp32, model):
     name, work = model
     if name in ("llama-tied", "llama-wide", "mistral", "phi3"):
         pytest.skip("transformers does not read these scalings of a GGUF")
-    if name in ("smollm3", "ministral3", "granite"):
+    if name in ("smollm3", "ministral3", "granite", "gemma", "olmo2"):
         pytest.skip("transformers does not read these families of a GGUF")
     export(train_fp32, work, "theirs.gguf")
     config = transformers.AutoConfig.from_pretrained(work / "model")  # it reads the vocabulary's size from the tokenizer

@@ -143,8 +143,9 @@ GgufModel::GgufModel(const std::string& path) : file_(path), reader_(file_.metad
     std::string known;
     for (const Family* family : kFamilies) {
         const std::string name = gguf_architecture(*family);
+        if (name.empty()) continue;
         if (name == arch_ && !family_) family_ = family;
-        if (!name.empty() && !has_word(known.c_str(), name)) known += (known.empty() ? "" : " ") + name;
+        if (!has_word(known.c_str(), name)) known += (known.empty() ? "" : " ") + name;
     }
     if (!family_)
         fail("%s: 'general.architecture' is \"%s\"; there are %s", path, printable(arch_),

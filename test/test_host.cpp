@@ -670,7 +670,7 @@ TEST(Config, RefusesWhatItCannotCompute) {
              {"n_embd", 1e30},
              {"vocab_size", 18446744073709551615ull},
              {"n_inner", 5},
-             {"n_head", 2},
+             {"n_head", 1},
              {"tie_word_embeddings", false}})
         EXPECT_NE(message(name, value), "") << name << " " << value;
     nlohmann::json missing = good;

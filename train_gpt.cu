@@ -401,7 +401,7 @@ TensorX Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, T
         TensorX d_norm = std::move(a.norm.out);  // reuses its memory: g.add() was the last to read it
         embedding_and_head_.logits_backward(d_norm, a.logits);
         a.logits.drop();
-        scale(d_norm, d_norm, config_.scales.logits, stream_);
+        scale(d_norm, d_norm, 1 / config_.scales.logit_divisor, stream_);
         fill_zero(d_x, stream_);
         norm_.backward(d_x, g.norm, d_norm, x, a.norm, weights_.head.norm);
     });
@@ -414,7 +414,7 @@ TensorX Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, T
 // The head is linear, so a factor of the logits is one of its input, which is smaller.
 HeadActivations Gpt::forward_head(const TensorX& x, const Rows& rows) {
     HeadActivations a{norm_.forward(kLastNorm, x, weights_.head.norm), {}};
-    scale(a.norm.out, a.norm.out, config_.scales.logits, stream_);
+    scale(a.norm.out, a.norm.out, 1 / config_.scales.logit_divisor, stream_);
     a.logits = embedding_and_head_.logits(a.norm.out, rows);
     soft_cap(a.logits, config_.scales.logit_cap, stream_);
     return a;

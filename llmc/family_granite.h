@@ -18,7 +18,7 @@ inline void read(const ConfigReader& r, ModelConfig& c) {
     c.scales.embedding = c.scales.prompt = factor("embedding_multiplier");
     c.scales.residual = factor("residual_multiplier");
     c.scales.attention = factor("attention_multiplier");
-    c.scales.logits = 1 / factor("logits_scaling");
+    c.scales.logit_divisor = factor("logits_scaling");
 }
 
 inline void write(const ModelConfig& c, nlohmann::json& json) {
@@ -26,14 +26,14 @@ inline void write(const ModelConfig& c, nlohmann::json& json) {
     json.update({{"embedding_multiplier", c.scales.embedding},
                  {"residual_multiplier", c.scales.residual},
                  {"attention_multiplier", c.scales.attention},
-                 {"logits_scaling", 1 / c.scales.logits}});
+                 {"logits_scaling", c.scales.logit_divisor}});
 }
 
 // The factors of Granite 3.1 2B, with its scores' for this size of heads.
 inline void begin(ModelConfig& c) {
     llama::begin(c);
     c.scales = {
-        .embedding = 12, .prompt = 12, .residual = 0.22, .attention = 1. / c.head_size, .logits = 1. / 8};
+        .embedding = 12, .prompt = 12, .residual = 0.22, .attention = 1. / c.head_size, .logit_divisor = 8};
 }
 }  // namespace granite
 

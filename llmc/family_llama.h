@@ -129,7 +129,6 @@ inline nlohmann::json rope_json(const RopeScaling& rope) {
     const char* const name = kRopeNames[static_cast<int>(rope.type)];
     nlohmann::json json = {{"rope_type", name}, {"factor", rope.factor}};
     if (rope.type != RopeType::kLlama3) json["type"] = name;  // for tools that only know the older key
-    if (rope.llama_4_scaling_beta > 0) json["llama_4_scaling_beta"] = rope.llama_4_scaling_beta;
     const bool is_longrope = rope.type == RopeType::kLongrope;
     if (is_longrope) json.update({{"short_factor", rope.short_factor}, {"long_factor", rope.long_factor}});
     if (rope.type == RopeType::kLlama3 || rope.type == RopeType::kYarn || is_longrope)

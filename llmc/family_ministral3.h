@@ -32,6 +32,11 @@ inline void read(const ConfigReader& r, ModelConfig& c) {
         fail("%s: 'layer_types' has full_attention, and 'sliding_window' is %d", r.file(), window);
 }
 
+inline void write(const ModelConfig& c, nlohmann::json& json) {
+    mistral::write(c, json);
+    json["rope_scaling"]["llama_4_scaling_beta"] = c.rope.llama_4_scaling_beta;
+}
+
 // The scaling of Ministral 3's own models.
 inline void begin(ModelConfig& c) {
     llama::begin(c);
@@ -52,6 +57,7 @@ constexpr Family kMinistral3 = [] {
     family.architecture = "Ministral3ForCausalLM";
     family.tokens = ministral3::kTokens;
     family.read = ministral3::read;
+    family.write = ministral3::write;
     family.begin = ministral3::begin;
     return family;
 }();

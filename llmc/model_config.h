@@ -73,7 +73,7 @@ struct Scales {
     double prompt = 1;     // of a soft prompt's vectors
     double residual = 1;   // of what attention and MLP add to the residual stream
     double attention = 0;  // of the products of queries and keys; 0: 1 / sqrt(head_size)
-    double logits = 1;
+    double logit_divisor = 1;
     // A soft cap c of the products of queries and keys, and of logits: x becomes c tanh(x / c). 0: none.
     double attention_cap = 0, logit_cap = 0;
 

@@ -28,7 +28,7 @@ inline void read(const ConfigReader& r, ModelConfig& c) {
 
 inline void write(const ModelConfig& c, nlohmann::json& json) {
     llama::write(c, json);
-    json.erase("head_dim");  // `transformers` divides the channels by the heads
+    if (c.query_width() == c.channels) json.erase("head_dim");  // the class has no such key
     json["sliding_window"] = c.window > 0 ? nlohmann::json(c.window) : nlohmann::json();
     if (c.rope.type == RopeType::kLongrope)
         json["original_max_position_embeddings"] = c.rope.original_max_position_embeddings;

@@ -442,6 +442,8 @@ class TokenizerJsonReader {
                                   pattern["Regex"].is_string();
             const bool inverted = c.flag("invert", false);
             const std::string behavior = c.text("behavior");
+            // Gemma's splits at spaces that its normalizer has replaced before.
+            if (behavior == "MergedWithPrevious" && !is_regex && is_replaced(read_string_pattern(c))) return;
             if (behavior != "Isolated" && behavior != "Removed") c.refuse("behavior");
             TextSplit& split =
                 add_split(is_regex ? pattern["Regex"].get<std::string>() : literal(read_string_pattern(c)));
@@ -472,6 +474,13 @@ class TokenizerJsonReader {
         } else {
             c.refuse_type();
         }
+    }
+
+    // True if a normalizer replaces this text by another, in which it does not occur.
+    bool is_replaced(const std::string& text) const {
+        return std::ranges::any_of(parts_.steps.normalizers[0].replacements, [&](const auto& replacement) {
+            return replacement.first == text && replacement.second.find(text) == std::string::npos;
+        });
     }
 
     static std::string read_prepend_scheme(Component& c) {

@@ -67,6 +67,15 @@ def llama2_normalized():
     return from_sentencepiece("tokenizer.model.v1", normalized=True)
 
 
+def gemma():
+    """Its pre-tokenizer splits at spaces, of which the normalizer has left none."""
+    tokenizer = from_sentencepiece("tokenizer.model.v1")
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
 def metaspace_words():
     return from_sentencepiece("tokenizer.model.v1", pre_tokenizers.Metaspace(), byte_fallback=False)
 
@@ -83,7 +92,7 @@ def added():
     return tokenizer
 
 
-FAMILIES = [gpt2, gpt2_prefix_space, smollm2, llama3, qwen, bloom, llama2, llama2_normalized, llama2_first,
+FAMILIES = [gpt2, gpt2_prefix_space, smollm2, llama3, qwen, bloom, llama2, llama2_normalized, llama2_first, gemma,
             metaspace_words, mistral3, added]
 TEXTS["added tokens"] = ADDED_TEXT
 

@@ -328,7 +328,9 @@ class AnsweredPrompts : public TextSource {
         nlohmann::ordered_json line = in_.prompts[static_cast<size_t>(answer.number)].line;
         line["answer"] = answer.text->take_all();
         line["tokens"] = answer.text->drawn();
-        return line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+        std::string text = line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+        text += '\n';
+        return text;
     }
     void finish(Answer& answer) {
         finished_[answer.number] = line_of(answer);
@@ -340,7 +342,6 @@ class AnsweredPrompts : public TextSource {
     }
     void write(const std::string& line) {
         fputs(line.c_str(), stdout);
-        fputc('\n', stdout);
         written_++;
     }
 

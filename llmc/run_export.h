@@ -96,8 +96,7 @@ class TensorCopier {
             for (int64_t row = 0; row < count; row++) {
                 const floatX* const at =
                     &host_[static_cast<size_t>(t.is_transposed ? row : row_in_model(t, row) * columns)];
-                for (int64_t c = 0; c < columns; c++)
-                    values_.push_back(t.factor * to_float(at[c * stride]) + t.added);
+                for (int64_t c = 0; c < columns; c++) values_.push_back(t.factor * to_float(at[c * stride]));
                 // Whole rows, so whole blocks.
                 if (static_cast<int64_t>(values_.size()) >= kChunkElements) flush(t);
             }
@@ -118,6 +117,8 @@ class TensorCopier {
         return row / 2 + row % 2 * (config_.head_size / 2);
     }
     void flush(const ExportTensor& t) {
+        if (t.added != 0)  // a zero would turn -0 into 0
+            for (float& x : values_) x += t.added;
         if (write_ && !values_.empty()) write_(t, values_);
         values_.clear();
     }

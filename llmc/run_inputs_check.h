@@ -434,6 +434,8 @@ void check_attention(const RunConfig& o, const ModelConfig& config) {
         fail(
             "--advanced attention=hopper: this build has no such kernels; make DEVICE=cuda PRECISION=bf16 "
             "with 90a in CUDA_ARCH does, and attention=common is in each");
+    if (config.scales.attention_cap > 0)
+        fail("--advanced attention=hopper has no soft cap of scores, as the model has: use attention=common");
     for (int l = 0; l < config.layers; l++)
         if (const int size = config.layer(l).head_size; !hopper_attention_supports(size))
             fail(

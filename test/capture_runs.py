@@ -54,7 +54,8 @@ PLANS += [f"--model {model} --batch 2 --seq-len 256 --memory {memory}" for model
 def prepare(folder):
     for name, options in FAMILIES.items():
         (folder / name).mkdir()
-        make(folder / name / "model", "--family", name.split("-")[0], "--layers", 3, "--vocab", VOCAB, "--positions", 320,
+        by_layer = any("_layers" in str(word) or "layer_types" in str(word) for word in options)  # lists of two layers
+        make(folder / name / "model", "--family", name.split("-")[0], "--layers", 2 if by_layer else 3, "--vocab", VOCAB, "--positions", 320,
              "--dtype", "bf16", *options)
         write_shard(folder / name / "data.bin", random_tokens(VOCAB, 3000))
         write_shard(folder / name / "val.bin", random_tokens(VOCAB, 2000, seed=1))

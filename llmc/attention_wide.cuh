@@ -88,8 +88,8 @@ SIMT_DEVICE void load_wide_keys(T* tiles, const AttentionInput<T>& in, int b, in
                                       in.head_size, vectors);
 }
 
-// Loads the block's rows, of which there are `rows`, and keeps the warp's columns of its own rows. Ends with
-// a __syncthreads().
+// Loads the `rows` rows of the block into shared memory, and from there the warp's part into registers: its
+// columns of its own rows. Ends with a __syncthreads().
 template <class Tiles, int M, class T>
 SIMT_DEVICE void keep_rows(FragmentA<T> (&kept)[M][kWideColumns / 16], T* shared, const T* from,
                            int64_t row_stride, int rows, int head_size, bool vectors,

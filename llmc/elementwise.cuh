@@ -222,8 +222,8 @@ void scale(Tensor<T>& out, const Tensor<T>& x, double factor, Stream stream) {
 
 // ---- a soft cap
 //
-// Of logits, in Gemma 2: x becomes cap tanh(x / cap). Its derivative 1 - (x / cap)^2 follows from the result
-// (cross_entropy.cuh).
+// Gemma 2 keeps its logits below a cap: x becomes y = cap tanh(x / cap). Backward is in cross_entropy.cuh,
+// and needs only y: the derivative is 1 - (y / cap)^2.
 
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads) soft_cap_kernel(T* x, float cap, int64_t n) {

@@ -122,15 +122,12 @@ template <class Slides>
 void begin_with(ModelConfig& c, int window, Slides&& slides, double theta_of_others) {
     gemma::begin(c);
     c.scales.attention = 1 / std::sqrt(c.head_size);
-    std::vector<LayerConfig> layers(static_cast<size_t>(c.layers), c);
-    for (int l = 0; l < c.layers; l++) {
-        LayerConfig& layer = layers[static_cast<size_t>(l)];
+    c.change_layers([&](int l, LayerConfig& layer) {
         if (slides(l))
             layer.window = window;
         else
             layer.rope.theta = theta_of_others;
-    }
-    c.set_layers(std::move(layers));
+    });
 }
 inline void begin(ModelConfig& c) {
     begin_with(c, 4096, slides, c.rope.theta);
@@ -144,15 +141,14 @@ inline constexpr GgufName kGgufTensors[] = {{"post_attention_layernorm", "post_a
 inline constexpr GgufName kGgufKeys[] = {{"/attn_logit_softcapping", "attn_logit_softcapping"},
                                          {"/final_logit_softcapping", "final_logit_softcapping"}};
 
-// The scale of scores is that of the 27B for models with as many layers. llama.cpp has caps where the file
-// has none.
+// llama.cpp knows the 27B, whose scale of scores differs, by its number of layers. Where a file names no cap,
+// it takes the family's, and so does read().
 inline void add_implied(nlohmann::json& json, int layers_of_27b) {
     const int channels = json["hidden_size"], heads = json["num_attention_heads"];
     json["query_pre_attn_scalar"] =
         json["num_hidden_layers"] == layers_of_27b ? channels / heads : json["head_dim"].get<int>();
-    for (const GgufName& key : kGgufKeys)
-        if (const nlohmann::json::json_pointer at(key.ours); json.contains(at) && json[at].is_null())
-            json.erase(key.gguf);
+    for (const char* cap : {"attn_logit_softcapping", "final_logit_softcapping"})
+        if (json.contains(cap) && json[cap].is_null()) json.erase(cap);
 }
 inline void add_implied(nlohmann::json& json) { add_implied(json, 46); }
 
@@ -221,8 +217,7 @@ inline void add_implied(nlohmann::json& json) {
 
 inline Table block(const ModelConfig& c, const LayerConfig& layer) {
     Table table = gemma2::block(c, layer);
-    table.push_back(row(Field::QueryNormWeight, "self_attn.q_norm.weight", {layer.head_size}, Init::Zero));
-    table.push_back(row(Field::KeyNormWeight, "self_attn.k_norm.weight", {layer.head_size}, Init::Zero));
+    llama::add_query_key_norms(table, layer.head_size, layer.head_size, Init::Zero);
     return table;
 }
 }  // namespace gemma3

@@ -249,6 +249,12 @@ inline Table block(const ModelConfig& c, const LayerConfig& layer) {
     return table;
 }
 
+// Adds the norms of queries and keys, whose weights have these sizes.
+inline void add_query_key_norms(Table& table, int64_t query, int64_t key, Init init) {
+    table.push_back(row(Field::QueryNormWeight, "self_attn.q_norm.weight", {query}, init));
+    table.push_back(row(Field::KeyNormWeight, "self_attn.k_norm.weight", {key}, init));
+}
+
 inline Table head(const ModelConfig& c) {
     Table table;
     if (!c.tied) table.push_back(own_head(c));
@@ -303,22 +309,29 @@ std::vector<bool> sliding_layers(const ConfigReader& r, const ModelConfig& c, Sl
 template <class Slides>
 void read_windows(const ConfigReader& r, ModelConfig& c, int window, Slides&& slides,
                   const RopeScaling* local = nullptr) {
-    std::vector<LayerConfig> layers(static_cast<size_t>(c.layers), c);
     const std::vector<bool> sliding =
         sliding_layers(r, c, [&](int layer) { return window > 0 && slides(layer); });
-    for (size_t l = 0; l < layers.size(); l++) {
-        if (sliding[l] && window == 0)
+    c.change_layers([&](int l, LayerConfig& layer) {
+        if (!sliding[static_cast<size_t>(l)]) return;
+        if (window == 0)
             fail("%s: 'layer_types' has sliding_attention, and no 'sliding_window' is set", r.file());
-        if (sliding[l]) layers[l].window = window;
-        if (sliding[l] && local) layers[l].rope = *local;
-    }
-    c.set_layers(std::move(layers));
+        layer.window = window;
+        if (local) layer.rope = *local;
+    });
+}
+// Reads the windows of a family whose layers all have the same: `transformers` ignores 'layer_types' there.
+inline void read_same_windows(const ConfigReader& r, ModelConfig& c, int window) {
+    read_windows(r, c, window, [](int) { return true; });
+    if (c.window != window || !c.uneven.empty())
+        fail("%s: 'layer_types' has full_attention, and 'sliding_window' is %d", r.file(), window);
 }
 
-// Writes 'layer_types' if layers differ in their windows.
-inline void write_layer_types(const ModelConfig& c, nlohmann::json& json) {
-    for (const LayerConfig& layer : c.uneven)
-        json["layer_types"].push_back(layer.window > 0 ? "sliding_attention" : "full_attention");
+// The list 'layer_types'.
+inline nlohmann::json layer_types(const ModelConfig& c) {
+    nlohmann::json types = nlohmann::json::array();
+    for (int l = 0; l < c.layers; l++)
+        types.push_back(c.layer(l).window > 0 ? "sliding_attention" : "full_attention");
+    return types;
 }
 
 // Where layers with a window have a rotation of their own: it is not scaled, and has `theta` unless
@@ -333,9 +346,7 @@ inline RopeScaling read_local_rope(const ConfigReader& r, double theta) {
 
 // Writes each layer's type, and the window of those that have one.
 inline void write_windows(const ModelConfig& c, nlohmann::json& json) {
-    json["layer_types"] = nlohmann::json::array();
-    for (int l = 0; l < c.layers; l++)
-        json["layer_types"].push_back(c.layer(l).window > 0 ? "sliding_attention" : "full_attention");
+    json["layer_types"] = layer_types(c);
     if (c.shortest_window() > 0) json["sliding_window"] = c.shortest_window();
 }
 
@@ -344,10 +355,7 @@ inline void read(const ConfigReader& r, ModelConfig& c) {
                      {.tokens = llama::kTokens, .mlp_width = 14336, .positions = 131072, .kv_heads = 8});
     // Null means no window; a missing key means the window of the first Mistral.
     const int window = r.json().contains("sliding_window") ? r.size("sliding_window", 0, INT32_MAX) : 4096;
-    read_windows(r, c, window, [](int) { return true; });
-    // `transformers` ignores layer_types here.
-    if (c.window != window || !c.uneven.empty())
-        fail("%s: 'layer_types' has full_attention, and 'sliding_window' is %d", r.file(), window);
+    read_same_windows(r, c, window);
 }
 
 inline void write(const ModelConfig& c, nlohmann::json& json) {

@@ -27,9 +27,7 @@ inline void read(const ConfigReader& r, ModelConfig& c) {
         fail("%s: a ministral3 has the rotary scaling \"yarn\" with a 'llama_4_scaling_beta'", r.file());
     c.rope.llama_4_scaling_beta = rope.number("llama_4_scaling_beta", -1, 1e6);
     const int window = r.has("sliding_window") ? r.size("sliding_window", INT32_MAX) : 0;
-    mistral::read_windows(r, c, window, [](int) { return true; });
-    if (c.window != window || !c.uneven.empty())
-        fail("%s: 'layer_types' has full_attention, and 'sliding_window' is %d", r.file(), window);
+    mistral::read_same_windows(r, c, window);
 }
 
 inline void write(const ModelConfig& c, nlohmann::json& json) {

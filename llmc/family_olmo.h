@@ -34,8 +34,7 @@ inline Table block(const ModelConfig& c, const LayerConfig& layer) {
         if (row.field == Field::AttentionNormWeight) row.parts[0].name = "post_attention_layernorm.weight";
         if (row.field == Field::MlpNormWeight) row.parts[0].name = "post_feedforward_layernorm.weight";
     }
-    table.push_back(row(Field::QueryNormWeight, "self_attn.q_norm.weight", {layer.query_width()}, Init::One));
-    table.push_back(row(Field::KeyNormWeight, "self_attn.k_norm.weight", {layer.kv_width()}, Init::One));
+    llama::add_query_key_norms(table, layer.query_width(), layer.kv_width(), Init::One);
     return table;
 }
 }  // namespace olmo2
@@ -80,9 +79,7 @@ inline void write(const ModelConfig& c, nlohmann::json& json) {
 inline void begin(ModelConfig& c) {
     llama::begin(c);
     c.rope.theta = 500000;
-    std::vector<LayerConfig> layers(static_cast<size_t>(c.layers), c);
-    for (int l = 0; l < c.layers; l++) layers[static_cast<size_t>(l)].window = slides(l) ? kWindow : 0;
-    c.set_layers(std::move(layers));
+    c.change_layers([](int l, LayerConfig& layer) { layer.window = slides(l) ? kWindow : 0; });
 }
 }  // namespace olmo3
 

@@ -34,7 +34,7 @@ inline void write(const ModelConfig& c, nlohmann::json& json) {
         json["original_max_position_embeddings"] = c.rope.original_max_position_embeddings;
 }
 
-// Of the pairs of tensors that Llama's files have apart, one follows the other in a single tensor.
+// Phi's files have queries, keys and values in one tensor, and gate and up in another.
 inline Table block(const ModelConfig& c, const LayerConfig& layer) {
     Table table = llama::block(c, layer);
     for (Row& row : table)

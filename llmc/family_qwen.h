@@ -24,7 +24,7 @@ inline void write_window(const ModelConfig& c, nlohmann::json& json) {
     json["use_sliding_window"] = window > 0;
     json["sliding_window"] = window > 0 ? nlohmann::json(window) : nlohmann::json();
     json["max_window_layers"] = c.window > 0 ? 0 : c.layers;
-    mistral::write_layer_types(c, json);
+    if (!c.uneven.empty()) json["layer_types"] = mistral::layer_types(c);
 }
 
 inline void read(const ConfigReader& r, ModelConfig& c) {
@@ -73,8 +73,7 @@ inline void read(const ConfigReader& r, ModelConfig& c) {
 
 inline Table block(const ModelConfig& c, const LayerConfig& layer) {
     Table table = llama::block(c, layer);
-    table.push_back(row(Field::QueryNormWeight, "self_attn.q_norm.weight", {layer.head_size}, Init::One));
-    table.push_back(row(Field::KeyNormWeight, "self_attn.k_norm.weight", {layer.head_size}, Init::One));
+    llama::add_query_key_norms(table, layer.head_size, layer.head_size, Init::One);
     return table;
 }
 }  // namespace qwen3

@@ -6,28 +6,31 @@
 namespace smollm3 {
 inline constexpr TokenDefaults kTokens = {128256, 128000, 128001, 128004};
 
+// Leaves the rotation out of the layers for which rotates() is false.
+template <class Rotates>
+void set_rotating_layers(ModelConfig& c, Rotates&& rotates) {
+    const RopeScaling rope = c.rope;
+    c.change_layers([&](int l, LayerConfig& layer) {
+        if (!rotates(l)) layer.rope.type = RopeType::kNone;
+    });
+    c.rope = rope;  // of the layers that rotate, even if the first one does not
+}
+
 // 1 in 'no_rope_layers' says that the layer rotates, 0 that it does not. Without the list, every layer whose
 // number, counted from 1, is a multiple of 'no_rope_layer_interval' does not.
 inline void read_rotating_layers(const ConfigReader& r, ModelConfig& c) {
     const int interval = r.size("no_rope_layer_interval", 4, INT32_MAX);
-    std::vector<LayerConfig> layers(static_cast<size_t>(c.layers), c);
+    std::vector<bool> rotates;
+    for (int l = 0; l < c.layers; l++) rotates.push_back((l + 1) % interval != 0);
     if (r.has("no_rope_layers")) {
-        const nlohmann::json& rotate = r.json()["no_rope_layers"];
+        const nlohmann::json& list = r.json()["no_rope_layers"];
         const auto is_flag = [](const nlohmann::json& x) { return x == 0 || x == 1; };
-        if (!rotate.is_array() || rotate.size() != layers.size() || !std::ranges::all_of(rotate, is_flag))
+        if (!list.is_array() || list.size() != rotates.size() || !std::ranges::all_of(list, is_flag))
             r.refuse("no_rope_layers", format("a list of %d zeros and ones", c.layers));
-        for (size_t l = 0; l < layers.size(); l++)
-            if (rotate[l] == 0) layers[l].rope.type = RopeType::kNone;
-    } else {
-        for (int l = interval - 1; l < c.layers; l += interval)
-            layers[static_cast<size_t>(l)].rope.type = RopeType::kNone;
+        for (size_t l = 0; l < rotates.size(); l++) rotates[l] = list[l] == 1;
     }
-    // The layers that rotate come first, so that their scaling is the model's.
-    const bool some = std::ranges::any_of(layers, [](auto& l) { return l.rope.type != RopeType::kNone; });
-    if (!some) r.refuse("no_rope_layers", "1 for some layer");
-    const RopeScaling rope = c.rope;
-    c.set_layers(std::move(layers));
-    c.rope = rope;
+    if (std::ranges::find(rotates, true) == rotates.end()) r.refuse("no_rope_layers", "1 for some layer");
+    set_rotating_layers(c, [&](int l) { return rotates[static_cast<size_t>(l)]; });
 }
 
 inline void read(const ConfigReader& r, ModelConfig& c) {
@@ -54,9 +57,7 @@ inline void write(const ModelConfig& c, nlohmann::json& json) {
 
 inline void begin(ModelConfig& c) {
     llama::begin(c);
-    std::vector<LayerConfig> layers(static_cast<size_t>(c.layers), c);
-    for (size_t l = 3; l < layers.size(); l += 4) layers[l].rope.type = RopeType::kNone;
-    c.set_layers(std::move(layers));
+    set_rotating_layers(c, [](int l) { return (l + 1) % 4 != 0; });
 }
 }  // namespace smollm3
 

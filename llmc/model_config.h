@@ -114,6 +114,13 @@ struct ModelConfig : LayerConfig {
     }
     // Sets what each layer is.
     void set_layers(std::vector<LayerConfig> all);
+    // Changes the layers, all of which are as the model's fields say: calls change(number, layer) for each.
+    template <class Change>
+    void change_layers(Change&& change) {
+        std::vector<LayerConfig> all(static_cast<size_t>(layers), *this);
+        for (int l = 0; l < layers; l++) change(l, all[static_cast<size_t>(l)]);
+        set_layers(std::move(all));
+    }
     // The shortest window of any layer that has one; 0 if none has.
     int shortest_window() const;
     // The kv_width() of the layer in which it is largest.

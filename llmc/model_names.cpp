@@ -184,8 +184,7 @@ constexpr const char* kOtherKinds[][2] = {
 };
 // Families that are not supported: remove one that is.
 constexpr const char* kOtherFamilies =
-    "-qwen3.5 -qwen3.6 -qwen3.8 -qwen3-next gemma-3n gemma3n gemma-4 paligemma t5gemma "
-    "embeddinggemma "
+    "-qwen3.5 -qwen3.6 -qwen3.8 -qwen3-next gemma-3n gemma3n gemma-4 paligemma t5gemma embeddinggemma "
     "recurrentgemma -gpt-oss -phi-1 -phi1 -phi-2- -phi2 -phi-3-small -phi-4-mini-flash -granite-4 "
     "-olmo-1b -olmo-7b -mistral-small-3.1 -mistral-small-3.2 -mistral-small-4 -devstral-small-2- -llama-4- "
     "-glm -deepseek-v2 -deepseek-v3 -deepseek-r1 -chatglm -kimi -lfm -minimax -nvidia-nemotron -nemotron-h "

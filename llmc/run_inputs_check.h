@@ -413,8 +413,8 @@ inline void RunInputs::read_exported() {
     exported_tokenizer =
         tokenizer_keys(tokenizer_file.get(), tokenizer_folder, config, templates, end_of_turn());
     const std::string arch = gguf_architecture(*config.family);
-    const bool have_it = config.family->gguf.rotary_pairs;  // the other keys
-    if (tokenizer_folder.empty() && config.vocabulary != 256 && !have_it)
+    const bool is_in_model_keys = config.family->gguf.rotary_pairs;
+    if (tokenizer_folder.empty() && config.vocabulary != 256 && !is_in_model_keys)
         exported_tokenizer.add(arch + ".vocab_size", static_cast<uint32_t>(config.vocabulary));
 }
 

@@ -442,7 +442,7 @@ class TokenizerJsonReader {
                                   pattern["Regex"].is_string();
             const bool inverted = c.flag("invert", false);
             const std::string behavior = c.text("behavior");
-            // Gemma's splits at spaces that its normalizer has replaced before.
+            // Gemma's splits at spaces, but its normalizer has replaced all of them.
             if (behavior == "MergedWithPrevious" && !is_regex && is_replaced(read_string_pattern(c))) return;
             if (behavior != "Isolated" && behavior != "Removed") c.refuse("behavior");
             TextSplit& split =

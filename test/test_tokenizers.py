@@ -68,7 +68,7 @@ def llama2_normalized():
 
 
 def gemma():
-    """Its pre-tokenizer splits at spaces, of which the normalizer has left none."""
+    """Its normalizer replaces all spaces; its pre-tokenizer splits at spaces and so does nothing."""
     tokenizer = from_sentencepiece("tokenizer.model.v1")
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
